@@ -61,7 +61,8 @@ def changes_of(environ: Mapping[str, str], *, prefix: str = "TAPSCOPE_", sglang:
         if name in _FIELDS:
             changes[name] = _named(variable, name, text, tags)
         elif name not in _PLACES and (near := difflib.get_close_matches(name, (*_FIELDS, *_PLACES), 1, 0.7)):
-            _log.warning("tapscope: %s sets nothing; did you mean %s%s?", variable, prefix, near[0].upper())
+            meant = prefix + near[0].upper()
+            _log.warning("tapscope: %s is not a setting and is ignored; did you mean %s?", variable, meant)
     return changes
 
 
@@ -150,7 +151,7 @@ def _from_sglang(environ: Mapping[str, str], tags: list[str]) -> dict[str, Any]:
         elif variable == "DUMPER_SERVER_PORT":
             changes["control"] = _control(text)
         else:
-            _log.warning("tapscope: %s has no counterpart here and sets nothing", variable)
+            _log.warning("tapscope: %s has no counterpart in tapscope and is ignored", variable)
     return changes
 
 

@@ -87,7 +87,7 @@ def _outcome(report: "Report") -> str:
         more = _and_more(report.num_bad - 1, "site")
         return f"cannot be compared: {odd.site}{more}{'; on partial data' if partial else ''}"
     if partial:
-        return f"agrees as far as it goes, but on partial data{' (allowed)' if report.options.allow_partial else ''}"
+        return f"agrees where compared, but the data are partial{' (allowed)' if report.options.allow_partial else ''}"
     if SAME_DIRECTORY in report.coverage.warnings:
         return "agrees with itself"
     return f"agrees{_up_to_fork(report)}"

@@ -99,7 +99,7 @@ def check_rules(rules: Sequence[Rule], pairs: Sequence[tuple[str, ...]]) -> None
         if id(rule) in used:
             continue
         if any(rule.pattern.search(name) for names in pairs for name in names):
-            raise RuleError(f"{rule.where} decides nothing: earlier rules match every site that it matches")
+            raise RuleError(f"{rule.where} has no effect: earlier rules match every site that it matches")
         sites = [name for names in pairs for name in names]
         raise RuleError(f"{rule.where} matches no site that both runs have; {describe_layers(sites)}")
 

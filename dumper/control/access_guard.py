@@ -32,7 +32,7 @@ class Guard:
             raise ConfigError(f"control_token: must be at least {_MIN_TOKEN} printable ASCII characters without blanks")
         if token is None and not is_loopback(host):
             raise ConfigError(
-                f"control={host!r}: others can reach this address, so it needs a token; set the environment variable "
+                f"other hosts can reach {host}, so the control routes need a token; set the environment variable "
                 f"{TOKEN_VARIABLE} (or control_token=), or listen on 127.0.0.1"
             )
         return cls(token, loopback_only=token is None)

@@ -126,7 +126,7 @@ def _add_catch_all(router: "APIRouter", path: str, routers: "list[APIRouter]") -
         known = {route.path: route.methods for route in routes if "{" not in route.path}
         if methods := known.get(request.url.path):
             allowed = ", ".join(sorted(methods))
-            text = f"{request.url.path} does not take {request.method}; it takes {allowed}"
+            text = f"{request.method} is not allowed on {request.url.path}; use {allowed}"
             raise RequestRefused(405, text, {"Allow": allowed})
         raise RequestRefused(404, f"unknown route {request.url.path[:200]}; routes: {', '.join(sorted(known))}")
 

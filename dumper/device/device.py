@@ -290,7 +290,7 @@ class CudaDevice:
             memory = torch.frombuffer((ctypes.c_ubyte * ring.nbytes).from_address(ring.address), dtype=torch.uint8)
             torch.cuda.check_error(_runtime().cudaHostRegister(ring.address, ring.nbytes, _PORTABLE))
         except Exception as error:  # noqa: BLE001 - drivers and sandboxes refuse in many ways
-            _log.info("tapscope: the ring cannot be page-locked, values take one more copy: %s", error)
+            _log.info("tapscope: the ring cannot be page-locked, so every value is copied once more: %s", error)
         else:
             self._pinned = memory
 

@@ -86,7 +86,7 @@ def make_ring(config: DumperConfig) -> ShmRing | None:
         try:
             return ShmRing(nbytes)
         except ShmRingError as error:
-            _log.warning("tapscope: %s; trying less", error)
+            _log.warning("tapscope: %s; trying a smaller ring", error)
             nbytes //= 4
     return None
 

@@ -208,7 +208,7 @@ def next_run(base: Path, body: Mapping[str, Any]) -> Path:
     if not (isinstance(name, str) and _RUN_NAME.fullmatch(name)):
         raise ConfigError(f"run={name!r}: must be a plain name without '/'; the run is created next to the current one")
     if (path := base.with_name(name)).exists():
-        raise ConfigError(f"run={name!r}: exists; choose another name")
+        raise ConfigError(f"run={name!r}: a run of this name exists; choose another name")
     return path
 
 

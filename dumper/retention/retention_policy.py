@@ -75,7 +75,7 @@ class RetentionPolicy:
     def restart(self, run: Path) -> None:
         """A new run begins: budgets are reset, and held steps of the old run are discarded."""
         if self._flight is not None and (gone := self._flight.take_discarded()).number:
-            _log.info("tapscope: %d held steps were discarded with the run before %s", gone.number, run)
+            _log.info("tapscope: the flight recorder discarded %d steps of the run before %s", gone.number, run)
         self.capture_stop.restart()
         self.trigger_actions = TriggerActions(self._put_event, rank=self.trigger_actions.rank, run=run)
 
@@ -232,7 +232,7 @@ class RetentionPolicy:
         released = flight.release(*window, reason)
         self._num_dropped += released.num_dropped
         if released.steps:
-            _log.warning("tapscope: to disk: %s: %s", _span(released.steps), reason)
+            _log.warning("tapscope: the flight recorder wrote %s: %s", _span(released.steps), reason)
         if self.is_limited:
             step = self.capture_stop.open_step
             num_steps = len(released.steps) - (step is not None and step.info.step in released.steps)

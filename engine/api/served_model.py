@@ -128,7 +128,7 @@ class ServedModel:
     def require_tokenizer(self) -> Tokenizer:
         """The tokenizer; raises RequestError when the checkpoint has none."""
         if self.tokenizer is None:
-            raise RequestError(f"{self.name} has no tokenizer.json, so that it accepts token ids only")
+            raise RequestError(f"{self.name} has no tokenizer.json, so it accepts token ids only")
         return self.tokenizer
 
     def require_template(self) -> ChatTemplate:

@@ -225,7 +225,7 @@ def test_dump_refuses_wrong_arguments_in_one_line(
         (["dump", "/nowhere/model", "-o", run, "--prompt", "x"], 3, "/nowhere/model"),
         (["dump", str(llama), "-o", run], 2, "nothing to run"),
         (["dump", str(llama), "-o", str(reference), "--prompt", "x"], 2, "--force"),
-        (["dump", str(llama), "-o", run, "--prompt", "x", "--site", "layers.99.*"], 2, "layers run 0-2"),
+        (["dump", str(llama), "-o", run, "--prompt", "x", "--site", "layers.99.*"], 2, "layers are 0-2"),
         (["dump", str(llama), "-o", run, "--prompt", "x", "--backend", "hf", "--tp", "2"], 2, "one rank"),
         (
             ["dump", str(llama), "-o", run, "--prompt", "x", "--backend", "hf", "--set", "num_pages=9"],
@@ -245,7 +245,7 @@ def test_dump_refuses_wrong_arguments_in_one_line(
         (["ctl", "127.0.0.1:65537", "state"], 2, "'127.0.0.1:65537' is neither the directory of a run nor [HOST:]PORT"),
         (["ctl", "runs/typo", "state"], 2, "'runs/typo' is neither the directory of a run nor [HOST:]PORT"),
         (["frobnicate"], 2, "commands: dump"),
-        (["serve", str(llama), "--listen", "0.0.0.0:1"], 2, "it needs a token"),
+        (["serve", str(llama), "--listen", "0.0.0.0:1"], 2, "need a token"),
         (["serve", str(llama), "--api-key", ""], 2, "api_key: must have at least one character"),
     ]
     for words, code, says in cases:

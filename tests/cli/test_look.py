@@ -101,10 +101,10 @@ def test_ls_reports_records_omitted_by_a_limit(run_cli):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--site", "layers.99.*"], "no site matches 'layers.99.*' in base; layers run 0-3 (see: tapscope ls base)"),
+        (["--site", "layers.99.*"], "no site matches 'layers.99.*' in base; layers are 0-3 (see: tapscope ls base)"),
         (["--skip", "nothing"], "no site matches 'nothing' in base"),
         (["--site", ""], "an empty pattern selects nothing"),
-        (["--layers", "7"], "no record of base matches all selection flags; layers run 0-3"),
+        (["--layers", "7"], "no record of base matches all selection flags; layers are 0-3"),
         (["--layers", "one"], "--layers: 'one' is not a list of numbers; write e.g. 0-3,27"),
         (["--steps", "9"], "no step 9 in base; steps are 0-3"),
         (["--ranks", "0,5-6"], "no rank 5-6 in base; ranks are 0-1"),
@@ -151,7 +151,7 @@ def test_show_of_several_records_lists_them_and_how_to_choose(run_cli):
             "model.norm:out has no record with --step 9 in base; it has steps 0-3, rank 0",
         ),
         (["model.nrm:out"], "no site matches 'model.nrm:out' in base; model contains embed_tokens, layers, norm"),
-        (["model.layers.9:out"], "no site matches 'model.layers.9:out' in base; layers run 0-3"),
+        (["model.layers.9:out"], "no site matches 'model.layers.9:out' in base; layers are 0-3"),
         (["model.norm:ot"], "no site matches 'model.norm:ot' in base; model.norm has out"),
         (["model.norm:out", "--slice", "x"], "--slice 'x': invalid index 'x'; examples: 0, :8, 2:10:2, ..."),
         (["model.norm:out", "--slice", "0,0,0"], "--slice '0,0,0' has 3 indices but the tensor has 2 axes"),

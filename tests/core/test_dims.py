@@ -149,7 +149,7 @@ def test_dims_are_checked_against_a_shape() -> None:
     dims.check((7, 1, 64))
     with pytest.raises(DimsError, match="3 axes but the tensor has 2"):
         dims.check((7, 64))
-    with pytest.raises(DimsError, match="say 1 where"):
+    with pytest.raises(DimsError, match="axis of size 1 where"):
         dims.check((7, 2, 64))
 
 

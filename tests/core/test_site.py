@@ -109,7 +109,7 @@ def test_step_ranges_refuse_invalid_strings(text: str) -> None:
 
 
 def test_site_hint_for_a_typo_names_layers() -> None:
-    assert describe_layers([f"model.layers.{i}:out" for i in range(28)]) == "layers run 0-27"
+    assert describe_layers([f"model.layers.{i}:out" for i in range(28)]) == "layers are 0-27"
     assert describe_layers(["a:out", ":out"]) == "modules are (root), a"
 
 
@@ -119,8 +119,8 @@ def test_site_hint_for_a_typo_names_what_the_module_around_it_contains() -> None
     assert describe_sites("mid.conv3:out", sites) == "mid contains act, conv1, conv2"
     assert describe_sites("net.mid.conv3.weight*", sites) == "net.mid contains act, conv1, conv2"
     assert describe_sites("net.mid.conv1:outt", sites) == "net.mid.conv1 has out"
-    assert describe_sites("net.down.7.conv1:out", sites) == "layers run 0-1"
-    assert describe_sites("up.conv1:out", sites) == "layers run 0-1"
+    assert describe_sites("net.down.7.conv1:out", sites) == "layers are 0-1"
+    assert describe_sites("up.conv1:out", sites) == "layers are 0-1"
     assert describe_sites("net.up.conv1", sites) == "net contains down, mid"
 
 

@@ -242,7 +242,7 @@ def test_search_filters_as_typed_keeps_on_enter_and_ends_on_escape(base):
 def test_search_without_a_match_names_the_available_sites(base):
     async def steps(d):
         await d.press("slash", *"xyz")
-        assert 'No site here matches "xyz": layers run 0-3.' in d.picture
+        assert 'No site here matches "xyz": layers are 0-3.' in d.picture
         await d.press("escape")
         assert d.screen.table.num_rows == 27
         assert not d.screen.query_one("#find").has_class("-open")

@@ -229,9 +229,9 @@ def test_config_slip_in_a_variable_s_name_is_reported(caplog: pytest.LogCaptureF
         }
         DumperConfig.from_env(environ)
     assert [record.getMessage() for record in caplog.records] == [
-        "tapscope: TAPSCOPE_RULE sets nothing; did you mean TAPSCOPE_RULES?",
-        "tapscope: TAPSCOPE_EXP_NAM sets nothing; did you mean TAPSCOPE_EXP_NAME?",
-        "tapscope: TAPSCOPE_KEPE sets nothing; did you mean TAPSCOPE_KEEP?",
+        "tapscope: TAPSCOPE_RULE is not a setting and is ignored; did you mean TAPSCOPE_RULES?",
+        "tapscope: TAPSCOPE_EXP_NAM is not a setting and is ignored; did you mean TAPSCOPE_EXP_NAME?",
+        "tapscope: TAPSCOPE_KEPE is not a setting and is ignored; did you mean TAPSCOPE_KEEP?",
     ]
 
 
@@ -259,7 +259,7 @@ def test_config_sglang_s_variables_count_only_when_asked_and_ours_win(caplog: py
         config = DumperConfig.from_env(environ, sglang=True)
     assert config == DumperConfig(enabled=True, mode="all", control="127.0.0.1:40000", filter=environ["DUMPER_FILTER"])
     assert [record.getMessage() for record in caplog.records] == [
-        "tapscope: DUMPER_COLLECTIVE_TIMEOUT has no counterpart here and sets nothing"
+        "tapscope: DUMPER_COLLECTIVE_TIMEOUT has no counterpart in tapscope and is ignored"
     ]
     assert out_of(environ) == Path("/somewhere/mine")
     assert out_of({}) is None

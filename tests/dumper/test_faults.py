@@ -151,12 +151,12 @@ def test_dumper_control_port_in_use_is_one_clear_error(tmp_path: Path) -> None:
 
 
 def test_dumper_control_beyond_loopback_needs_a_token(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="needs a token; set the environment variable TAPSCOPE_CONTROL_TOKEN"):
+    with pytest.raises(ConfigError, match="need a token; set the environment variable TAPSCOPE_CONTROL_TOKEN"):
         Dumper(build(), tmp_path / "run", control="0.0.0.0:0").open()
 
 
 def test_dumper_rule_that_matches_no_site_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    with pytest.raises(RuleError, match=r"no site matches 'layers.9'; layers run 0-1"):
+    with pytest.raises(RuleError, match=r"no site matches 'layers.9'; layers are 0-1"):
         Dumper(build(), tmp_path / "run", rules=["layers.9=full"]).open()
     assert not (tmp_path / "run").exists()
 

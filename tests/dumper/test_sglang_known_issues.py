@@ -105,7 +105,7 @@ def test_sglang_issue_rule_with_a_wrong_port_is_reported_the_ports_that_are_ther
     model = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(2, 2)])})
     with pytest.raises(RuleError, match=r"ports of layers.0 are in\[input\], out, param\[weight\], param\[bias\]"):
         Dumper(model, tmp_path / "run", rules=["layers.0:output=full"]).open()
-    with pytest.raises(RuleError, match="layers run 0"):
+    with pytest.raises(RuleError, match="layers are 0"):
         Dumper(model, tmp_path / "run", rules=["layers.7:out=full"]).open()
 
 

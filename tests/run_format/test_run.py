@@ -187,7 +187,7 @@ def test_run_select_filters_by_site_layer_step_and_rank(tmp_path: Path) -> None:
 
 def test_run_select_without_a_match_suggests_sites(tmp_path: Path) -> None:
     run = open_run(_toy(tmp_path / "run"))
-    with pytest.raises(RuleError, match=r"no site matches 'layers.99.\*' in .*; layers run 0-1"):
+    with pytest.raises(RuleError, match=r"no site matches 'layers.99.\*' in .*; layers are 0-1"):
         run.select(["layers.99.*"])
 
 

@@ -78,7 +78,7 @@ def of_run(path: Path) -> Workload:
     with open_run(path) as run:
         prompts, tokens = run.prompts(), run.tokens()
     if not prompts or not any(prompts.values()):
-        raise DataError(f"{path} does not say which tokens it computed; --tokens-from needs a run with token ids")
+        raise DataError(f"{path} has no token ids; --tokens-from needs a run with token ids")
     forced: list[tuple[int, ...]] = []
     for request, prompt in prompts.items():
         known = tokens[request]

@@ -109,4 +109,4 @@ class Dims(Struct, frozen=True):
             raise DimsError(f"dims '{self}' name {self.ndim} axes but the tensor has {len(shape)}: {tuple(shape)}")
         for dim, size in zip(self.dims, shape, strict=True):
             if dim.names == ("1",) and size != 1:
-                raise DimsError(f"dims '{self}' say 1 where the tensor of shape {tuple(shape)} has {size}")
+                raise DimsError(f"dims '{self}' have an axis of size 1 where the shape {tuple(shape)} has {size}")

@@ -74,7 +74,7 @@ def _parse_dim(token: str, text: str) -> Dim:
     size = _parse_size(match["size"], text)
     mods = match["mods"] if match["mods"] is not None else match["mods2"]
     if names == ("1",) and (mods is not None or size):
-        raise DimsError(f"{token!r} in dims {text!r}: an axis of size 1 cannot be sharded, nor be of another size")
+        raise DimsError(f"{token!r} in dims {text!r}: an axis of size 1 cannot be sharded or have another size")
     shards = () if mods is None else tuple(_parse_shard(mod, text) for mod in mods.split(","))
     groups = int(match["groups"] or 0)
     if match["groups"] and not groups:

@@ -152,12 +152,12 @@ def _translate(glob: str) -> str:
 
 
 def describe_layers(sites: Iterable[Site | str]) -> str:
-    """For error messages: ``layers run 0-27``, or the first few paths where nothing is numbered."""
+    """For error messages: ``layers are 0-27``, or the first few paths where nothing is numbered."""
     sites = list(sites)
     paths = sorted({str(site).rpartition(":")[0] for site in sites})
     layers = sorted({layer for path in paths if (layer := layer_of(path)) is not None})
     if layers:
-        return f"layers run {compact_ranges(layers)}"
+        return f"layers are {compact_ranges(layers)}"
     if paths == [""]:  # explicit dumps and arguments alone
         names = sorted({str(site) for site in sites})
         return f"sites are {', '.join(names[:6])}{', ...' if len(names) > 6 else ''}"

@@ -25,7 +25,7 @@ def parse(text: str) -> ast.expr:
     if len(text) > MAX_TEXT:
         raise ExpressionError(f"{short(text)} has {len(text)} characters; an expression has at most {MAX_TEXT}")
     if not text:
-        raise ExpressionError("an empty expression says nothing; write e.g. layer_id == 0")
+        raise ExpressionError("the expression is empty; write e.g. layer_id == 0")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # for escapes such as "\d", which are kept literally

@@ -123,7 +123,7 @@ class Run:
         """
         if self.mesh and {a: n for a, n in self.mesh.items() if n > 1} != {a: n for a, n in mesh.items() if n > 1}:
             has = ", ".join(f"{axis}={size}" for axis, size in self.mesh.items())
-            raise ConfigError(f"{self.path} records its own mesh, {has}; a mesh is assumed only where there is none")
+            raise ConfigError(f"{self.path} records another mesh, {has}; give a mesh only for a run without one")
         size = math.prod(mesh.values())
         if size != max(self.world_size, *(rank + 1 for rank in self.ranks), 1):
             said = ",".join(f"{axis}={size}" for axis, size in mesh.items())

@@ -332,7 +332,7 @@ def test_match_step_selection_applies_to_both_runs(tmp_path: Path) -> None:
 
 
 def test_match_glob_without_a_match_is_an_error_with_suggestions(tmp_path: Path) -> None:
-    with pytest.raises(RuleError, match=r"no site matches 'layers\.9' in .*; layers run 0"):
+    with pytest.raises(RuleError, match=r"no site matches 'layers\.9' in .*; layers are 0"):
         diff_sites(tmp_path, ["layers.0:out"], ["layers.0:out"], sites=("layers.9",))
 
 

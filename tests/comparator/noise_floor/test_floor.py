@@ -127,7 +127,7 @@ def test_floor_invalid_rule_is_an_error_at_start(runs: Path, rule: str, error: t
 
 
 def test_floor_shadowed_rule_is_an_error(runs: Path) -> None:
-    with pytest.raises(RuleError, match="decides nothing"):
+    with pytest.raises(RuleError, match="has no effect"):
         diff_base(runs, "tp2", "lm_head=rel < 1", "lm_head:out=rel < 1")
 
 

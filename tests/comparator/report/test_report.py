@@ -210,7 +210,7 @@ def test_report_exit_codes_and_streams(runs: Path, tmp_path: Path, capsys: pytes
     assert main(["diff", base, str(tmp_path / "other")]) == 3
     streams = capsys.readouterr()
     assert streams.out == ""
-    assert "layers run 0-2" in streams.err
+    assert "layers are 0-2" in streams.err
     assert "no token row in common" in streams.err
 
 
@@ -221,7 +221,7 @@ def test_report_partial_data_is_reported_and_can_be_allowed(
     assert main(["diff", str(runs / "base"), str(tmp_path / "half")]) == 1
     out = capsys.readouterr().out
     assert "missing   requests only in base: 1" in out
-    assert "\nwhat      agrees as far as it goes, but on partial data\n" in out
+    assert "\nwhat      agrees where compared, but the data are partial\n" in out
     assert "\nwhy       requests only in base: 1" in out
     assert main(["diff", str(runs / "base"), str(tmp_path / "half"), "--allow-partial"]) == 0
 

@@ -307,7 +307,7 @@ def test_corrupt_records_shards_of_a_missing_rank_make_the_data_partial(damaged:
     assert "t: never came: rank 1" in report.coverage.partial
     assert any(s.endswith("shard 1 is missing: rank 1 never came") for s in report.coverage.warnings)
     what, _, why, following = answer(allowed)
-    assert what == "what      agrees as far as it goes, but on partial data (allowed)"
+    assert what == "what      agrees where compared, but the data are partial (allowed)"
     assert why.startswith("why       t: never came: rank 1")
     assert following == f"next      tapscope info {damaged[1]}"
     assert answer(diff(damaged[1], damaged[0]))[3] == following  # the run that lacks it, on whichever side

@@ -93,7 +93,7 @@ def test_control_sites_can_be_listed_and_narrowed(job: Job) -> None:
         ("configure", {"keep": "some"}, "keep='some': must be one of off, stats, sketch, full"),
         ("configure", {"enabled": "yes"}, "enabled='yes': must be true or false"),
         ("configure", {"backpressure": "drop"}, "'backpressure' is fixed when the dumper starts"),
-        ("configure", {"rules": ["layers.99.*=full"]}, "no site matches 'layers.99.*'; layers run 0-1"),
+        ("configure", {"rules": ["layers.99.*=full"]}, "no site matches 'layers.99.*'; layers are 0-1"),
         ("configure", {"rules": "x=full"}, "must be a list"),
         ("configure", {"rules": [3]}, "must be a string GLOB=KEEP"),
         ("configure", {}, "nothing to configure"),

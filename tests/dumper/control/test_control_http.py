@@ -101,10 +101,10 @@ def test_control_http_examples_in_the_description_work(job: Job, model: type[Bas
 @pytest.mark.parametrize(
     ("method", "path", "status", "says"),
     [
-        ("POST", "/dumper/state", 405, "/dumper/state does not take POST; it takes GET"),
-        ("PUT", "/dumper/configure", 405, "/dumper/configure does not take PUT; it takes POST"),
-        ("GET", "/dumper/capture", 405, "it takes POST"),
-        ("DELETE", "/metrics", 405, "it takes GET"),
+        ("POST", "/dumper/state", 405, "POST is not allowed on /dumper/state; use GET"),
+        ("PUT", "/dumper/configure", 405, "PUT is not allowed on /dumper/configure; use POST"),
+        ("GET", "/dumper/capture", 405, "use POST"),
+        ("DELETE", "/metrics", 405, "use GET"),
         ("GET", "/dumper/states", 404, "unknown route /dumper/states; routes: /dumper/capture, /dumper/configure, "),
         ("POST", "/dumper/", 404, "unknown route /dumper/; "),
         ("GET", "/", 404, "unknown route /; routes: "),
@@ -240,7 +240,7 @@ def test_control_http_routes_work_inside_another_app(host: tuple[Dumper, str]) -
     assert send(address, "/dumper/configure", raw=b"{")[0] == 400
     assert send(address, "/dumper/configure")[:2] == (
         405,
-        {"error": "/dumper/configure does not take GET; it takes POST"},
+        {"error": "GET is not allowed on /dumper/configure; use POST"},
     )
     assert send(address, "/dumper/nothing")[0] == 404
     assert send(address, "/nothing")[:2] == (404, {"detail": "Not Found"})  # the host's own affair

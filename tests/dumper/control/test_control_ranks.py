@@ -154,8 +154,8 @@ def test_control_ranks_rule_for_one_stage_is_accepted_and_one_for_none_refused(t
         status, answer = ask(f"{url}/configure", {"rules": ["layers.1:out=full", "layers.9=full"]})
         assert status == 400
         assert answer["error"] == (
-            "rank 0: rule layers.9=full: no site matches 'layers.9'; layers run 0-1; "
-            "rank 1: rule layers.9=full: no site matches 'layers.9'; layers run 2-3"
+            "rank 0: rule layers.9=full: no site matches 'layers.9'; layers are 0-1; "
+            "rank 1: rule layers.9=full: no site matches 'layers.9'; layers are 2-3"
         )
         assert set(answer["ranks"]) == {"0", "1"}
         assert {m["path"] for m in ask(f"{url}/sites?glob=layers.*:out")[1]["modules"]} == {

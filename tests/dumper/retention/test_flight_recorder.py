@@ -348,7 +348,7 @@ with torch.no_grad(), dumper.step():
     before = """import logging, signal, threading
 heard, told, log = [], threading.Event(), logging.getLogger("tapscope")
 signal.signal(signal.SIGUSR2, lambda *a: heard.append(1))
-log.addFilter(lambda record: told.set() or True if "to disk" in record.getMessage() else True)
+log.addFilter(lambda record: told.set() or True if "flight recorder wrote" in record.getMessage() else True)
 """
     text = SCRIPT.replace("model = build()", before.replace("{", "{{").replace("}", "}}") + "model = build()")
     text = text.format(tests=str(Path(__file__).resolve().parents[2] / "support"), run=str(tmp_path / "run"), body=body)

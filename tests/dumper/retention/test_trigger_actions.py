@@ -169,7 +169,7 @@ def test_trigger_actions_explicit_values_set_triggers_off_as_well(tmp_path: Path
 
 
 def test_trigger_that_matches_no_site_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RuleError, match=r"layers\.7:out: nan -> keep.*layers run 0-1"):
+    with pytest.raises(RuleError, match=r"layers\.7:out: nan -> keep.*layers are 0-1"):
         Dumper(build(), tmp_path / "run", triggers=["layers.7:out: nan -> keep"]).open()
 
 

@@ -54,7 +54,7 @@ def test_trigger_text_of_a_trigger_is_read_as_it_states(text: str, expected: Tri
         ("*: nans > 3 -> keep", "did you mean nan"),
         ("*: unheard -> keep", "unknown name unheard; names are count, nan"),
         ("*: open('x') -> keep", "open cannot be called"),
-        ("*:  -> keep", "an empty expression"),
+        ("*:  -> keep", "the expression is empty"),
         ('"": nan -> keep', "an empty pattern"),
         (3, "must be a string"),
         ("x" * 20000, "must be a string"),
