@@ -25,7 +25,16 @@ from tapscope.core.formatting import number
 from tapscope.kernels.native.sketch import can_sketch, sketch_of
 from tapscope.run_format.record import Record
 from tapscope.run_format.run import Run
-from tapscope.run_format.sketch import COUNTERS, HIGH, LOW, RowKeys, SketchIndex, estimate, row_keys, sketch_index
+from tapscope.run_format.sketch import (
+    COUNTERS,
+    HIGH_FACTOR,
+    LOW_FACTOR,
+    RowKeys,
+    SketchIndex,
+    estimate,
+    row_keys,
+    sketch_index,
+)
 
 Array = np.ndarray[Any, Any]
 
@@ -118,7 +127,7 @@ def _result(one: PairResult, groups: Sequence[_Group], num_left_out: int) -> Pai
         error = float(np.sqrt(squares[0] / squares[1])) if squares[1] else float("inf")
         note = (
             f"estimated from sketches: relative error {number(error)} "
-            f"(95 % interval {number(error * LOW)} to {number(error * HIGH)})"
+            f"(95 % interval {number(error * LOW_FACTOR)} to {number(error * HIGH_FACTOR)})"
         )
     notes = [note]
     if num_left_out:

@@ -11,7 +11,7 @@ from tapscope.comparator.verdict.finding import Finding, Verdict
 from tapscope.comparator.verdict.localise import Divergence
 from tapscope.core import formatting
 from tapscope.core.site import compact_ranges, layer_of
-from tapscope.run_format.sketch import HIGH, LOW
+from tapscope.run_format.sketch import HIGH_FACTOR, LOW_FACTOR
 
 if TYPE_CHECKING:
     from tapscope.comparator.report.report import Report
@@ -233,7 +233,7 @@ def _amount(finding: Finding) -> str:
         return f"the scale of one channel off by {finding.error:.1%}, rounding explains {finding.floor:.2%}"
     if finding.basis == "sketch":
         number = formatting.number
-        interval = f"95 % interval {number(finding.error * LOW)} to {number(finding.error * HIGH)}"
+        interval = f"95 % interval {number(finding.error * LOW_FACTOR)} to {number(finding.error * HIGH_FACTOR)}"
         estimated = f"error {number(finding.error)} ({interval}), estimated from sketches"
         return f"{estimated}; rounding explains {number(finding.floor)}"
     what = "largest element off by" if finding.test in ("element", "max_element") else "error"

@@ -25,7 +25,7 @@ from tapscope.core.gc_control import trim_heap
 from tapscope.core.site import Glob
 from tapscope.expr.site_pattern import SitePattern
 from tapscope.run_format.index import SiteInfo
-from tapscope.run_format.sketch import LOW
+from tapscope.run_format.sketch import LOW_FACTOR
 
 _OUTPUT_SETTINGS = tuple(
     f":in[{name}]"
@@ -314,7 +314,7 @@ class Judge:
             beyond = max((findings[self.matched[i]].ratio for i in self.inputs[node].nodes if i < node), default=0.0)
             added_error_ratio = ratio_of(error, limit) / max(1.0, beyond)
         # An estimate differs if the whole of its confidence interval is above the floor.
-        margin = LOW if result.basis == "sketch" else 1.0
+        margin = LOW_FACTOR if result.basis == "sketch" else 1.0
         return _finding(
             result,
             order,

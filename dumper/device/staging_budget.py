@@ -5,7 +5,7 @@ import threading
 import time
 
 _log = logging.getLogger("tapscope")
-SMALL = 64 * 1024
+MAX_DIRECT_BYTES = 64 * 1024
 """Copies up to this size run in the model's own stream, which is faster than a clone, unless larger ones are
 pending."""
 
@@ -34,7 +34,7 @@ class StagingBudget:
             if self._num_begun == self._num_done:
                 self.oldest_since = time.monotonic()
             held = self.held_bytes
-            is_small = nbytes <= SMALL and held <= SMALL
+            is_small = nbytes <= MAX_DIRECT_BYTES and held <= MAX_DIRECT_BYTES
             clone = 0 if is_small or held + nbytes > self.limit else nbytes
             self._num_begun += 1
             self._bytes_begun += nbytes
@@ -50,7 +50,7 @@ class StagingBudget:
 
     def update(self, nbytes: int, clone: int, held_bytes: int, *, ran_out: bool) -> None:
         """The copy began and holds ``held_bytes``; ``ran_out``: the device had no memory for the clone."""
-        if held_bytes == clone and (clone or nbytes <= SMALL):
+        if held_bytes == clone and (clone or nbytes <= MAX_DIRECT_BYTES):
             return
         with self.lock:
             self._held_begun += held_bytes - clone
@@ -71,7 +71,7 @@ class StagingBudget:
         self._num_done += 1
 
     def take_num_direct(self) -> int:
-        """Number of copies above SMALL bytes that ran in the model's own stream since the last call."""
+        """Number of copies above MAX_DIRECT_BYTES that ran in the model's own stream since the last call."""
         with self.lock:
             number, self._num_direct = self._num_direct, 0
             return number

@@ -4,7 +4,7 @@ import itertools
 
 from tapscope.kernels.native.summary import digest_of
 
-SMALL = 16 * 1024
+MIN_LOOKUP_BYTES = 16 * 1024
 """Reading so few bytes again costs no more than looking them up."""
 
 
@@ -31,7 +31,7 @@ class DedupCache:
         self.payloads.clear()
 
     def find(self, address: int, nbytes: int, dtype: str) -> tuple[bytes, bytes] | None:
-        """(statistics, digest) of at least SMALL bytes, if they were seen there in this step and are unchanged."""
+        """(statistics, digest) of at least MIN_LOOKUP_BYTES, if they were seen there in this step and are unchanged."""
         seen = self._by_address.get((address, nbytes, dtype))
         return seen if seen is not None and digest_of(address, nbytes) == seen[1] else None
 

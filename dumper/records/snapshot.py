@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tapscope.core import dtypes
-from tapscope.dumper.records.dedup_cache import SMALL, DedupCache
+from tapscope.dumper.records.dedup_cache import MIN_LOOKUP_BYTES, DedupCache
 from tapscope.dumper.records.payload_slot import PayloadSlot, SlotSource
 from tapscope.dumper.records.record_layout import RecordLayout
 from tapscope.kernels.native import summary
@@ -95,7 +95,7 @@ def measure(tensor: torch.Tensor, layout: RecordLayout, dedup: DedupCache) -> Te
     """Statistics, hash and multiset hash of a :func:`local_tensor`; one on a device is copied synchronously."""
     dense = tensor if tensor.is_cpu and tensor.is_contiguous() else tensor.detach().cpu().contiguous()
     address, nbytes, dtype = _address(dense, layout), layout.nbytes, layout.dtype
-    if nbytes < SMALL:
+    if nbytes < MIN_LOOKUP_BYTES:
         return *summary.take(address, layout.count, dtype), None, None
     known = dedup.find(address, nbytes, dtype)
     if known is None:
@@ -118,11 +118,11 @@ def snapshot(tensor: torch.Tensor, layout: RecordLayout, dedup: DedupCache, sink
 def dense_snapshot(address: int, layout: RecordLayout, dedup: DedupCache, sink: SlotSource) -> TensorSnapshot | None:
     """As :func:`snapshot`, for a contiguous tensor in host memory at ``address``."""
     nbytes, dtype = layout.nbytes, layout.dtype
-    known = dedup.find(address, nbytes, dtype) if nbytes >= SMALL else None
+    known = dedup.find(address, nbytes, dtype) if nbytes >= MIN_LOOKUP_BYTES else None
     if known is not None and (payload := dedup.payload_number(known[1], nbytes)) is not None:
         return *known, payload, None
     taken = _copied(nbytes, dedup, sink, summary.take, address, layout.count, dtype)
-    if nbytes >= SMALL and taken is not None:
+    if nbytes >= MIN_LOOKUP_BYTES and taken is not None:
         dedup.remember(address, nbytes, dtype, taken[0], taken[1])
     return taken
 

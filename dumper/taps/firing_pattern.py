@@ -22,8 +22,8 @@ from tapscope.run_format.ledger import encode_line
 if TYPE_CHECKING:
     from tapscope.dumper.records.site_port import SitePort
 
-_MOST = 4  # each that does not match costs about as much as comparing two shapes
-_EXACT = (bool, int, str)  # equal values of one of these types have the same text
+_MAX_PATTERNS = 4  # each that does not match costs about as much as comparing two shapes
+_EXACT_TYPES = (bool, int, str)  # equal values of one of these types have the same text
 _ITEMS = (dict.items, OrderedDict.items)  # a class with other items() is not a plain mapping
 
 
@@ -34,7 +34,7 @@ class UnknownValue(Exception):
 def learn(fast: Any, pattern: Any) -> None:
     """Add a pattern to the fast path: prompts and single tokens, say, alternate."""
     if pattern is not None and pattern not in fast.patterns:
-        fast.patterns = (pattern, *fast.patterns[: _MOST - 1])
+        fast.patterns = (pattern, *fast.patterns[: _MAX_PATTERNS - 1])
 
 
 def pattern_of(kind: str, value: Any, ports: "Iterator[SitePort]") -> Any:
@@ -99,7 +99,7 @@ def _plain(value: Any, port: "SitePort") -> Any:
         raise UnknownValue
     text = plain_value(value)
     is_object = text["type"] == "object"
-    if not is_object and type(value) not in _EXACT:
+    if not is_object and type(value) not in _EXACT_TYPES:
         raise UnknownValue
     if (functions := library.functions()) is None:
         raise UnknownValue

@@ -7,7 +7,7 @@ from typing import Any
 from tapscope.engine.requests.token_logprob import TokenLogprob
 from tapscope.engine.text.tokenizer import Tokenizer
 
-_LEAST = -9999.0  # JSON has no infinity; a masked token's log-probability is written as OpenAI writes it
+_MIN_LOGPROB = -9999.0  # JSON has no infinity; a masked token's log-probability is written as OpenAI writes it
 
 
 def chat_logprobs(
@@ -78,7 +78,7 @@ def _by_text(entry: TokenLogprob, tokenizer: Tokenizer | None) -> dict[str, floa
     values: dict[str, float] = {}
     for token, value in ((entry.token_id, entry.logprob), *entry.top):
         text = _text(tokenizer, token)
-        values[text] = max(_finite(value), values.get(text, _LEAST))
+        values[text] = max(_finite(value), values.get(text, _MIN_LOGPROB))
     return values
 
 
@@ -94,4 +94,4 @@ def _text(tokenizer: Tokenizer | None, token_id: int) -> str:
 
 
 def _finite(value: float) -> float:
-    return max(value, _LEAST)
+    return max(value, _MIN_LOGPROB)

@@ -9,7 +9,7 @@ from torch import Tensor
 from tapscope.core.errors import CheckpointError
 from tapscope.engine.checkpoint.quantization import check_scales, dequantize
 from tapscope.engine.checkpoint.stored_tensors import StoredTensors
-from tapscope.tensor_files.int4 import MIDDLE, PER_WORD, Int4Format
+from tapscope.tensor_files.int4 import INT4_ZERO_POINT, PER_WORD, Int4Format
 
 
 class Int4Weights:
@@ -67,7 +67,7 @@ class Int4Weights:
         zeros = self.zeros(weight, shape[0])
         return dequantize(
             codes, scales, block, (start, 0) if dim == 0 else (0, start),
-            zeros=torch.full(scales.shape, MIDDLE) if zeros is None else zeros,
+            zeros=torch.full(scales.shape, INT4_ZERO_POINT) if zeros is None else zeros,
             groups=self.feature_groups(weight, shape[1]),
         )  # fmt: skip
 
@@ -104,7 +104,7 @@ class Int4Weights:
             kind = f"{str(stored.dtype).removeprefix('torch.')} of shape {list(stored.shape)}"
             raise CheckpointError(f"{self._tensors.where(name)} is {kind}; it must be int32 of shape {shape}")
         zeros = torch.from_numpy(np.ascontiguousarray(format.unpack_zeros(stored.numpy(), outs)))
-        return None if (zeros == MIDDLE).all() else zeros
+        return None if (zeros == INT4_ZERO_POINT).all() else zeros
 
     def feature_groups(self, weight: str, ins: int) -> Tensor | None:
         """Group of each input feature [ins]; None where consecutive features share a group.

@@ -16,7 +16,7 @@ from tapscope.engine.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from tapscope.engine.checkpoint.quantization import INT4, KINDS, OnlineQuantizer, block_spans, quantize_to_fp8
 from tapscope.engine.checkpoint.received_weights import WeightSource
 from tapscope.engine.distributed.heartbeat import Heartbeat
-from tapscope.tensor_files.int4 import MIDDLE
+from tapscope.tensor_files.int4 import INT4_ZERO_POINT
 
 _THREADS = 4
 _CHUNK_ELEMENTS = 8 << 20  # per read: 32 MiB in fp32
@@ -224,7 +224,7 @@ def _zeros(checkpoint: Checkpoint, part: WeightSlice) -> Tensor | None:
         return None
     zeros = checkpoint.zeros(part.name, part.shape[0])
     if zeros is None:
-        return torch.full(part.scales.values.shape, MIDDLE, dtype=torch.uint8)
+        return torch.full(part.scales.values.shape, INT4_ZERO_POINT, dtype=torch.uint8)
     if part.scales.zeros is None or checkpoint.feature_groups(part.name, part.shape[1]) is not None:
         raise CheckpointError(
             f"{part.name} in {checkpoint.file_of(part.name)} has zero points, unlike the model: start the engine with "

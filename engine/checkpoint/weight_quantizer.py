@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tapscope.kernels.quantization import MOST, unpack_int4
-from tapscope.tensor_files.int4 import MIDDLE
+from tapscope.tensor_files.int4 import INT4_ZERO_POINT
 
 FORMATS = ("fp8-block", "fp8-channel", "int8", "int4")
 BLOCK = 128
@@ -40,11 +40,12 @@ class WeightQuantizer:
             return {"": codes, "_scale_inv": scales}, codes.float() * spread
         if self.to == "int4":
             groups = wide.view(len(wide), -1, self.group)
-            scales = _nonzero((groups.abs().amax(-1) / (MIDDLE - 0.5)).to(weight.dtype))
+            scales = _nonzero((groups.abs().amax(-1) / (INT4_ZERO_POINT - 0.5)).to(weight.dtype))
             by = scales.float().unsqueeze(-1)
-            codes = ((groups / by).round().clamp(-MIDDLE, MIDDLE - 1) + MIDDLE).flatten(1).to(torch.uint8)
+            codes = (groups / by).round().clamp(-INT4_ZERO_POINT, INT4_ZERO_POINT - 1) + INT4_ZERO_POINT
+            codes = codes.flatten(1).to(torch.uint8)
             packed = codes[:, 0::2] | codes[:, 1::2] << 4
-            meant = (unpack_int4(packed).float() - MIDDLE).view_as(groups) * by
+            meant = (unpack_int4(packed).float() - INT4_ZERO_POINT).view_as(groups) * by
             return {"_packed": packed.view(torch.int32), "_scale": scales}, meant.flatten(1)
         dtype = torch.int8 if self.to == "int8" else torch.float8_e4m3fn
         scales = _nonzero((wide.abs().amax(1, keepdim=True) / MOST[dtype]).to(weight.dtype))

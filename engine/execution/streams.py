@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 _known: dict[tuple[int, int], Any] = {}
-_MOST = 256
+_MAX_CACHED_STREAMS = 256
 cuda: Any = torch.cuda  # parts of it have no type hints
 
 
@@ -14,7 +14,7 @@ def current_stream(index: int) -> Any:
     place = index, torch._C._cuda_getCurrentRawStream(index)
     found = _known.get(place)
     if found is None:
-        if len(_known) >= _MOST:
+        if len(_known) >= _MAX_CACHED_STREAMS:
             _known.clear()
         found = _known[place] = cuda.current_stream(index)
     return found

@@ -14,7 +14,7 @@ from tapscope.kernels import cpu
 
 _ALIGNMENT = 16
 """Bytes: required row alignment of grouped_mm's operands."""
-_FEW = 4096
+_MAX_ONE_LAUNCH_ROWS = 4096
 """Rows of all groups that one launch computes; with more rows, one product for each group is faster."""
 
 _captures = ContextVar("_captures", default=False)
@@ -59,7 +59,7 @@ def few_grouped_rows(input: Tensor, weight: Tensor, ends: Tensor) -> Tensor | No
 
 def is_one_launch(num_rows: int) -> bool:
     """Whether the Triton kernels compute that many rows of all groups in one launch."""
-    return num_rows <= _FEW or _captures.get()
+    return num_rows <= _MAX_ONE_LAUNCH_ROWS or _captures.get()
 
 
 @contextmanager

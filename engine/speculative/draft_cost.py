@@ -15,15 +15,15 @@ from typing import Any
 from tapscope.engine.requests.request import Request
 from tapscope.engine.requests.step_plan import StepPlan
 
-_KEPT = 8
+_NUM_KEPT_STEPS = 8
 """Steps of which a fast one is the time of a step: others waited for what has nothing to do with drafts."""
-_NEEDED = 3
+_MIN_STEPS = 3
 """Steps with and without drafts from which on a cost is known."""
-_REMEASURE = 512
+_REMEASURE_AFTER_STEPS = 512
 """Steps after the last one of a kind from which on this kind is measured again."""
-_LASTING = 16
+_MIN_STEPS_OF_SIZE = 16
 """Steps of as many requests from which on their own cost is measured, where one of about as many is known."""
-_NEAR = 4
+_MAX_SIZE_RATIO = 4
 """Factor by which such a number of requests may differ."""
 _LEAST_GAIN = 1.1
 """How much higher than the cost the acceptance must be: where they are close, starting and stopping is not worth it,
@@ -36,13 +36,13 @@ _FIRST_TRIAL = 128
 class _Samples:
     """The last steps of one kind, with or without drafts."""
 
-    values: "deque[Any]" = field(default_factory=lambda: deque(maxlen=_KEPT))
+    values: "deque[Any]" = field(default_factory=lambda: deque(maxlen=_NUM_KEPT_STEPS))
     age: int = 0
     """Steps of the other kind since the last of them."""
 
     @property
     def are_enough(self) -> bool:
-        return len(self.values) >= _NEEDED
+        return len(self.values) >= _MIN_STEPS
 
     def add(self, value: Any) -> None:
         self.values.append(value)
@@ -62,12 +62,12 @@ class _StepTimes:
     @property
     def lasts(self) -> bool:
         """Whether there were enough steps for their cost to be worth measuring."""
-        return self._num_steps >= _LASTING
+        return self._num_steps >= _MIN_STEPS_OF_SIZE
 
     def to_measure(self) -> bool | None:
         """Whether the next step should have drafts, to learn the cost; None: the cost decides."""
         for samples in (self._drafted, self._plain):
-            if samples.age >= _REMEASURE:
+            if samples.age >= _REMEASURE_AFTER_STEPS:
                 samples.values.clear()  # the machine's load and the contexts' lengths have changed since
         if not self._drafted.are_enough:
             return True
@@ -145,7 +145,7 @@ class DraftCosts:
             self._num_plain += 1
             return
         if self._num_plain >= self._next_trial:
-            self._num_trial, self._next_trial = _NEEDED, min(_REMEASURE, 2 * self._next_trial)
+            self._num_trial, self._next_trial = _MIN_STEPS, min(_REMEASURE_AFTER_STEPS, 2 * self._next_trial)
         elif self._pays:
             self._next_trial = _FIRST_TRIAL
         self._num_plain, self._num_trial = 0, max(0, self._num_trial - 1)
@@ -161,7 +161,7 @@ class DraftCosts:
             if times.cost is not None
         ]
         ratio, cost = min(near, default=(math.inf, None))
-        return cost if ratio <= _NEAR else None
+        return cost if ratio <= _MAX_SIZE_RATIO else None
 
     def state(self) -> dict[str, float]:
         """Number of requests, at most -> the cost of a draft token, where it is known."""

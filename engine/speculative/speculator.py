@@ -30,7 +30,7 @@ _DECAY = 7 / 8
 """Weight of what is known about a request's acceptance against one further verification."""
 _DECAY_OF_ALL = 31 / 32
 """Weight of what is known about the acceptance of all requests against one further verification of any."""
-_MOST_KNOWN = 2
+_MAX_PRIOR_VERIFICATIONS = 2
 """Verifications that a new request counts as, of the acceptance of those before it."""
 
 
@@ -78,7 +78,7 @@ class DraftLength:
         """
         self._most, self.length = most, most
         count = most if num_drafts is None else num_drafts
-        share, weight = (most / count, 1) if acceptance is None else (acceptance, _MOST_KNOWN)
+        share, weight = (most / count, 1) if acceptance is None else (acceptance, _MAX_PRIOR_VERIFICATIONS)
         self._num_accepted, self._num_drafts = share * count * weight, float(count * weight)
         """Sums over the last verifications, whose weights decrease."""
         self._pause, self._resume_at = _FIRST_PAUSE, 0

@@ -10,7 +10,7 @@ import tokenizers
 from tapscope.core.errors import CheckpointError
 from tapscope.engine.params.json_file import lfs_pointer_error
 
-_LONG = 4096  # characters
+_LONG_TEXT_CHARACTERS = 4096  # characters
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -32,7 +32,7 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids; by default with the special tokens that the file's post-processor adds."""
-        if len(text) < _LONG:
+        if len(text) < _LONG_TEXT_CHARACTERS:
             return list(self._inner.encode(text, add_special_tokens=add_special_tokens).ids)
         # encode holds the GIL, encode_batch releases it
         return list(self._inner.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids)

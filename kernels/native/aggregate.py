@@ -17,15 +17,15 @@ QUANTILES = (0.5, 0.9, 0.98, 1.0)
 """Quantiles of the row errors, from the typical row to the worst."""
 SMALL_ROW = 0.25
 """A row smaller than this share of the median row is measured against that share: its direction is noise."""
-NARROW = 8
+MIN_ROW_ELEMENTS = 8
 """Rows of no more elements are measured against the median row at least: those that are small are so by accident, such
 as a router's logits whose sums cancel, and their rounding is as large as that of the others."""
-_SPREAD = ("element", "gain", "gain_sd", "peak")
+_ERROR_FIELDS = ("element", "gain", "gain_sd", "peak")
 _LAYOUT = np.dtype(  # struct Overview in overview.cpp
     [
         ("sums", "f8", len(FLOATS)),
         ("quantiles", "f8", len(QUANTILES)),
-        *((name, "f8") for name in _SPREAD),
+        *((name, "f8") for name in _ERROR_FIELDS),
         ("counts", "i8", len(INTEGERS)),
         ("row", "i8"),
         ("worst", "i8"),
@@ -84,7 +84,7 @@ class Overviews(Struct, frozen=True, eq=False):
             values["num_unequal"].item(),
             not sums[2],
             tuple(values["quantiles"].tolist()),
-            *(values[name].item() for name in _SPREAD),
+            *(values[name].item() for name in _ERROR_FIELDS),
         )
 
     def errors_of(self, section: int) -> Array:
@@ -104,7 +104,7 @@ class Overviews(Struct, frozen=True, eq=False):
 
     def spreads(self) -> tuple[list[tuple[float, ...]], list[float], list[float], list[float], list[float]]:
         """``quantiles``, ``element``, ``gain``, ``gain_sd`` and ``peak`` of each."""
-        element, gain, gain_sd, peak = (self.columns[name].tolist() for name in _SPREAD)
+        element, gain, gain_sd, peak = (self.columns[name].tolist() for name in _ERROR_FIELDS)
         return list(map(tuple, self.columns["quantiles"].tolist())), element, gain, gain_sd, peak
 
 
@@ -135,7 +135,7 @@ def _overviews_reference(rows: RowMeasures, at_worst: Array, bounds: Sequence[in
     for at, (first, stop) in enumerate(pairwise(bounds)):
         one = overview_reference(rows[first:stop], at_worst[first:stop])
         sums, counts, row, column = rows[first:stop].sums()
-        spread = (getattr(one, name) for name in _SPREAD)
+        spread = (getattr(one, name) for name in _ERROR_FIELDS)
         columns[at] = (sums, one.quantiles, *spread, (column, *counts), row, one.worst, one.num_unequal)
         errors[first:stop] = one.errors
     return Overviews(columns, errors, bounds)
@@ -184,7 +184,7 @@ def row_scales(rows: RowMeasures) -> Array:
 
 def small_row(rows: RowMeasures) -> float:
     """The share of the median row that a row counts as at least."""
-    return SMALL_ROW if len(rows) and int(rows.width.max()) > NARROW else 1.0
+    return SMALL_ROW if len(rows) and int(rows.width.max()) > MIN_ROW_ELEMENTS else 1.0
 
 
 def ratio(part: Array, whole: Array) -> Array:

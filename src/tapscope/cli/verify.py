@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 SCHEMA = "tapscope.verify/1"
 _MAX_DAMAGED = 5
-_BIG = 4_000_000_000  # bytes that take seconds to read
+_SLOW_BYTES = 4_000_000_000  # bytes that take seconds to read
 
 
 class VerifyCommand:
@@ -55,7 +55,7 @@ def report_of(run: "Run") -> "Report":
     from tapscope.run_format.verify import verify_run
 
     total = int(run.records.nbytes.sum())
-    if total > _BIG:
+    if total > _SLOW_BYTES:
         diagnostics.note(f"reading {size(total)} of payloads")
     with diagnostics.progress(total, "verifying") as advance:
         return verify_run(run, digest_of, advance)

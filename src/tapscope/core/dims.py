@@ -37,7 +37,7 @@ from tapscope.core.axes import Shard as Shard
 from tapscope.core.axes import Size as Size
 from tapscope.core.errors import DimsError
 
-LONGEST = 1000
+MAX_LENGTH = 1000
 """Characters of an annotation."""
 
 _NAME = r"[A-Za-z_][A-Za-z0-9_]*"
@@ -52,8 +52,8 @@ _DIM = re.compile(
 @lru_cache(maxsize=4096)
 def parse(text: str) -> Dims:
     """Parse an annotation; raises DimsError that names the offending part."""
-    if len(text) > LONGEST:
-        raise DimsError(f"dims {text[:40]!r}... have {len(text)} characters; at most {LONGEST} are allowed")
+    if len(text) > MAX_LENGTH:
+        raise DimsError(f"dims {text[:40]!r}... have {len(text)} characters; at most {MAX_LENGTH} are allowed")
     shape, _, declarations = text.partition("#")
     dims = tuple(_parse_dim(token, text) for token in shape.split())
     if not dims:

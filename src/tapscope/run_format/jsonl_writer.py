@@ -12,9 +12,9 @@ from tapscope.run_format.ledger import encode_line, event_line
 from tapscope.run_format.record import Entry
 from tapscope.run_format.segment import check_present
 
-SPARE = 16 * 1024
+SPARE_BYTES = 16 * 1024
 """Space that record lines leave free, so that an event can still report a full disk."""
-AHEAD = 256 * 1024
+RESERVED_BYTES = 256 * 1024
 """Space that is reserved at a time."""
 
 
@@ -30,7 +30,7 @@ class LineWriter:
         self._reserved = 0
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._reserve(self.size + SPARE)
+            self._reserve(self.size + SPARE_BYTES)
         except OSError as error:
             self.close()
             if isinstance(error, BlockingIOError):
@@ -56,7 +56,7 @@ class LineWriter:
             raise self._broken
         check_present(self._fd, self.path)
         if not spare:
-            self._reserve(self.size + sum(map(len, parts)) + SPARE)
+            self._reserve(self.size + sum(map(len, parts)) + SPARE_BYTES)
         self._disk.write(self._fd, self.path, parts, None)
 
     def roll_back(self, size: int) -> None:
@@ -88,8 +88,8 @@ class LineWriter:
 
     def _reserve(self, size: int) -> None:
         if size > self._reserved:
-            self._disk.reserve(self._fd, self.path, size + AHEAD, self._reserved)
-            self._reserved = size + AHEAD
+            self._disk.reserve(self._fd, self.path, size + RESERVED_BYTES, self._reserved)
+            self._reserved = size + RESERVED_BYTES
 
 
 def without_bytes(line: bytes, number: int) -> bytes:

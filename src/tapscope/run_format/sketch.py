@@ -32,8 +32,8 @@ NBYTES = 4 * COUNTERS
 """Bytes of a stored sketch: float32 counters."""
 RESOLUTION = 1e-6
 """Relative differences below this are the rounding of the counters."""
-_SPREAD = 1.96 * math.sqrt(4.0 / COUNTERS)
-LOW, HIGH = 1.0 / math.sqrt(1.0 + _SPREAD), 1.0 / math.sqrt(1.0 - _SPREAD)
+_RELATIVE_SPREAD = 1.96 * math.sqrt(4.0 / COUNTERS)
+LOW_FACTOR, HIGH_FACTOR = 1.0 / math.sqrt(1.0 + _RELATIVE_SPREAD), 1.0 / math.sqrt(1.0 - _RELATIVE_SPREAD)
 """The 95 % confidence interval of an estimated error, relative to the error."""
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 _MAX_RUNS = 1 << 20
@@ -238,7 +238,7 @@ class Estimate(NamedTuple):
     high: float
 
 
-EXACT = Estimate(0.0, 0.0, 0.0)
+NO_ERROR = Estimate(0.0, 0.0, 0.0)
 
 
 def estimate(baseline: Array, target: Array) -> Estimate:
@@ -253,7 +253,7 @@ def estimate(baseline: Array, target: Array) -> Estimate:
     """
     one, two = baseline.astype(np.float64), target.astype(np.float64)
     if np.array_equal(one, two, equal_nan=True):
-        return EXACT
+        return NO_ERROR
     if not (np.isfinite(one).all() and np.isfinite(two).all()):
         return Estimate(math.inf, math.inf, math.inf)
     size, apart = float(one @ one), float((two - one) @ (two - one))
@@ -261,5 +261,5 @@ def estimate(baseline: Array, target: Array) -> Estimate:
         return Estimate(math.inf, math.inf, math.inf)
     error = math.sqrt(apart / size)
     if error < RESOLUTION:
-        return EXACT
-    return Estimate(error, error * LOW, error * HIGH)
+        return NO_ERROR
+    return Estimate(error, error * LOW_FACTOR, error * HIGH_FACTOR)

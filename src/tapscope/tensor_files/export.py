@@ -28,7 +28,7 @@ from tapscope.tensor_files.torch_save_writer import save
 
 FORMATS = ("sglang", "npz", "pt", "csv", "tensorboard", "wandb")
 _UNSAFE = re.compile(r"[^\w.,()+@=-]")
-_LONGEST = 200
+_MAX_NAME_LENGTH = 200
 """Characters of the part of a file name that comes from a site."""
 _COLUMNS = ("step", "rank", "site", "occurrence", "micro", "pass", "model", "dtype", "shape", "dims", "value")
 _SCALARS = ("mean", "std", "rms", "absmax")
@@ -189,7 +189,7 @@ class _SglangDump:
         places = {f"{axis}_rank": coords.get(axis, 0) for axis in mesh}
         meta = about | tags | {"world_rank": rank, "world_size": self._run.world_size}
         meta["sglang_parallel_info"] = sizes | places
-        in_name = {**about, "name": _UNSAFE.sub("_", name)[:_LONGEST]}
+        in_name = {**about, "name": _UNSAFE.sub("_", name)[:_MAX_NAME_LENGTH]}
         path = self._out / ("___".join(f"{key}={each}" for key, each in in_name.items()) + ".pt")
         save(path, {"value": value, "meta": meta})
         return path
@@ -347,7 +347,7 @@ class _Names:
 
     def of(self, record: Record) -> str:
         """``model.layers.0.mlp.output``; a second one is ``….output.call1``."""
-        name = _UNSAFE.sub("_", name_of_site(record.key.site))[:_LONGEST]
+        name = _UNSAFE.sub("_", name_of_site(record.key.site))[:_MAX_NAME_LENGTH]
         if record.key.pass_ == RECOMPUTE:
             name += ".recompute"
         place = record.key.step, record.key.rank, name

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 PER_WORD = 8
 """Codes in a word."""
-MIDDLE = 8
+INT4_ZERO_POINT = 8
 """Zero point of symmetric weights."""
 _IN_ORDER = tuple(range(PER_WORD))
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)

@@ -121,7 +121,7 @@ class Int4Weight(QuantizedWeight):
         groups = np.arange(ins) // -(-ins // self._num_groups)
         if (stored := self._tensors.get(packing.groups)) is not None:
             groups = np.clip(self._payloads.array(stored).reshape(-1), 0, self._num_groups - 1)
-        zeros = np.full(scales.shape, int4.MIDDLE, np.uint8)
+        zeros = np.full(scales.shape, int4.INT4_ZERO_POINT, np.uint8)
         if (stored := self._tensors.get(packing.zeros)) is not None:
             zeros = packing.unpack_zeros(self._payloads.array(stored), outs)
         codes = packing.unpack_codes(self._payloads.array(self._codes))[:outs, :ins]

@@ -21,7 +21,7 @@ from tapscope.dumper.device.d2h_worker import D2HWorker
 from tapscope.dumper.device.device import CudaDevice
 from tapscope.dumper.device.device_row_keys import keys_at
 from tapscope.dumper.device.late_rows import LateRows
-from tapscope.dumper.device.staging_budget import SMALL
+from tapscope.dumper.device.staging_budget import MAX_DIRECT_BYTES
 from tapscope.dumper.pipeline.send_queue import SendQueue
 from tapscope.dumper.records.firing import Firing
 from tapscope.dumper.records.payload_slot import PayloadSlot
@@ -34,7 +34,7 @@ from tapscope.run_format.run import Run
 from tapscope.run_format.sketch import SketchIndex, row_keys, sketch_index
 from tapscope.sources import open_run
 
-N = SMALL // 2
+N = MAX_DIRECT_BYTES // 2
 """Floats: more than what the model's own stream copies."""
 
 

@@ -12,8 +12,8 @@ from tapscope.core import dtypes
 from tapscope.core.observe import RowSpan, StepInfo
 from tapscope.kernels.native.sketch import can_sketch, hashed, sketch_of, sketch_reference
 from tapscope.run_format.sketch import (
-    HIGH,
-    LOW,
+    HIGH_FACTOR,
+    LOW_FACTOR,
     SketchIndex,
     estimate,
     row_key,
@@ -111,7 +111,7 @@ def test_estimate_has_the_stated_error_and_interval() -> None:
     assert abs(float(np.mean(ratios)) - 1) < 0.02
     assert float(np.median(np.abs(np.array(ratios) - 1))) < 0.055
     assert covered / 400 > 0.92
-    assert LOW < 1 < HIGH
+    assert LOW_FACTOR < 1 < HIGH_FACTOR
 
 
 def test_estimate_ignores_the_rounding_of_counters() -> None:
