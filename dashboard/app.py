@@ -68,7 +68,7 @@ class TapscopeApp(App[TapscopeError]):
         )
 
     def on_mount(self) -> None:
-        """Dress, and open the screen."""
+        """Register themes and keys, and open the first screen."""
         get_running_loop().set_default_executor(DaemonThreads())
         for theme in (ANSI, DARK, LIGHT):
             self.register_theme(theme)

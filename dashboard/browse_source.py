@@ -294,7 +294,7 @@ class RunSource:
         return _sizes(self.run.path) != self._sizes
 
     def close(self) -> None:
-        """Let go of the mapped files."""
+        """Close the mapped files."""
         self.run.close()
 
     def _header(self) -> Header:

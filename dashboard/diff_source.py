@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 SORTS = ("in order", "by error ÷ floor", "by max |Δ|", "by rel l2", "by cosine", "by equal")
 SORT_OF_COLUMN = dict(zip(("site", "÷ floor", "max |Δ|", "rel l2", "cosine", "equal"), SORTS, strict=True))
 """Column of the findings -> the sort that a click on it starts."""
-CACHED_CLOSEUPS = 32
+MAX_CACHED_TOKEN_VIEWS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class DiffSource:
         """Target ranks with the largest error of a finding."""
         self.header = self._header()
         self._details: dict[int, Detail | None] = {}
-        self._closeups: OrderedDict[int, tuple[PairReader | None, TokenView | None]] = OrderedDict()
+        self._token_views: OrderedDict[int, tuple[PairReader | None, TokenView | None]] = OrderedDict()
         self._lock = Lock()
         self._places: PlaceGrids | None = None
 
@@ -204,25 +204,25 @@ class DiffSource:
         return next((f for f in reversed(bad) if f.order < order), bad[-1] if bad else None)
 
     def cached(self, finding: Finding) -> tuple[bool, TokenView | None]:
-        """(whether it is known, the closeup); never reads."""
+        """(whether it is known, the token view); never reads."""
         with self._lock:
-            return finding.order in self._closeups, self._closeups.get(finding.order, (None, None))[1]
+            return finding.order in self._token_views, self._token_views.get(finding.order, (None, None))[1]
 
-    def closeup(self, finding: Finding) -> TokenView | None:
+    def token_view(self, finding: Finding) -> TokenView | None:
         """The finding row by row; the latest 32 are kept. Raises DataError."""
         return self._read(finding)[1]
 
     def _read(self, finding: Finding) -> tuple[PairReader | None, TokenView | None]:
         with self._lock:
-            closeup = self._closeups.get(finding.order)
-        if closeup is None:
+            cached = self._token_views.get(finding.order)
+        if cached is None:
             reader = self._comparison.reader(finding)
-            closeup = reader, None if reader is None else reader.token_view()
+            cached = reader, None if reader is None else reader.token_view()
             with self._lock:
-                self._closeups[finding.order] = closeup
-                while len(self._closeups) > CACHED_CLOSEUPS:
-                    self._closeups.popitem(last=False)
-        return closeup
+                self._token_views[finding.order] = cached
+                while len(self._token_views) > MAX_CACHED_TOKEN_VIEWS:
+                    self._token_views.popitem(last=False)
+        return cached
 
     def places(self, progress: Callable[[int, int], None]) -> PlaceGrids:
         """Sites × ranks and × tokens, measured once. Raises DataError."""
@@ -241,7 +241,7 @@ class DiffSource:
 
     def worst_value(self, finding: Finding, step: int | None = None) -> tuple[int, int]:
         """Row and column of the largest error of a finding, of one target step if given. Raises DataError."""
-        view = self.closeup(finding)
+        view = self.token_view(finding)
         return (0, 0) if view is None else worst_value(view, None if step is None else (step, step))
 
     @cached_property
@@ -276,7 +276,7 @@ class DiffSource:
         return path
 
     def close(self) -> None:
-        """Let go of the mapped files."""
+        """Close the mapped files."""
         for run in self._runs:
             run.close()
 

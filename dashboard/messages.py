@@ -160,11 +160,11 @@ class FindingsReady(Answer):
 
 
 @dataclass
-class CloseupReady(Answer):
-    """A finding has been read row by row; the closeup is None where there are no values."""
+class TokenViewReady(Answer):
+    """A finding has been read row by row; the token view is None where there are no values."""
 
     finding: "Finding"
-    closeup: "TokenView | None"
+    token_view: "TokenView | None"
 
 
 @dataclass
@@ -191,7 +191,7 @@ class AccountReady(Answer):
 
 
 @dataclass
-class CloseupFailed(Answer):
+class TokenViewFailed(Answer):
     """A finding cannot be read."""
 
     finding: "Finding"

@@ -200,15 +200,15 @@ class DiffBaseScreen(DiffWorkersScreen):
         self._draw_title()
         self.show_finding()
 
-    @on(messages.CloseupReady)
-    def _take_closeup(self, message: messages.CloseupReady) -> None:
+    @on(messages.TokenViewReady)
+    def _take_token_view(self, message: messages.TokenViewReady) -> None:
         if self.accept(message) and message.finding is self.table.finding:
-            self.pair.set_closeup(message.closeup)
+            self.pair.set_token_view(message.token_view)
 
-    @on(messages.CloseupFailed)
-    def _take_closeup_failure(self, message: messages.CloseupFailed) -> None:
+    @on(messages.TokenViewFailed)
+    def _take_token_view_failure(self, message: messages.TokenViewFailed) -> None:
         if self.accept(message) and message.finding is self.table.finding:
-            self.pair.set_closeup(None, f"The values cannot be read: {message.error}")
+            self.pair.set_token_view(None, f"The values cannot be read: {message.error}")
 
     @on(messages.DetailReady)
     def _take_detail(self, message: messages.DetailReady) -> None:
@@ -236,12 +236,12 @@ class DiffBaseScreen(DiffWorkersScreen):
             return
         self.strip.keep_in_sight(group_of(finding.site)[0])
         answer = source.answer if finding is source.culprit else ()
-        known, closeup = source.cached(finding)
+        known, token_view = source.cached(finding)
         is_known = known or finding.basis != "values"
-        self.pair.show(finding, self.query_now.step, answer, "" if is_known else "Reading values ...", closeup)
+        self.pair.show(finding, self.query_now.step, answer, "" if is_known else "Reading values ...", token_view)
         self.show_detail()
         if not is_known:
-            self.track_after(REST_S, partial(self.load_closeup, source, finding))
+            self.track_after(REST_S, partial(self.load_token_view, source, finding))
 
     def show_detail(self) -> None:
         """Show the details measured on demand, if their view is open."""

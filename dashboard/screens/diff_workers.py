@@ -69,13 +69,13 @@ class DiffWorkersScreen(KeymapScreen):
         """Select and sort findings."""
         self.post_message(messages.FindingsReady(source.findings(query)))
 
-    @work(thread=True, exclusive=True, group="closeup")
-    def load_closeup(self, source: DiffSource, finding: Finding) -> None:
+    @work(thread=True, exclusive=True, group="token_view")
+    def load_token_view(self, source: DiffSource, finding: Finding) -> None:
         """Read one pair row by row."""
         try:
-            self.post_message(messages.CloseupReady(finding, source.closeup(finding)))
+            self.post_message(messages.TokenViewReady(finding, source.token_view(finding)))
         except TapscopeError as error:
-            self.post_message(messages.CloseupFailed(finding, error))
+            self.post_message(messages.TokenViewFailed(finding, error))
 
     @work(thread=True, exclusive=True, group="detail")
     def load_detail(self, source: DiffSource, finding: Finding) -> None:

@@ -26,7 +26,7 @@ class FindingPane(TextPane):
     def __init__(self) -> None:
         super().__init__(PAIR)
         self.finding: Finding | None = None
-        self.closeup: TokenView | None = None
+        self.token_view: TokenView | None = None
         self.detail: Detail | None = None
         self._detail_note = ""
         self._step: int | None = None
@@ -39,20 +39,20 @@ class FindingPane(TextPane):
         step: int | None,
         answer: Sequence[Fact],
         note: str,
-        closeup: TokenView | None = None,
+        token_view: TokenView | None = None,
     ) -> None:
-        """Show another finding; rows that are not at hand follow by :meth:`set_closeup`.
+        """Show another finding; rows that are not at hand follow by :meth:`set_token_view`.
 
         ``answer`` comes first wherever the bar above cuts it.
         """
-        self.finding, self._step, self._answer, self._note, self.closeup = finding, step, answer, note, closeup
+        self.finding, self._step, self._answer, self._note, self.token_view = finding, step, answer, note, token_view
         self.detail, self._detail_note = finding.detail if finding is not None else None, ""
         self.scroll_to_top()
         self.draw()
 
-    def set_closeup(self, closeup: TokenView | None, note: str = "") -> None:
+    def set_token_view(self, token_view: TokenView | None, note: str = "") -> None:
         """Add the rows, or say why there are none."""
-        self.closeup, self._note = closeup, note
+        self.token_view, self._note = token_view, note
         self.draw()
 
     def set_detail(self, detail: Detail | None, note: str = "") -> None:
@@ -66,7 +66,7 @@ class FindingPane(TextPane):
 
     def lines(self, width: int, height: int) -> Sequence[Text]:
         """The lines of the view."""
-        finding, seen = self.finding, self.closeup
+        finding, seen = self.finding, self.token_view
         if finding is None:
             return [Text("Choose a finding to see both sides.", style="dim")]
         note = [Text(self._note, style="dim")] if self._note else []
