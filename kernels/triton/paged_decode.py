@@ -297,7 +297,7 @@ def _parts_of(split_size: int, positions: int) -> int:
 
 
 def _splits(programs: int, positions: int, sms: int, launch: Launch) -> int:
-    """Parts of a sequence, so that there are two programs per multiprocessor, but not more than can run at once.
+    """Parts of a sequence, so that there are two programs per multiprocessor, but not more than can run in parallel.
 
     ``programs`` of one part. Known from the shapes alone: ``positions`` is what the page table has room for.
     """
