@@ -252,7 +252,8 @@ def _padding_note(name: str, pads: Sequence[Request]) -> str:
 
 def _alone(name: str, side: Sequence[Request], rest: Sequence[int]) -> str:
     """Message for requests that only one run has; with generated names, a growing prompt looks like several."""
-    said = f"requests only in {name}: {name_list([side[i].label for i in rest])}"
+    listed = name_list([side[i].label for i in rest])
+    said = f"request {listed} is only in {name}" if len(rest) == 1 else f"requests {listed} are only in {name}"
     for one in (side[i] for i in rest[:NAMED] if is_generated_name(side[i].name) and side[i].text):
         longer = next(
             (o for o in side if o.first == one.first and o.text != one.text and o.text.startswith(one.text)), None

@@ -192,7 +192,7 @@ def test_sglang_growing_prompt_without_ids_suggests_a_remedy(tmp_path: Path, nam
     report = diff(dumped(tmp_path / "once", (7,)), dumped(tmp_path / "grows", (5, 6, 7)))
     said = [sentence for sentence in report.coverage.partial if "record rids or req_pool_indices" in sentence]
     assert len(said) == (not names)
-    assert all("requests only in grows: 0, 1; request 0 is the beginning of request 1" in one for one in said)
+    assert all("requests 0, 1 are only in grows; request 0 is the beginning of request 1" in one for one in said)
     assert (report.num_bad, report.exit_code) == (0, int(not names))
 
 

@@ -195,7 +195,9 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--tokenizer", type=Path, metavar="DIR", help="tokenizer that counts tokens (default: the model's)"
     )
-    text = f"requests; of multi-turn conversations (default: {_NUM_PROMPTS}; trace and openai: as many as in the file)"
+    text = (
+        f"number of requests; multi-turn: of conversations (default: {_NUM_PROMPTS}; trace and openai: all of the file)"
+    )
     group.add_argument("--num-prompts", type=int, metavar="N", help=text)
     group.add_argument("--input-len", type=int, default=128, metavar="N", help="tokens per prompt (default: 128)")
     group.add_argument(
@@ -221,7 +223,7 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
         "--num-turns", type=int, default=4, metavar="N", help="multi-turn: turns of a conversation (default: 4)"
     )
     text = "multi-turn: seconds between an answer and the next turn (default: 0)"
-    group.add_argument("--turn-delay", type=float, default=0.0, metavar="S", help=text)
+    group.add_argument("--turn-delay", type=float, default=0.0, metavar="SECONDS", help=text)
     text = "trace: tokens of a block that has a hash id (default: 512)"
     group.add_argument("--trace-block-size", type=int, default=512, metavar="N", help=text)
     text = "trace: factor on arrival times (default: 1; 0 sends all at once)"
@@ -252,7 +254,7 @@ def _add_serving(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max-concurrency", type=int, metavar="N", help="maximum concurrent requests")
     group.add_argument("--warmup", type=int, default=1, metavar="N", help="warm-up requests, not measured (default: 1)")
     group.add_argument(
-        "--timeout", type=float, default=600.0, metavar="S", help="timeout of one request in seconds (default: 600)"
+        "--timeout", type=float, default=600.0, metavar="SECONDS", help="timeout of one request (default: 600)"
     )
     group.add_argument("--extra", default="{}", metavar="JSON", help="extra fields of every request body")
     group.add_argument("--stop-at-eos", action="store_true", help="stop at EOS (default: send ignore_eos)")

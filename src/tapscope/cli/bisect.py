@@ -76,9 +76,9 @@ class BisectCommand:
             metavar="FUNCTION=OTHER",
             help="call OTHER in place of FUNCTION; each is MODULE:NAME, of a package or a file here (repeatable)",
         )
-        switch = parser.add_argument_group("what is switched; exactly one").add_mutually_exclusive_group(required=True)
+        switch = parser.add_argument_group("what to switch (exactly one)").add_mutually_exclusive_group(required=True)
         switch.add_argument("--reference", metavar="MODEL", help="weights: checkpoint with the correct ones")
-        switch.add_argument("--reference-dtype", choices=_DTYPES, help="dtype: that of the baseline")
+        switch.add_argument("--reference-dtype", choices=_DTYPES, help="dtype: the dtype of the baseline")
         switch.add_argument("--reference-attention", metavar="NAME", help="attention: implementation of the baseline")
         switch.add_argument(
             "--reference-kernel",

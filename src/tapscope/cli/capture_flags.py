@@ -58,7 +58,7 @@ def add_kv_flags(parser: "argparse._ActionsContainer") -> None:
     choices = ("auto", "bfloat16", "float16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2")
     text = "dtype of the KV cache; fp8 means fp8_e4m3 (default: auto, as in the checkpoint, else --dtype)"
     parser.add_argument("--kv-cache-dtype", default="auto", choices=choices, metavar="DTYPE", help=text)
-    text = "JSON file with the scales of an FP8 KV cache (default: those of the checkpoint)"
+    text = "JSON file with the scales of an FP8 KV cache (default: the checkpoint's)"
     parser.add_argument("--quantization-param-path", metavar="FILE", help=text)
 
 
@@ -116,7 +116,9 @@ def add_selection_flags(parser: argparse.ArgumentParser, *, keep: str, against: 
         "--site", action="append", default=[], metavar="GLOB", help="capture only matching sites (repeatable)"
     )
     parser.add_argument("--skip", action="append", default=[], metavar="GLOB", help="skip matching sites (repeatable)")
-    parser.add_argument("--layers", metavar="0-3,27", help="capture only these layers; cannot be combined with --site")
+    parser.add_argument(
+        "--layers", metavar="LIST", help="only these layers, e.g. 0-3,27; cannot be combined with --site"
+    )
     text = f"capture level: nothing, statistics, statistics and a sketch, or statistics and values (default: {keep})"
     parser.add_argument("--keep", choices=("off", "stats", "sketch", "full"), default=keep, help=text)
     parser.set_defaults(against=None, on_divergence="keep", against_rtol=None)
@@ -135,14 +137,14 @@ def _add_live_comparison_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--against", metavar="RUN", help=text)
     text = "after the first divergence of a step: report it, keep the rest in full, or stop the capture (default: keep)"
     parser.add_argument("--on-divergence", choices=("report", "keep", "stop"), default="keep", help=text)
-    text = "with --against: fixed bound of the relative error of each token row; 0 requires equal values"
+    text = "with --against: fixed bound on the relative error of each token row; 0 requires equal values"
     parser.add_argument("--against-rtol", type=float, metavar="X", help=text)
     text = "overwrite this module input or output with values of --inject-from: SITE[=STORED] [steps=0-3] (repeatable)"
     parser.add_argument("--inject", action="append", default=[], metavar="SITE", help=text)
     text = "run whose values --inject writes; it may still be recording"
     parser.add_argument("--inject-from", metavar="RUN", help=text)
     text = "seconds that a step waits for a value that a running --inject-from has not recorded yet (default: 10)"
-    parser.add_argument("--inject-wait", type=float, metavar="S", default=10.0, help=text)
+    parser.add_argument("--inject-wait", type=float, metavar="SECONDS", default=10.0, help=text)
 
 
 def rules(args: argparse.Namespace) -> dict[str, Any]:

@@ -87,8 +87,8 @@ def _add_judgement(parser: argparse.ArgumentParser) -> None:
         "--noise-run",
         metavar="RUN",
         default="auto",
-        help="a second run of the baseline (bf16, another batch split): its distance is what rounding explains; "
-        "auto (default): a model of rounding",
+        help="a repeat of the baseline that differs by rounding only (bf16, another batch split); "
+        "its distance is the floor; auto (default): a model of rounding",
     )
     deprecated_flag(judge, "--floor", noise_run)
     judge.add_argument(
@@ -129,8 +129,8 @@ def _add_judgement(parser: argparse.ArgumentParser) -> None:
     judge.add_argument(
         "--tokenizer",
         metavar="PATH",
-        help="a tokenizer.json, or a directory with one, to show the text of tokens (default: that of the run's model, "
-        "if it is a local directory)",
+        help="a tokenizer.json, or a directory with one, to show the text of tokens "
+        "(default: the one of the run's model, if it is a local directory)",
     )
     judge.add_argument(
         "--allow-partial", action="store_true", help="exit 0 if data is partial but everything compared agrees"

@@ -37,7 +37,7 @@ class CtlCommand:
     $ tapscope ctl 127.0.0.1:8000 verdict
     $ tapscope ctl runs/live state --table
 
-    The response is printed as JSON; that of capture as one line (--json: JSON), that of metrics as Prometheus text.
+    Responses are printed as JSON, except capture (one line; JSON with --json) and metrics (Prometheus text).
 
     Exit codes of verdict: 0 no divergence so far, 1 the live comparison found one, 3 nothing was compared.
     """

@@ -69,7 +69,8 @@ class DiffCommand:
             metavar="SITE",
             action="append",
             default=[],
-            help="list the effects that made the noise floor of these sites, named as in the report (glob; repeatable)",
+            help="list the effects that determine the noise floor of these sites, named as in the report "
+            "(glob; repeatable)",
         )
         show.add_argument(
             "--sqnr",

@@ -37,7 +37,9 @@ class GoldenCommand:
         parser.add_argument("-o", "--out", type=Path, metavar="FILE", help="record: the golden file to write")
         parser.add_argument("--force", action="store_true", help="record: replace an existing file")
         compare_flags.add_flags(parser)
-        parser.add_argument("--json", action="store_true", help="check: one JSON object per line, as of tapscope diff")
+        parser.add_argument(
+            "--json", action="store_true", help="check: one JSON object per line, as tapscope diff prints"
+        )
 
     def run(self, args: argparse.Namespace) -> int:
         """Record or check."""

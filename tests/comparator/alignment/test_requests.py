@@ -107,7 +107,7 @@ def test_requests_equal_prompts_match_in_order_with_a_warning(tmp_path: Path) ->
     right = [[("7", 0, 0, [1, 2]), ("8", 0, 0, [1, 2]), ("9", 0, 0, [1, 2])]]
     report = diff_steps(tmp_path, left, right)
     assert "2 requests have the same tokens as another one: paired in order" in report.coverage.warnings
-    assert report.coverage.partial[0] == "requests only in t: 9"
+    assert report.coverage.partial[0] == "request 9 is only in t"
 
 
 def test_requests_reused_id_is_another_request(tmp_path: Path) -> None:
@@ -257,7 +257,7 @@ def test_requests_longest_common_prefix_wins() -> None:
 def test_requests_common_system_prompt_is_not_a_match() -> None:
     found = match_requests(("b", "t"), [request("0", [1, 2, 3, 4])], [request("1", [1, 2, 3, 5])])
     assert found.pairs == []
-    assert found.problems == ["requests only in b: 0", "requests only in t: 1"]
+    assert found.problems == ["request 0 is only in b", "request 1 is only in t"]
 
 
 @pytest.mark.parametrize(("tokens", "first", "expected"), [([1, 2, 3], 5, (5, 3)), ([1, 9, 9], 5, (0, 0))])

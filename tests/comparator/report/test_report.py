@@ -220,9 +220,9 @@ def test_report_partial_data_is_reported_and_can_be_allowed(
     Toy(TABLES).write(tmp_path / "half", {"0": prompts((6, 4))["0"]}).close()
     assert main(["diff", str(runs / "base"), str(tmp_path / "half")]) == 1
     out = capsys.readouterr().out
-    assert "missing   requests only in base: 1" in out
+    assert "missing   request 1 is only in base" in out
     assert "\nwhat      agrees where compared, but the data are partial\n" in out
-    assert "\nwhy       requests only in base: 1" in out
+    assert "\nwhy       request 1 is only in base" in out
     assert main(["diff", str(runs / "base"), str(tmp_path / "half"), "--allow-partial"]) == 0
 
 

@@ -39,7 +39,7 @@ def test_false_passes_half_of_the_batch_missing_fails(tmp_path: Path) -> None:
     report = diff_prompts(tmp_path, prompts((9, 7)), prompts((9,)))
     assert report.num_bad == 0
     assert report.exit_code == 1
-    assert "requests only in b: 1" in report.coverage.partial
+    assert "request 1 is only in b" in report.coverage.partial
 
 
 def test_false_passes_run_truncated_to_one_token_fails(tmp_path: Path) -> None:
