@@ -248,7 +248,7 @@ class ModelRunner:
     def _allocate_cache(
         self, config: EngineConfig, dtype: torch.dtype, tp: TensorParallel, page_tables: Sequence[Tensor] | None
     ) -> None:
-        remedy = "lower num_pages, kv_cache_memory_bytes or max_num_seqs"
+        remedy = "lower num_pages, kv_cache_memory_bytes, max_num_seqs or max_num_batched_tokens"
         with self.startup_timer.stage("cache"), allocating("the KV cache", self.device, remedy):
             self._make_cache(config, dtype, page_tables)
             self._scales = KVCacheScales(config, self.kv_cache, self.cache_config.dtype, tp)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from tapscope.core.convert import Count, Positive, PositiveInt, convert_fields, must_be
+from tapscope.core.convert import Count, NonEmptyStr, Positive, PositiveInt, convert_fields, must_be
 from tapscope.core.deprecation import deprecated_fields, renamed
 from tapscope.core.errors import ConfigError
 from tapscope.engine.params.sampling_params import derive_seed
@@ -31,6 +31,8 @@ _SPECULATIVE = (
     "speculative_num_draft_tokens",
 )
 """Settings that need ``speculative_algorithm``."""
+_NGRAM_WINDOWS = ("speculative_ngram_min_match_window_size", "speculative_ngram_max_match_window_size")
+_MAX_LORAS = 8
 
 
 @deprecated_fields(DEPRECATED_NAMES)
@@ -99,7 +101,7 @@ class EngineConfig:
     kv_cache_dtype: Literal["auto", "bfloat16", "float16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2"] = "auto"
     """dtype of the stored KV cache: ``bfloat16``, ``float16``, ``float32``, ``fp8_e4m3`` (short: ``fp8``),
     ``fp8_e5m2``; ``auto``: the one in the checkpoint's quantization config, else the model's dtype."""
-    quantization_param_path: str | None = None
+    quantization_param_path: NonEmptyStr | None = None
     """JSON file with the scales of an FP8 KV cache; they take precedence over the checkpoint's."""
     kv_cache_memory_bytes: PositiveInt = 1 << 30
     """Maximum size of the KV cache on each rank; used when ``num_pages`` is None. On a GPU, at most the
@@ -128,7 +130,7 @@ class EngineConfig:
     """Speculative decoding, under SGLang's names: ``NGRAM`` proposes what followed the last tokens where they occurred
     before in the request, ``STANDALONE`` what a smaller checkpoint generates, ``NEXTN`` what the model's MTP layer
     predicts, ``EAGLE`` and ``EAGLE3`` what such a head does. Outputs stay the same. None: off."""
-    speculative_draft_model_path: str | None = None
+    speculative_draft_model_path: NonEmptyStr | None = None
     """Directory of the draft checkpoint of ``STANDALONE``, which needs the target's vocabulary, or of the head of
     ``EAGLE`` and ``EAGLE3``. ``EAGLE`` without one is ``NEXTN``."""
     speculative_num_steps: PositiveInt | None = None
@@ -149,11 +151,11 @@ class EngineConfig:
     lora_paths: tuple[Annotated[str, Meta(pattern=r"^[^=]+=."), must_be("NAME=DIR")], ...] = ()
     """LoRA adapters to load, ``NAME=DIR`` each: directories with PEFT's adapter_config.json and
     adapter_model.safetensors."""
-    max_loras_per_batch: PositiveInt = 8
+    max_loras_per_batch: PositiveInt = _MAX_LORAS
     """Maximum number of different LoRA adapters in one step, and on the device; requests for others wait."""
     max_lora_rank: PositiveInt | None = None
     """Maximum rank of a LoRA adapter. None: the largest of ``lora_paths``, at least 16."""
-    profile_dir: str | None = None
+    profile_dir: NonEmptyStr | None = None
     """Directory to which /start_profile and /stop_profile write traces of torch's profiler; None: they are refused."""
     rendezvous: Rendezvous | None = None
     """``tcp://HOST:PORT`` of rank 0, where externally launched ranks connect; None: MASTER_ADDR and MASTER_PORT."""
@@ -178,8 +180,9 @@ class EngineConfig:
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise ConfigError(f"lora_paths: {twice!r} is given twice; adapters need different names")
-        if self.max_lora_rank is not None and not self.has_lora:
-            raise ConfigError(f"max_lora_rank={self.max_lora_rank}: needs enable_lora or lora_paths")
+        for name, default in (("max_lora_rank", None), ("max_loras_per_batch", _MAX_LORAS)):
+            if (value := getattr(self, name)) != default and not self.has_lora:
+                raise ConfigError(f"{name}={value}: needs enable_lora or lora_paths")
 
     @property
     def has_lora(self) -> bool:
@@ -194,8 +197,8 @@ class EngineConfig:
 
     def _check_speculation(self) -> None:
         """Raise ConfigError for settings of speculative decoding that do not fit together."""
-        algorithm, windows = self.speculative_algorithm, "speculative_ngram_{}_match_window_size"
-        shortest, longest = self.speculative_ngram_min_match_window_size, self.speculative_ngram_max_match_window_size
+        algorithm = self.speculative_algorithm
+        shortest, longest = (getattr(self, name) for name in _NGRAM_WINDOWS)
         given = {name: getattr(self, name) for name in _SPECULATIVE if getattr(self, name) is not None}
         if algorithm is None and given:
             name, value = next(iter(given.items()))
@@ -214,7 +217,11 @@ class EngineConfig:
                 "the last token"
             )
         if shortest > longest:
-            raise ConfigError(f"{windows.format('min')}={shortest}: must be at most {windows.format('max')}={longest}")
+            raise ConfigError(f"{_NGRAM_WINDOWS[0]}={shortest}: must be at most {_NGRAM_WINDOWS[1]}={longest}")
+        defaults = {each.name: each.default for each in fields(self)}
+        for name in _NGRAM_WINDOWS if algorithm != "NGRAM" else ():
+            if (value := getattr(self, name)) != defaults[name]:
+                raise ConfigError(f"{name}={value}: needs speculative_algorithm='NGRAM'")
 
     def _check_tree(self) -> None:
         """Raise ConfigError for settings of draft trees that do not fit together."""
@@ -283,6 +290,7 @@ class EngineConfig:
             enable_lora=False,
             lora_paths=(),
             max_lora_rank=None,
+            max_loras_per_batch=_MAX_LORAS,
             **off,
         )
 

@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from tapscope.core.convert import NonNegative, PositiveInt, convert_fields
+from tapscope.core.convert import NonEmptyStr, NonNegative, Positive, PositiveInt, convert_fields
 from tapscope.core.errors import ConfigError
 from tapscope.engine.api.limits import Limits
 from tapscope.engine.api.served_model import ReasoningFormat, ToolFormatName
@@ -16,7 +16,7 @@ _LIMITS = Limits()
 class ServerSettings:
     """Settings of one server; raises ConfigError naming the field, the value and the rule."""
 
-    model_name: str | None = None
+    model_name: NonEmptyStr | None = None
     """The model's name for clients; None: its path."""
     api_key: str | None = field(default=None, repr=False)
     """Key that `Authorization: Bearer` or `x-api-key` must have on every path except /health and /ping; None: none."""
@@ -33,13 +33,13 @@ class ServerSettings:
     max_connections: PositiveInt = 4096
     """Maximum number of open connections, within the limit of open files. For a further one, the oldest connection
     with an incomplete request is closed; if there is none, the new one is a 503."""
-    request_timeout_s: NonNegative = 10.0
+    request_timeout_s: Positive = 10.0
     """Seconds to receive a request's headers and body, or the time at 10 kB/s if that is longer; else it is a 408."""
     tool_format: ToolFormatName = "auto"
     """The model's tool call format; ``auto``: by its chat template, ``none``: tool calls are not parsed."""
     reasoning_format: ReasoningFormat = "auto"
     """``think``: outputs may begin with `<think>`; ``gpt_oss``: they have channels; ``auto``: by the chat template."""
-    request_log: str | None = None
+    request_log: NonEmptyStr | None = None
     """File to which one JSON line is appended for every finished request."""
     otlp_traces_endpoint: str | None = None
     """URL to which OpenTelemetry spans of requests are sent as OTLP over HTTP; None: no traces."""

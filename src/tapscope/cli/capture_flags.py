@@ -149,6 +149,8 @@ def _add_live_comparison_flags(parser: argparse.ArgumentParser) -> None:
 
 def rules(args: argparse.Namespace) -> dict[str, Any]:
     """``keep`` and ``rules`` of a DumperConfig; raises UsageError or SiteError."""
+    if "" in (*args.site, *args.skip):
+        raise UsageError("--site and --skip: an empty pattern selects nothing; '*' selects every site")
     skipped = [f"{glob}=off" for glob in args.skip]
     if args.site and args.layers:
         raise UsageError(

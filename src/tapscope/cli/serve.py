@@ -133,8 +133,8 @@ def _engine_config(args: argparse.Namespace, out: Path) -> "EngineConfig":
     """The engine's settings; raises ConfigError."""
     from tapscope.engine.params.engine_config import EngineConfig
 
-    given = capture_flags.engine_settings(args)
-    given |= {"logits": "observed", "profile_dir": str(out.absolute() / "profile")}
+    given = {"logits": "observed", "profile_dir": str(out.absolute() / "profile")}
+    given |= capture_flags.engine_settings(args)
     return EngineConfig.build(
         args.model, given | capture_flags.speculative_settings(args) | capture_flags.adapter_settings(args)
     )

@@ -272,6 +272,18 @@ def test_speculation_verifies_on_all_ranks(path: Path, tmp_path: Path) -> None:
             {"speculative_ngram_min_match_window_size": 5, "speculative_ngram_max_match_window_size": 4},
             "speculative_ngram_min_match_window_size=5: must be at most speculative_ngram_max_match_window_size=4",
         ),
+        (
+            {"speculative_ngram_min_match_window_size": 3},
+            "speculative_ngram_min_match_window_size=3: needs speculative_algorithm='NGRAM'",
+        ),
+        (
+            {"speculative_ngram_max_match_window_size": 9, "speculative_algorithm": "NEXTN"},
+            "speculative_ngram_max_match_window_size=9: needs speculative_algorithm='NGRAM'",
+        ),
+        (
+            {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": ""},
+            "speculative_draft_model_path='': must be a non-empty string",
+        ),
     ],
 )
 def test_speculation_settings_that_do_not_fit_are_refused(values: dict[str, Any], message: str) -> None:
