@@ -23,6 +23,7 @@ _NAMES = {
     "position_ids": "positions",
     "seq_lens": "lengths",
     "cu_seqlens_q": "bounds",
+    "cu_seqlens_q_padded": "padded",
     "cu_seqlens": "bounds",
     "rids": "names",
     "req_pool_indices": "slots",
@@ -77,7 +78,8 @@ def _meaning(record: Record) -> str | None:
 
 def meaning_of(site: str) -> str | None:
     """The meaning of an argument of the model for the rows, see ``_NAMES``; None for any other site."""
-    return _NAMES.get(site.partition("[")[2].removesuffix("]")) if site.startswith((":in[", ":tap[")) else None
+    name = site.partition("[")[2].removesuffix("]").removeprefix("packed_seq_params.")
+    return _NAMES.get(name) if site.startswith((":in[", ":tap[")) else None
 
 
 def _grids(run: Run, calls: Mapping[int, Mapping[tuple[int, int], _Call]]) -> TokenGrids:
@@ -127,9 +129,11 @@ def _arguments(run: Run, call: _Call) -> "Arguments | None":
     values = {what: value for what, record in call.items() if (value := _value(run, record)) is not None}
     if not isinstance(values.get("ids"), np.ndarray):
         return None
-    lengths = values.get("lengths")
+    lengths, real = values.get("lengths"), None
     if lengths is None and isinstance(values.get("bounds"), np.ndarray):
         lengths = np.diff(values["bounds"].reshape(-1))
+        if isinstance(values.get("padded"), np.ndarray) and values["padded"].size == lengths.size + 1:
+            lengths, real = np.diff(values["padded"].reshape(-1)), lengths
     names = values.get("names")
     if names is None and isinstance(values.get("slots"), np.ndarray):
         names = values["slots"].reshape(-1).tolist()
@@ -137,6 +141,7 @@ def _arguments(run: Run, call: _Call) -> "Arguments | None":
         ids=values["ids"],
         positions=_array(values.get("positions")),
         lengths=_array(lengths),
+        real_lengths=real,
         names=tuple(map(str, names)) if isinstance(names, Sequence) else (),
         mask=_array(values.get("mask")),
     )

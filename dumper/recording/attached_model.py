@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from msgspec.structs import replace
 from torch import nn
@@ -31,7 +30,7 @@ from tapscope.dumper.steps.call_tracker import CallTracker
 from tapscope.dumper.steps.input_rows import (
     host_values,
     input_rows,
-    is_on_device,
+    is_any_on_device,
     rows_from_shapes,
     rows_from_values,
     with_token_ids,
@@ -378,18 +377,18 @@ class AttachedModel:
             return info, None
         try:
             if (batch := self._batch_rows(info, args, kwargs)) is not None:
-                return self._completed(recording, batch.info, batch.token_ids)
+                return self._completed(recording, batch)
             if (call := input_rows(args, kwargs)) is None:
                 return info, None
             outline = rows_from_shapes(info, call)
-            if is_on_device(call):
+            if is_any_on_device(call.tensors):
                 complete, capturer = functools.partial(rows_from_values, call=call), recording.collector.capturer
                 is_late = call.tensors.keys() != {"ids"}
                 late = LateRows(capturer.device.worker(), call.tensors, outline, complete, rows_are_late=is_late)
                 if is_late and capturer.sketcher.is_wanted:
                     late.keys, late.keys_stream = keys_of_call(call), stream_of(call.tensors["ids"].device)
                 return outline, late
-            return rows_from_values(outline, host_values(call), call=call), None
+            return rows_from_values(outline, host_values(call.tensors), call=call), None
         except Exception as error:  # noqa: BLE001 - unknown arguments of an unknown model
             recording.collector.counters.report("step", f"rows unknown: {type(error).__name__}: {error}")
             return info, None
@@ -418,15 +417,19 @@ class AttachedModel:
             return None
         return registry.ask(plugin, "step_rows", None, model, info, args, kwargs)
 
-    def _completed(self, recording: StepHost, info: StepInfo, ids: Any) -> StepWithRows:
-        """The step with its token ids, which may have to be copied from a device."""
-        if not isinstance(ids, torch.Tensor) or not info.rows:
-            return info, None
-        tensors = {"ids": ids.reshape(-1)}
-        if not ids.is_cuda:
-            return with_token_ids(info, {"ids": np.asarray(tensors["ids"].tolist())}), None
-        outline = replace(info, token_ids=())
-        return outline, LateRows(recording.collector.capturer.device.worker(), tensors, outline, with_token_ids)
+    def _completed(self, recording: StepHost, batch: StepRows) -> StepWithRows:
+        """The step with the rows and token ids of ``batch``, which may have to be copied from a device."""
+        info, tensors, complete = batch.info, dict(batch.tensors), batch.complete
+        if complete is None:
+            if not isinstance(batch.token_ids, torch.Tensor) or not info.rows:
+                return info, None
+            tensors, complete = {"ids": batch.token_ids.reshape(-1)}, with_token_ids
+        if not is_any_on_device(tensors):
+            return complete(info, host_values(tensors)), None
+        worker = recording.collector.capturer.device.worker()
+        rows_are_late = batch.complete is not None
+        outline = info if rows_are_late else replace(info, token_ids=())
+        return outline, LateRows(worker, tensors, outline, complete, rows_are_late=rows_are_late)
 
 
 def _outside_pools(name: str, value: Any) -> Any:

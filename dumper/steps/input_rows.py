@@ -69,9 +69,9 @@ def input_rows(args: Sequence[Any], kwargs: Mapping[str, Any]) -> InputRows | No
     return InputRows((batch, length), tensors, past, kept)
 
 
-def is_on_device(call: InputRows) -> bool:
-    """Whether reading its values would wait for an accelerator."""
-    return any(tensor.is_cuda for tensor in call.tensors.values())
+def is_any_on_device(tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Whether reading their values would wait for an accelerator."""
+    return any(tensor.is_cuda for tensor in tensors.values())
 
 
 def rows_from_shapes(info: StepInfo, call: InputRows) -> StepInfo:
@@ -108,9 +108,9 @@ def rows_from_values(outline: StepInfo, values: Mapping[str, Array], *, call: In
     return _step(outline, call, values)
 
 
-def host_values(call: InputRows) -> dict[str, Array]:
+def host_values(tensors: Mapping[str, torch.Tensor]) -> dict[str, Array]:
     """The values of tensors in host memory."""
-    return {name: np.asarray(tensor.tolist()) for name, tensor in call.tensors.items()}
+    return {name: np.asarray(tensor.tolist()) for name, tensor in tensors.items()}
 
 
 def _step(info: StepInfo, call: InputRows, values: Mapping[str, Array]) -> StepInfo:

@@ -18,29 +18,44 @@ from tapscope.dumper.job.framework_plugins import registry
 from tapscope.frameworks.megatron import DIMS, MegatronPlugin
 
 
-def packed(*bounds: int) -> SimpleNamespace:
-    return SimpleNamespace(qkv_format="thd", cu_seqlens_q=torch.tensor(bounds))
-
-
-def test_megatron_rows_of_packed_sequences_follow_their_bounds() -> None:
-    ids = torch.arange(9)[None]
-    found = MegatronPlugin().step_rows(None, StepInfo(step=0), (ids,), {"packed_seq_params": packed(0, 5, 9)})
+def packed_step(ids: torch.Tensor, bounds: list[int], padded: list[int] | None = None) -> StepInfo:
+    """The step of a call with PackedSeqParams."""
+    params = SimpleNamespace(qkv_format="thd", cu_seqlens_q=torch.tensor(bounds))
+    params.cu_seqlens_q_padded = None if padded is None else torch.tensor(padded)
+    found = MegatronPlugin().step_rows(None, StepInfo(step=0), (ids,), {"packed_seq_params": params})
     assert found is not None
-    assert [(row.request, row.position, row.count, row.slot) for row in found.info.rows] == [
-        ("0", 0, 5, 0),
-        ("1", 0, 4, 5),
-    ]
-    assert list(found.info.token_ids) == list(range(9))
+    assert found.complete is not None
+    return found.complete(found.info, {name: tensor.numpy() for name, tensor in found.tensors.items()})
+
+
+@pytest.mark.parametrize(
+    ("num_ids", "bounds", "padded", "rows"),
+    [
+        (9, [0, 5, 9], None, [("0", 0, 5, 0), ("1", 0, 4, 5)]),
+        (12, [0, 5, 9], [0, 6, 12], [("0", 0, 5, 0), ("1", 0, 4, 6)]),
+        (12, [0, 5, 5, 9], [0, 6, 6, 12], [("0", 0, 5, 0), ("1", 0, 4, 6)]),
+        (12, [0, 5, 9], [0, 5, 9], [("0", 0, 5, 0), ("1", 0, 4, 5)]),
+        (12, [0, 5, 9], None, [("0", 0, 5, 0), ("1", 0, 4, 5)]),
+        (8, [0, 5, 9], None, []),
+    ],
+)
+def test_megatron_rows_of_packed_sequences_follow_their_bounds(
+    num_ids: int, bounds: list[int], padded: list[int] | None, rows: list[tuple[str, int, int, int]]
+) -> None:
+    step = packed_step(torch.arange(num_ids)[None], bounds, padded)
+    assert [(row.request, row.position, row.count, row.slot) for row in step.rows] == rows
+    assert list(step.token_ids) == [slot + i for _, _, count, slot in rows for i in range(count)]
 
 
 def test_megatron_rows_of_a_context_parallel_rank_are_two_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = ProcessLayout(mesh={"cp": 2}, coords={"cp": 1})
     monkeypatch.setattr(MegatronPlugin, "layout", lambda self: layout)
     ids = torch.tensor([[2, 3, 4, 5, 11, 12]])
-    found = MegatronPlugin().step_rows(None, StepInfo(step=0), (ids,), {"packed_seq_params": packed(0, 8, 12)})
-    assert found is not None
-    rows = [(row.request, row.position, row.count) for row in found.info.rows]
+    rows = [(row.request, row.position, row.count) for row in packed_step(ids, [0, 8, 12]).rows]
     assert rows == [("0", 2, 2), ("0", 4, 2), ("1", 1, 1), ("1", 2, 1)]
+    step = packed_step(ids, [0, 5, 7], [0, 8, 12])
+    assert [(row.request, row.position, row.count) for row in step.rows] == [("0", 2, 2), ("0", 4, 1), ("1", 1, 1)]
+    assert tuple(step.token_ids) == (2, 3, 4, 11)
 
 
 def test_megatron_rows_of_a_padded_batch_are_left_to_its_arguments() -> None:

@@ -44,6 +44,10 @@ class StepRows:
     """The step with its grid, rows and row sets. Its token ids are ignored where ``token_ids`` is given."""
     token_ids: Any = None
     """Integer tensor with one id per slot of the grid, on any device; None if unknown or stated in ``info``."""
+    tensors: Mapping[str, Any] = field(default_factory=dict)
+    """Integer tensors, on any device, whose values determine the rows."""
+    complete: "Callable[[StepInfo, Mapping[str, Any]], StepInfo] | None" = None
+    """Makes the step of ``info`` and the values of :attr:`tensors` (NumPy arrays), once they are on the host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,6 +27,8 @@ class Arguments:
     """[tokens], [batch, sequence] or [1, sequence]; [3, tokens] where a position has three parts (M-RoPE)."""
     lengths: Array | None = None
     """[requests]: tokens in this step, or the length of the whole context with them (SGLang's ``seq_lens``)."""
+    real_lengths: Array | None = None
+    """[requests]: tokens before the padding at the end of each, which :attr:`lengths` include; None: no padding."""
     names: Sequence[str] = ()
     """Request ids, or the numbers of their slots."""
     mask: Array | None = None
@@ -59,6 +61,9 @@ class RowReader:
         spans = _spans(len(tokens), positions, given.lengths)
         if spans is None:
             return None
+        spans = _without_padding(spans, given)
+        if not spans:
+            return None
         names = given.names if len(given.names) == len(spans) else self._names(spans, step)
         rows = tuple(RowSpan(name, first, n, 0, slot) for name, (slot, first, n) in zip(names, spans, strict=True))
         kept = np.concatenate([tokens[slot : slot + n] for slot, _, n in spans])
@@ -89,13 +94,16 @@ class RowReader:
         names = given.names if len(given.names) == len(whole) else self._names(whole, step)
         names = ["0"] if len(whole) == 1 and given.ids.ndim == 2 else names  # as of a padded batch of one
         slots = np.cumsum([0, *(count for _, _, count in chunks)])
+        ends = lengths if given.real_lengths is None else given.real_lengths.reshape(-1)
+        real = [max(min(count, int(ends[number]) - first), 0) for number, first, count in chunks]
         rows = tuple(
             RowSpan(names[number], first, count, 0, int(slot))
-            for (number, first, count), slot in zip(chunks, slots[:-1], strict=True)
+            for (number, first, _), slot, count in zip(chunks, slots[:-1], real, strict=True)
             if count
         )
-        ids = given.ids.reshape(-1)[: len(places)].tolist()
-        return StepInfo(step=step, phase=phase, grid=given.ids.shape, rows=rows, token_ids=tuple(ids))
+        ids = given.ids.reshape(-1)
+        kept = np.concatenate([ids[row.slot : row.slot + row.count] for row in rows] or [ids[:0]]).tolist()
+        return StepInfo(step=step, phase=phase, grid=given.ids.shape, rows=rows, token_ids=tuple(kept))
 
     def _names(self, spans: "Sequence[_Span]", step: int) -> list[str]:
         """The request that a span continues, the latest first; a new one if none expects this position."""
@@ -114,6 +122,17 @@ class RowReader:
 
 _Span = tuple[int, int, int]
 """(first slot, position there, rows) of one request."""
+
+
+def _without_padding(spans: "list[_Span]", given: Arguments) -> "list[_Span]":
+    """The spans without the padding after each sequence."""
+    if given.real_lengths is None or given.lengths is None:
+        return spans
+    ends = given.real_lengths.reshape(-1)[given.lengths.reshape(-1) > 0].tolist()
+    if len(ends) != len(spans):
+        return spans
+    real = [(slot, first, min(n, end - first)) for (slot, first, n), end in zip(spans, ends, strict=True)]
+    return [span for span in real if span[2] > 0]
 
 
 def _flat(positions: Array | None, count: int) -> Array | None:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -113,21 +114,34 @@ class MegatronPlugin(FrameworkPlugin):
     ) -> StepRows | None:
         """Rows of packed sequences, also where each context-parallel rank holds two chunks of every sequence.
 
-        None for padded batches, whose rows the arguments tell, and where ``cu_seqlens_q`` is on a device.
+        None for padded batches, whose rows the arguments tell.
         """
         packed = kwargs.get("packed_seq_params")
-        bounds = getattr(packed, "cu_seqlens_q", None)
+        bounds, padded = (getattr(packed, name, None) for name in ("cu_seqlens_q", "cu_seqlens_q_padded"))
         ids = kwargs.get("input_ids", args[0] if args else None)
-        if bounds is None or ids is None or getattr(bounds, "is_cuda", False) or getattr(ids, "is_cuda", False):
+        if not (hasattr(bounds, "is_cuda") and hasattr(ids, "is_cuda")):  # tensors
             return None
         layout = self.layout()
         shard = (0, 1) if layout is None else (layout.coords.get("cp", 0), layout.mesh.get("cp", 1))
-        lengths = np.diff(np.asarray(bounds.tolist(), np.int64))
-        given = Arguments(ids=np.asarray(ids.tolist(), np.int64), lengths=lengths)
-        step = RowReader().read(info.step, info.phase, given, shard)  # training: no sequence continues later
-        if step is None:
-            return None
-        return StepRows(info=structs.replace(info, grid=step.grid, rows=step.rows, token_ids=step.token_ids))
+        tensors = {"ids": ids, "bounds": bounds} | ({} if padded is None else {"padded": padded})
+        outline = structs.replace(info, grid=tuple(ids.shape))
+        return StepRows(info=outline, tensors=tensors, complete=partial(_packed_rows, shard=shard))
+
+
+def _packed_rows(outline: StepInfo, values: Mapping[str, Any], *, shard: tuple[int, int]) -> StepInfo:
+    """The step with the rows between the bounds; unknown rows if they are not bounds of these token ids.
+
+    ``padded`` are the bounds of the sequences with the padding after each, where they have any.
+    """
+    ids, bounds = (np.asarray(values[name], np.int64) for name in ("ids", "bounds"))
+    lengths, padded = np.diff(bounds.reshape(-1)), np.diff(np.reshape(values.get("padded", bounds), -1))
+    padded = padded if padded.shape == lengths.shape else lengths
+    step = RowReader().read(
+        outline.step, outline.phase, Arguments(ids=ids, lengths=padded, real_lengths=lengths), shard
+    )  # training: no sequence continues later
+    if step is None:
+        return structs.replace(outline, grid=())
+    return structs.replace(outline, grid=step.grid, rows=step.rows, token_ids=step.token_ids)
 
 
 def _words(module: Any, parent: Any) -> dict[str, str]:

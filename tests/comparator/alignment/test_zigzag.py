@@ -1,12 +1,15 @@
 """Packed sequences over a context-parallel group: ids are each rank's own chunks, cu_seqlens_q of whole sequences."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from tapscope import Dumper
 from tapscope.comparator import compare
 
 
@@ -139,3 +142,34 @@ def test_zigzag_padded_batch_without_positions_is_assumed_to_be_megatrons(tmp_pa
     assert report.exit_code == 0, [finding.notes for finding in report.findings]
     assert report.coverage.num_rows_aligned == 32
     assert any("cp has no positions" in note for note in report.coverage.warnings)
+
+
+class Embedding(nn.Module):
+    """A model that takes Megatron's PackedSeqParams, in a process without Megatron."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(20, 4)
+
+    def forward(self, input_ids: Any, packed_seq_params: Any = None, attention_mask: Any = None) -> Any:
+        return self.table(input_ids)
+
+
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_recorded_packed_seq_params_are_the_bounds_of_sequences(tmp_path: Path, is_padded: bool) -> None:
+    model, mask = Embedding(), torch.tensor([[1] * 5, [1] * 4 + [0]])
+    with Dumper(model, tmp_path / "padded", keep="full"):
+        model(torch.tensor([[1, 2, 3, 4, 5], [6, 7, 8, 9, 0]]), attention_mask=mask)
+    ids = [1, 2, 3, 4, 5, 0, 6, 7, 8, 9, 0, 0] if is_padded else [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    params = PackedSeqParams(torch.tensor([0, 5, 9]), torch.tensor([0, 6, 12]) if is_padded else None)
+    with Dumper(model, tmp_path / "packed", keep="full"):
+        model(torch.tensor(ids), packed_seq_params=params)
+    report = compare(tmp_path / "padded", tmp_path / "packed")
+    assert (report.exit_code, report.coverage.num_rows_aligned) == (0, 9), str(report)
+
+
+@dataclass
+class PackedSeqParams:
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_q_padded: torch.Tensor | None = None

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -22,6 +23,7 @@ from tapscope.dumper.device.device import CudaDevice
 from tapscope.dumper.device.device_row_keys import keys_at
 from tapscope.dumper.device.late_rows import LateRows
 from tapscope.dumper.device.staging_budget import MAX_DIRECT_BYTES
+from tapscope.dumper.job.framework_plugins import registry
 from tapscope.dumper.pipeline.send_queue import SendQueue
 from tapscope.dumper.records.firing import Firing
 from tapscope.dumper.records.payload_slot import PayloadSlot
@@ -29,6 +31,7 @@ from tapscope.dumper.records.site_port import SitePort
 from tapscope.dumper.steps.row_slicing import SlicedTensor, slots_as_ranges
 from tapscope.dumper.taps.collector import Collector
 from tapscope.dumper.transport.shm_ring import ShmRing
+from tapscope.frameworks.megatron import MegatronPlugin
 from tapscope.kernels.native import sketch, summary
 from tapscope.run_format.run import Run
 from tapscope.run_format.sketch import SketchIndex, row_keys, sketch_index
@@ -560,7 +563,7 @@ def test_d2h_worker_rows_on_a_device_are_read_later_and_are_those_of_the_host(
     with torch.no_grad(), Dumper(here := Rows(), tmp_path / "here", keep="full"):
         here(IDS, attention_mask=MASK)
         here(IDS)
-    monkeypatch.setattr("tapscope.dumper.recording.attached_model.is_on_device", lambda call: True)
+    monkeypatch.setattr("tapscope.dumper.recording.attached_model.is_any_on_device", lambda tensors: True)
     device = SlowDevice()
     with torch.no_grad(), dumper_of(Rows(), tmp_path / "far", device, keep="full") as (dumper, collector, _):
         ids = IDS.clone()
@@ -576,6 +579,37 @@ def test_d2h_worker_rows_on_a_device_are_read_later_and_are_those_of_the_host(
     assert far.ledger().complete
     assert len(far.records) == len(near.records)
     assert [m.value for m in far.metrics() if m.name == "num_tokens"] == [6.0, 8.0]
+
+
+class PackedSequences(nn.Module):
+    """Megatron's model of packed sequences, whose bounds are on a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 2)
+
+    def forward(self, input_ids: torch.Tensor, position_ids: Any = None, packed_seq_params: Any = None) -> Any:
+        return self.inner(torch.sin(input_ids[..., None] * torch.arange(1.0, 5.0)))
+
+
+def test_d2h_worker_rows_of_packed_sequences_are_those_of_bounds_on_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "_plugins", {})
+    registry.add("torch", MegatronPlugin())
+    monkeypatch.setattr(MegatronPlugin, "owns", lambda self, model: True)
+    monkeypatch.setattr("tapscope.dumper.recording.attached_model.is_any_on_device", lambda tensors: True)
+    device = SlowDevice()
+    ids, bounds = torch.tensor([[2, 3, 4, 0, 5, 6, 7, 8]]), torch.tensor([0, 3, 7])
+    params = SimpleNamespace(cu_seqlens_q=bounds.clone(), cu_seqlens_q_padded=torch.tensor([0, 4, 8]))
+    with torch.no_grad(), dumper_of(PackedSequences(), tmp_path / "far", device, keep="full") as (dumper, _, _):
+        model = dumper._models.modules[0]
+        assert model is not None
+        model(ids, position_ids=torch.arange(8)[None], packed_seq_params=params)
+        params.cu_seqlens_q.zero_()
+    ((line,),) = (list(lines.values()) for lines in open_run(tmp_path / "far").steps.values())
+    assert [(r.request, r.position, r.count, r.slot) for r in line.info.rows] == [("0", 0, 3, 0), ("1", 0, 4, 4)]
+    assert (line.info.grid, tuple(line.info.token_ids)) == ((1, 8), (2, 3, 4, 5, 6, 7, 8))
 
 
 class Sketched(nn.Module):
@@ -603,7 +637,7 @@ def test_d2h_worker_sketches_computed_on_the_device_are_those_of_the_host(
     settings: dict[str, Any] = {"keep": "off", "rules": ["*:out*=sketch"]}
     with torch.no_grad(), Dumper(here := Sketched(), tmp_path / "here", **settings):
         here(IDS, attention_mask=mask, position_ids=positions)
-    monkeypatch.setattr("tapscope.dumper.recording.attached_model.is_on_device", lambda call: True)
+    monkeypatch.setattr("tapscope.dumper.recording.attached_model.is_any_on_device", lambda tensors: True)
     device = SketchDevice()
     with torch.no_grad(), dumper_of(Sketched(), tmp_path / "far", device, **settings) as (dumper, _, _):
         model = dumper._models.modules[0]
@@ -761,7 +795,7 @@ def test_d2h_worker_sketches_of_a_device_that_fails_are_counted(tmp_path: Path) 
 def test_d2h_worker_rows_of_a_device_that_fails_are_reported_as_far_as_shapes_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tapscope.dumper.recording.attached_model.is_on_device", lambda call: True)
+    monkeypatch.setattr("tapscope.dumper.recording.attached_model.is_any_on_device", lambda tensors: True)
     device = SlowDevice()
     device.problem = "an illegal address"
     with torch.no_grad(), dumper_of(Rows(), tmp_path / "run", device, keep="full") as (dumper, _, _):

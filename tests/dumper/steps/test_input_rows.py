@@ -13,7 +13,7 @@ def test_rows_from_shapes_are_those_of_values_without_padding(shape: tuple[int, 
     call = InputRows(shape, {"ids": torch.zeros(shape, dtype=torch.int64)}, past, min(2, shape[1]))
     info = StepInfo(step=3, phase=phase, kind="dummy", epoch=2, row_sets={"own": (0,)})
     outline = rows_from_shapes(info, call)
-    found = rows_from_values(outline, host_values(call), call=call)
+    found = rows_from_values(outline, host_values(call.tensors), call=call)
     for name in ("step", "phase", "grid", "rows", "row_sets", "kind", "epoch"):
         assert getattr(outline, name) == getattr(found, name), name
     assert (outline.token_ids, len(found.token_ids)) == ((), shape[0] * shape[1])
