@@ -230,7 +230,7 @@ MAP_KEYS: tuple[KeySpec, ...] = (
     KeySpec("measure", ("m",), "measure", "|max|, rms, number of values not finite, number of zeros", "measure"),
     KeySpec("open_record", ("enter",), "zoom", "open the record with the largest measure of the line", "open"),
     _shared("find", "sites that match: parts of names, patterns with * and ?"),
-    _shared("copy", "copy the link of that record"),
+    KeySpec("copy", ("y",), "copy", "copy the link of that record", "copy link"),
     *map(_shared, ("bookmark", "bookmarks", "back", "help", "palette", "quit")),
 )
 """What can be pressed on the heat map of one run."""

@@ -3,13 +3,15 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Any, Self
 
 import numpy as np
 
 from tapscope.comparator import Verdict
+from tapscope.core import dtypes
 from tapscope.core.errors import ConfigError
-from tapscope.core.formatting import number
+from tapscope.core.formatting import count, number
 from tapscope.dashboard.model.grid import CODES, Cell, Grid, GridColumn, GridRow, PackedGrid, PackedRow
 from tapscope.dashboard.model.level import LevelScale
 from tapscope.dashboard.model.run_data import RunData
@@ -30,7 +32,7 @@ class MagnitudeCell(Cell):
     """One cell; :attr:`ratio` holds its measure."""
 
     scale: LevelScale = field(default_factory=LevelScale)
-    """Of the run's measures, masks left out."""
+    """Of the run's measures, without those of the sites that are :attr:`MagnitudeGrid.aside`."""
     shows_nonfinite: bool = True
     """Whether values that are not finite hide the measure of the others."""
 
@@ -44,7 +46,7 @@ class MagnitudeCell(Cell):
     @property
     def text(self) -> str:
         """The measure; ``-`` without statistics."""
-        return _text(self.ratio)
+        return _text(self.ratio, is_count=not self.shows_nonfinite)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -53,6 +55,21 @@ class MagnitudeGrid(Grid):
 
     measure: str = MEASURES[0]
     scale: LevelScale = field(default_factory=LevelScale)
+    aside: frozenset[str] = frozenset()
+    """Sites whose measures say nothing about the others: masks, and of magnitudes ids, positions and other integers.
+    They count in no line of several sites, unless there are no others; their values that are not finite do."""
+
+    def grouped(self, rows: Sequence[GridRow]) -> Self:
+        """As :meth:`.Grid.grouped`, without the measures of the sites that are :attr:`aside`."""
+        every = Grid.grouped(self, rows)
+        kept = [replace(row, orders=tuple(self._counted(row.orders))) for row in rows]
+        if all(len(row.orders) == len(few.orders) for row, few in zip(rows, kept, strict=True)):
+            return every
+        return replace(every, ratios=Grid.grouped(self, kept).ratios)
+
+    def _counted(self, rows: Sequence[int]) -> Sequence[int]:
+        counted = [i for i in rows if self.rows[i].name not in self.aside] if self.aside else ()
+        return counted or rows
 
     def cell(self, row: int, column: int) -> MagnitudeCell:
         """The content of one cell."""
@@ -71,7 +88,8 @@ class MagnitudeGrid(Grid):
         """
         columns = slice(None) if column is None else slice(column, column + 1)
         values, codes = (each[list(rows), columns] for each in (self.ratios, self.codes))
-        known = ~np.isnan(values)
+        counted = set(self._counted(rows))
+        known = ~np.isnan(values) & np.array([[i in counted] for i in rows], bool).reshape(-1, 1)
         bad = (codes > 0) & self.shows_nonfinite
         if not (known | bad).any():
             return None
@@ -85,10 +103,11 @@ class MagnitudeGrid(Grid):
     def packed(self) -> PackedGrid:
         """As a page holds it: the measures of a row separated by spaces."""
         glyphs = self.scale.glyphs(self.ratios, (self.codes > 0) & self.shows_nonfinite, _ZERO)
+        text = partial(_text, is_count=not self.shows_nonfinite)
         rows = [
             PackedRow(row.label, "nonfinite" if row.verdict.is_bad else "", row.verdict.is_bad, line, " ".join(shown))
             for row, line, shown in zip(
-                self.rows, glyphs, (map(_text, each) for each in self.ratios.tolist()), strict=True
+                self.rows, glyphs, (map(text, each) for each in self.ratios.tolist()), strict=True
             )
         ]
         return PackedGrid(tuple((each.first, each.last) for each in self.columns), tuple(rows))
@@ -133,8 +152,13 @@ def _measured_grid(
     in_order = numbers[np.argsort(firsts)]
     tops, codes, names = tops[in_order], codes[in_order], [sites[i] for i in in_order.tolist()]
     columns = tuple(GridColumn(steps[a], steps[b - 1]) for a, b in spans)
-    scale = LevelScale.of(_without_masks(tops, names))
-    return MagnitudeGrid(_rows(names, codes.any(1)), columns, tops, codes, measure=measure, scale=scale)
+    is_whole = records.of_kinds(lambda kind: kind.dtype is not None and not dtypes.is_float(kind.dtype)).astype(bool)
+    integers = set(site_of[is_whole].tolist()) if measure in _MAGNITUDES else set()
+    is_aside = [i in integers or "mask" in name.lower() for i, name in zip(in_order.tolist(), names, strict=True)]
+    scale = LevelScale.of(tops if all(is_aside) else tops[~np.array(is_aside, bool)])
+    aside = frozenset(name for name, apart in zip(names, is_aside, strict=True) if apart)
+    rows = _rows(names, codes.any(1))
+    return MagnitudeGrid(rows, columns, tops, codes, measure=measure, scale=scale, aside=aside)
 
 
 def _rows(names: Sequence[str], is_bad: Array) -> tuple[GridRow, ...]:
@@ -159,11 +183,7 @@ def _measured(records: Records, measure: str) -> Array:
     return values
 
 
-def _without_masks(tops: Array, names: Sequence[str]) -> Array:
-    """The rows that set the scale: masks may hold the lowest number of their dtype. All rows where all are masks."""
-    is_mask = np.array(["mask" in name.lower() for name in names], bool)
-    return tops if is_mask.all() else tops[~is_mask]
-
-
-def _text(measure: float) -> str:
-    return "-" if math.isnan(measure) else number(measure)
+def _text(measure: float, *, is_count: bool) -> str:
+    if math.isnan(measure):
+        return "-"
+    return count(round(measure)) if is_count else number(measure)

@@ -27,7 +27,8 @@ from tapscope.core.errors import ConfigError, RunNotFoundError
 from tapscope.core.formatting import number
 from tapscope.dashboard.browse_source import RunSource
 from tapscope.dashboard.model.flow_lanes import flow_lanes, visible_modules
-from tapscope.dashboard.model.magnitudes import MEASURES
+from tapscope.dashboard.model.grid import layer_grid
+from tapscope.dashboard.model.magnitudes import MEASURES, magnitudes_of
 from tapscope.dashboard.model.run import cell_records, magnitude_grid
 from tapscope.dashboard.web.app import STATIC
 from tapscope.dashboard.web.login import ATTEMPTS, COOKIE, PASSWORD, SESSION_S, Login, read_password
@@ -415,7 +416,8 @@ def test_heat_map_of_a_run_is_the_largest_measure_of_the_records(measure, tmp_pa
     for row in grid.rows:
         for (first, last), text in zip(grid.columns, row.cells.split(), strict=True):
             found = [r for r in source.of_site(row.label) if first <= r.key.step <= last and r.stats is not None]
-            assert text == (number(float(max(map(reading, (r.stats for r in found))))) if found else "-")
+            top = max(map(reading, (r.stats for r in found)), default=None)
+            assert text == ("-" if top is None else number(float(top)) if measure in ("|max|", "rms") else f"{top:,}")
     odd = next(row for row in grid.rows if row.label == "model.layers.2.self_attn.o_proj:out")
     assert ("%" in odd.glyphs) == (measure in ("|max|", "rms"))
     with pytest.raises(ConfigError, match="invalid measure 'x': expected"):
@@ -431,6 +433,31 @@ def test_masks_do_not_set_the_scale_of_the_heat_map(tmp_path):
     assert {row.label: row.glyphs for row in grid.rows} == {
         "attn:in[attention_mask]": "9", "a:out": "1", "b:out": "5", "c:out": "9",
     }  # fmt: skip
+
+
+def test_integers_and_masks_count_in_no_line_of_several_sites(tmp_path):
+    with RunFactory(tmp_path / "run") as run:
+        run.step()
+        for layer, top in enumerate((1.0, 10.0, 100.0)):
+            run.put(f"layers.{layer}:in[position_ids]", numpy.arange(5000).reshape(2, -1))
+            run.put(f"layers.{layer}:in[attention_mask]", numpy.full((2, 2), 3.4e38, numpy.float32))
+            run.put(f"layers.{layer}.mlp:out", numpy.full((2, 2), top, numpy.float32))
+        run.put("ids:out", numpy.full((2, 2), 7))
+        nan = numpy.full((2, 2), numpy.nan, numpy.float32)
+        run.put("layers.1:in[other_mask]", nan)
+    source = RunSource.open(tmp_path / "run")
+    grid = magnitudes_of(source)
+    layers = layer_grid(grid)
+    assert [(row.label, layers.cell(i, 0).glyph, layers.cell(i, 0).text) for i, row in enumerate(layers.rows)] == [
+        ("layer 0", "1", "1.0e+00"),
+        ("layer 1", "%", "1.0e+01"),  # of a mask, values that are not finite count
+        ("layer 2", "9", "1.0e+02"),
+        ("ids", "4", "7.0e+00"),  # it has nothing else
+    ]
+    assert grid.rows[grid.largest(layers.rows[2].orders)[0]].name == "layers.2.mlp:out"
+    assert grid.cell(*grid.largest([0])).text == "5.0e+03"  # a site alone shows its own
+    zeros = layer_grid(magnitudes_of(source, measure="zeros"))
+    assert zeros.cell(0, 0).text == "1"  # position 0
 
 
 def test_run_cell_of_several_steps_opens_the_most_conspicuous_one(tmp_path):
