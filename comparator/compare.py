@@ -262,5 +262,7 @@ def _with_corrupt(coverage: Coverage, corrupt: _Corrupt) -> Coverage:
     if unchecked:
         warning = f"{plural(unchecked, 'value')} could not be checked: recorded without a hash of this version"
         coverage = structs.replace(coverage, warnings=(*coverage.warnings, warning))
-    said = tuple(sentence for one in corrupt for sentence in one.sentences())
-    return structs.replace(coverage, damaged=said, partial=(*said, *coverage.partial)) if said else coverage
+    sentences = tuple(sentence for one in corrupt for sentence in one.sentences())
+    return (
+        structs.replace(coverage, damaged=sentences, partial=(*sentences, *coverage.partial)) if sentences else coverage
+    )

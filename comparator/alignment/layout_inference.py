@@ -199,8 +199,10 @@ def _doubtful(layouts: _Layouts, best: Sequence[_Layouts], wholes: _Wholes) -> _
     for side, (layout, mine) in enumerate(zip(layouts, wholes, strict=True)):
         ways = list(dict.fromkeys(pair[side] for pair in best))
         if len(ways) > 1:
-            said = " or ".join(f"'{_dims(way, len(mine[0].shape))}'" for way in ways)
-            problem = f"shape {tuple(mine[0].shape)} can be read as {said}: annotate its dims, e.g. --dims GLOB=DIMS"
+            readings = " or ".join(f"'{_dims(way, len(mine[0].shape))}'" for way in ways)
+            problem = (
+                f"shape {tuple(mine[0].shape)} can be read as {readings}: annotate its dims, e.g. --dims GLOB=DIMS"
+            )
             settled[side] = structs.replace(layout, problem=problem)
     return settled[0], settled[1]
 

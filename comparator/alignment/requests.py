@@ -253,15 +253,15 @@ def _padding_note(name: str, pads: Sequence[Request]) -> str:
 def _alone(name: str, side: Sequence[Request], rest: Sequence[int]) -> str:
     """Message for requests that only one run has; with generated names, a growing prompt looks like several."""
     listed = name_list([side[i].label for i in rest])
-    said = f"request {listed} is only in {name}" if len(rest) == 1 else f"requests {listed} are only in {name}"
+    sentence = f"request {listed} is only in {name}" if len(rest) == 1 else f"requests {listed} are only in {name}"
     for one in (side[i] for i in rest[:NAMED] if is_generated_name(side[i].name) and side[i].text):
         longer = next(
             (o for o in side if o.first == one.first and o.text != one.text and o.text.startswith(one.text)), None
         )
         if longer is not None:
             growing = "if that is one growing prompt, also record rids or req_pool_indices, which identify it"
-            return f"{said}; request {one.label} is the beginning of request {longer.label}: {growing}"
-    return said
+            return f"{sentence}; request {one.label} is the beginning of request {longer.label}: {growing}"
+    return sentence
 
 
 def name_list(names: list[str], limit: int = NAMED) -> str:

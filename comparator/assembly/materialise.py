@@ -56,8 +56,8 @@ def _part(whole: AssembledTensor, fused: FusedLayout, index: int | None) -> Asse
     width = whole.piece.shape[axis]
     sizes, groups = _sizes(whole, fused, axis)
     if sum(sizes) != width:
-        said = " + ".join(map(str, sizes)) or f"{len(fused.parts)} equal parts"
-        problem = f"{whole.records[0].key.site} has {width} features, but {', '.join(fused.parts)} need {said}"
+        needed = " + ".join(map(str, sizes)) or f"{len(fused.parts)} equal parts"
+        problem = f"{whole.records[0].key.site} has {width} features, but {', '.join(fused.parts)} need {needed}"
         return structs.replace(whole, piece=None, problem=problem)
     chosen = range(len(sizes)) if index is None else (index,)
     parts = [_cut(whole.piece, axis, sizes, groups, i) for i in chosen]

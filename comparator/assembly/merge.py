@@ -67,12 +67,12 @@ def merge(
     ``is_replicated``: records that no dims distinguish should be equal.
     """
     ranks = tuple(r.key.rank for r in records)
-    said = (*(shard.axis for _, shard in dims.shards()), *dims.replicated, dims.dp or "") if dims else ()
-    kept = places.known.get((ranks, said))
+    named_axes = (*(shard.axis for _, shard in dims.shards()), *dims.replicated, dims.dp or "") if dims else ()
+    kept = places.known.get((ranks, named_axes))
     if kept is None:
         stood = [places.coords[rank] for rank in ranks]
         _check_places(ranks, stood)
-        kept = places.known[ranks, said] = project_coords(stood, said)
+        kept = places.known[ranks, named_axes] = project_coords(stood, named_axes)
     pieces: Sequence[Piece] = [Leaf(r) for r in records]
     work = MergeState(places, [], dims)
     if dims is not None and dims.rows:
@@ -146,9 +146,9 @@ def _spread(work: MergeState, run: Run, axis: int, dim: Dim) -> None:
             rest = {a: c for a, c in group[0][0].items() if a != shard.axis}
             merged.append((rest, _put_together(work, run, parts, axis, dim, shard)))
         work.items = merged
-    said: list[str] = []
-    work.items = [(place, crop(piece, axis, dim, said.append)) for place, piece in work.items]
-    work.notes += dict.fromkeys(said)
+    sentences: list[str] = []
+    work.items = [(place, crop(piece, axis, dim, sentences.append)) for place, piece in work.items]
+    work.notes += dict.fromkeys(sentences)
 
 
 def _check_complete(work: MergeState, group: Sequence[tuple[Coords, Piece]], shard: Shard, size: int) -> None:

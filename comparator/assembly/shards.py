@@ -135,14 +135,14 @@ def _bounds(dim: Dim, size: int, groups: int = 1, *, copies: bool = False) -> li
 
 def crop(piece: Piece, axis: int, dim: Dim, note: Callable[[str], None]) -> Piece:
     """The piece cropped to the size that ``dim`` states."""
-    said = dim.size.whole if dim.size else sum(s.size.whole for s in dim.sections if s.size)
+    declared = dim.size.whole if dim.size else sum(s.size.whole for s in dim.sections if s.size)
     size = piece.shape[axis]
-    if not said or said == size:
+    if not declared or declared == size:
         return piece
-    if size < said or dim.sections:
-        raise AssemblyError(f"'{dim}' has size {said}, but its shards have {size} in total")
-    note(f"{size - said} of {size} along '{dim}' are padding and were left out")
-    return Sliced(axis, 0, said, piece)
+    if size < declared or dim.sections:
+        raise AssemblyError(f"'{dim}' has size {declared}, but its shards have {size} in total")
+    note(f"{size - declared} of {size} along '{dim}' are padding and were left out")
+    return Sliced(axis, 0, declared, piece)
 
 
 def sections_of(piece: Piece, axis: int, dim: Dim) -> dict[str, Piece]:

@@ -87,8 +87,8 @@ def _rotations(tokens: Tokens, variant: Variant) -> Iterator[Candidate]:
     if tokens.cos is None:
         return
     other = "interleaved" if variant.layout == "half" else "half"
-    said = {"half": "halves", "interleaved": "interleaved pairs"}
-    text = f"target rotates {said[other]} of each head, baseline {said[variant.layout]} (RoPE layout)"
+    pair_names = {"half": "halves", "interleaved": "interleaved pairs"}
+    text = f"target rotates {pair_names[other]} of each head, baseline {pair_names[variant.layout]} (RoPE layout)"
     yield Candidate("rope layout", text, replace(variant, layout=other), 0)
     for rotated, text in (
         ((False, False), "queries and keys are not rotated in target (RoPE)"),
@@ -227,7 +227,7 @@ def _cached(tokens: Tokens, rows: Array, wanted: Array, variant: Variant) -> Ite
     """Keys or values of other tokens in the KV cache: a wrong page, or another request's slots."""
     held = given = applied(tokens, variant)
     off = np.nansum((attend(held, rows, variant) - wanted) ** 2, axis=1)
-    said = []
+    sentences = []
     for request in np.unique(tokens.request[rows]):
         at = np.flatnonzero(tokens.request[rows] == request)
         worst = int(at[np.argmax(off[at])])
@@ -241,8 +241,8 @@ def _cached(tokens: Tokens, rows: Array, wanted: Array, variant: Variant) -> Ite
             return
         move = min(moves, key=lambda one: one[0])[1]
         held = _filled(held, given, move)
-        said.append(move.sentence)
-    yield Candidate("cache", "target's cache is wrong: " + "; ".join(dict.fromkeys(said)), variant, 3, held)
+        sentences.append(move.sentence)
+    yield Candidate("cache", "target's cache is wrong: " + "; ".join(dict.fromkeys(sentences)), variant, 3, held)
 
 
 class _Move(NamedTuple):

@@ -51,8 +51,8 @@ def slot_changes(tokens: Tokens, rows: Array, wanted: Array, variant: Variant) -
             found[kind].append((slot, source))
     for kind, moves in found.items():
         if len(moves) == len(requests):
-            said = "; ".join(dict.fromkeys(_sentence(tokens, kind, *move) for move in moves))
-            yield SlotChange(kind, said, *_changed(tokens, variant, kind, moves))
+            sentence = "; ".join(dict.fromkeys(_sentence(tokens, kind, *move) for move in moves))
+            yield SlotChange(kind, sentence, *_changed(tokens, variant, kind, moves))
 
 
 def _best(tokens: Tokens, row: int, target: Array, variant: Variant) -> Iterator[tuple[str, int, int]]:

@@ -101,9 +101,9 @@ def cached_key_changes(
         for span, scores in zip(some, known, strict=False):
             where = f", {span.sentence}" if span.sentence else ""
             for change in search(held.key, scores, scores.token >= 0):
-                said, other = _refined(change, tokens, rows, wanted, replace(variant, where=span.covers))
+                sentence, other = _refined(change, tokens, rows, wanted, replace(variant, where=span.covers))
                 best = min(best, float(np.nansum((attend(tokens, rows, other) - wanted) ** 2)))
-                text = f"keys {said} as attention reads them in target (KV cache){where}"
+                text = f"keys {sentence} as attention reads them in target (KV cache){where}"
                 yield text, other, change.cost + bool(span.sentence)
             if best <= limit and search is _searched_changes:
                 return
@@ -134,8 +134,8 @@ def _refined(change: _Change, tokens: Tokens, rows: Array, wanted: Array, varian
         energy = float((slope**2).sum())
         value += float((slope * np.nan_to_num(wanted - at)).sum()) / energy if energy > 0 else 0.0
     is_added = "baseline's {}" in change.sentence
-    said = f"{'+' if value > 0 else '−'} {abs(value):.4g}" if is_added else number(value)
-    return change.sentence.format(said), replace(variant, other_key=change.keys + value * change.more)
+    amount = f"{'+' if value > 0 else '−'} {abs(value):.4g}" if is_added else number(value)
+    return change.sentence.format(amount), replace(variant, other_key=change.keys + value * change.more)
 
 
 def scores_of(held: Tokens, rows: Array, wanted: Array, variant: Variant, noise: float, seen: Array) -> Scores:
@@ -246,9 +246,9 @@ def _searched_changes(keys: Array, scores: Scores, read: Array) -> Iterator[_Cha
 
 def _scaled(keys: Array, columns: Array, factor: float) -> Iterator[_Change]:
     where = _describe_columns(columns, keys.shape[2])
-    for whole, said in ((0.0, "are zero"), (-1.0, "are negated")):
+    for whole, sentence in ((0.0, "are zero"), (-1.0, "are negated")):
         if abs(factor - whole) < _MAX_SCATTER:
-            yield _Change(said + where, _with(keys, columns, whole * keys[..., columns]), 1)
+            yield _Change(sentence + where, _with(keys, columns, whole * keys[..., columns]), 1)
     more = _only(keys, columns, keys)
     yield _Change(f"are {{}} × baseline's{where}", _with(keys, columns, 0.0), 3, factor, more)
 
@@ -294,8 +294,8 @@ def _of_runs(keys: Array, scores: Scores, query: Array, wanted: Array) -> Iterat
         cut = _cast(name)
         if (fit := best(summed(query * (cut(scores.key) - scores.key)), is_fitted=False)) is not None:
             columns = runs[fit[0]]
-            said = f"are rounded to {dtypes.short(name)}{_describe_columns(columns, width)}"
-            yield _Change(said, _with(keys, columns, cut(keys[..., columns])), 1)
+            sentence = f"are rounded to {dtypes.short(name)}{_describe_columns(columns, width)}"
+            yield _Change(sentence, _with(keys, columns, cut(keys[..., columns])), 1)
     yield from _runs_moved(keys, scores, query, some, y, enough)
 
 
@@ -377,7 +377,7 @@ def _fitted(columns: Array, wanted: Array) -> tuple[Array, Array] | None:
     return kept, np.linalg.lstsq(unit[:, kept], wanted, rcond=None)[0] / size[kept]
 
 
-def _narrowed(keys: Array, scores: Scores, query: Array, wanted: Array, said: str, cut: Any) -> Iterator[_Change]:
+def _narrowed(keys: Array, scores: Scores, query: Array, wanted: Array, sentence: str, cut: Any) -> Iterator[_Change]:
     """Keys that passed through a function, in the channels whose fitted coefficient is 1."""
     off = cut(scores.key) - scores.key
     some = np.flatnonzero(np.abs(off).max(axis=0) > 0)
@@ -391,8 +391,8 @@ def _narrowed(keys: Array, scores: Scores, query: Array, wanted: Array, said: st
     chosen = some[np.abs(numbers - 1.0) < 0.5]
     if len(chosen):
         where = "" if len(chosen) == keys.shape[2] else f" in {spans('column', chosen)} of each head"
-        yield _Change(said + where, _with(keys, chosen, cut(keys[..., chosen])), 2)
-        yield _Change(said, cut(keys), 1)
+        yield _Change(sentence + where, _with(keys, chosen, cut(keys[..., chosen])), 2)
+        yield _Change(sentence, cut(keys), 1)
 
 
 def _residual(scores: Scores, query: Array, wanted: Array, cut: Any) -> float:

@@ -200,8 +200,8 @@ def cached_value_changes(
         for change in _changes(tokens.value, seen, channels, is_plain=span.sentence in CLAMPED_TOKEN_SETS):
             where = f", {span.sentence}" if span.sentence else ""
             is_told = "column" in change.sentence or len(channels) == width
-            said = "" if is_told else f" in {spans('column', channels)} of each head"
-            text = f"values {change.sentence}{said} as attention reads them in target (KV cache){where}"
+            sentence = "" if is_told else f" in {spans('column', channels)} of each head"
+            text = f"values {change.sentence}{sentence} as attention reads them in target (KV cache){where}"
             changed = replace(variant, other_value=change.values, where=span.covers)
             yield text, changed, change.cost + (span.covers is not everything)
         for text, changed in _added_by_step(
@@ -277,9 +277,11 @@ def _added_by_step(
     low, high = sorted(np.abs(numbers).tolist())[:: len(numbers) - 1]
     sign = "+" if numbers[0] > 0 else "−"
     where = "" if len(channels) == tokens.value.shape[2] else f" in {spans('column', channels)} of each head"
-    said = f"values are baseline's {sign} {low:.4g} to {high:.4g}, by step,{where} as attention reads them in target"
+    sentence = (
+        f"values are baseline's {sign} {low:.4g} to {high:.4g}, by step,{where} as attention reads them in target"
+    )
     yield (
-        f"{said} (KV cache){f', {span.sentence}' if span.sentence else ''}",
+        f"{sentence} (KV cache){f', {span.sentence}' if span.sentence else ''}",
         replace(variant, other_value=values, where=span.covers),
     )
 

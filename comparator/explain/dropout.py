@@ -31,8 +31,8 @@ def explain_dropout(preparer: PairPreparer, weights: PairResult | None) -> Expla
             before, after = (np.asarray(read(w.piece, w.run)).astype(np.float64) for w in (one, two) if w.piece)
         except DataError:
             return None
-        if said := dropout_rate(before, after):
-            return Explanation("dropout", f"dropout is left on in target: {said}", 0.0, "", (), len(before))
+        if sentence := dropout_rate(before, after):
+            return Explanation("dropout", f"dropout is left on in target: {sentence}", 0.0, "", (), len(before))
     return None
 
 

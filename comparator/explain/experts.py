@@ -121,15 +121,17 @@ def _order_of(path: str, sites: SiteReader) -> str:
         sides = sites.stored(f"{path}:param[{name}]")
         if sides is not None and (swapped := exchanged(*sides)):
             by_order.setdefault(tuple(swapped.items()), []).append(name)
-    said = []
+    sentences = []
     for order, names in by_order.items():
         what = " and ".join(names)
         if len(order) == 2:
-            said.append(f"experts {order[0][0]} and {order[1][0]} are exchanged: each has the other's {what}")
+            sentences.append(f"experts {order[0][0]} and {order[1][0]} are exchanged: each has the other's {what}")
         else:
             some = ", ".join(f"{one} has that of {two}" for one, two in order[:4])
-            said.append(f"{what} of {len(order)} experts is in another order: expert {some}{', …' * (len(order) > 4)}")
-    return "; ".join(said)
+            sentences.append(
+                f"{what} of {len(order)} experts is in another order: expert {some}{', …' * (len(order) > 4)}"
+            )
+    return "; ".join(sentences)
 
 
 def exchanged(baseline: Array, target: Array) -> dict[int, int]:

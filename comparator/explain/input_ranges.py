@@ -90,8 +90,8 @@ def input_ranges(region: ErrorRegion, sites: SiteReader, ranks: int = 1) -> Sele
     if not np.isfinite(before).all() or not np.isfinite(after).all():
         return None
     floor = MAX_NOISE_RATIO * region.noise * float(np.sqrt((before**2 + after**2).sum()))
-    said = explained_inputs(x[rows] * weight, after - before, floor, ranks)
-    return None if said is None else SelectedCause("input columns", said, 0.0)
+    sentence = explained_inputs(x[rows] * weight, after - before, floor, ranks)
+    return None if sentence is None else SelectedCause("input columns", sentence, 0.0)
 
 
 def shifted_inputs(region: ErrorRegion, sites: SiteReader) -> str | None:

@@ -40,12 +40,12 @@ def explain_mask(site: str, ready: PreparedPair, row_map: RowMap) -> Explanation
             odd = _place(ready, row_map, chunk.join, chunk.row + row, column)
     if not odd:
         return None
-    said = [
+    sentences = [
         _describe_counts(word, np.concatenate(numbers))
         for word, numbers in zip(("shows", "hides"), counts, strict=True)
     ]
     return Explanation(
-        "mask", f"target's mask {' and '.join(filter(None, said))}, the first {odd}", 1.0, "", (), num_rows
+        "mask", f"target's mask {' and '.join(filter(None, sentences))}, the first {odd}", 1.0, "", (), num_rows
     )
 
 
@@ -59,10 +59,10 @@ def _place(ready: PreparedPair, row_map: RowMap, join: RowJoin, row: int, column
     index = dict(zip(axes, np.unravel_index(at, [shape[axis] for axis in axes]), strict=True))
     index |= dict(zip(rest, np.unravel_index(column, [shape[axis] for axis in rest]), strict=True))
     where = [int(index[axis]) for axis in range(len(shape))]
-    said = f"at [{','.join(map(str, where))}]"
+    sentence = f"at [{','.join(map(str, where))}]"
     grid = row_map.target.of(whole.records[0])
     if grid is None or len(grid.grid) != 2 or len(shape) != _AXES or shape[2:] != (grid.grid[1], grid.grid[1]):
-        return said
+        return sentence
     pairs = grid.pairs.reshape(grid.grid)
     line = pairs[where[0]] if shape[0] == grid.grid[0] else pairs[0]
     request = next((row_map.requests[int(row_map.pair_request[pair])] for pair in line if pair >= 0), "")

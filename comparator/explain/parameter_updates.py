@@ -30,12 +30,12 @@ def explain_parameter(result: PairResult, runs: tuple[Run, Run], step: int) -> E
         return None
     sites = result.baseline.site, result.target.site
     if port.endswith(GRADIENT):
-        said = _clipped(runs, step) or _accumulated(runs, sites, step)
+        sentence = _clipped(runs, step) or _accumulated(runs, sites, step)
     else:
         sides = [_trajectory(run, site) for run, site in zip(runs, sites, strict=True)]
         known = [side for side in sides if side is not None]
-        said = explained(known[0], known[1], max(step, 1)) if len(known) == len(sides) else ""
-    return Explanation("optimizer", said, 0.0, "", (), 0) if said else None
+        sentence = explained(known[0], known[1], max(step, 1)) if len(known) == len(sides) else ""
+    return Explanation("optimizer", sentence, 0.0, "", (), 0) if sentence else None
 
 
 def _trajectory(run: Run, site: str) -> Trajectory | None:

@@ -26,9 +26,10 @@ def explain_position_ids(sample: Sample, requests: tuple[str, ...]) -> Explanati
         if len(here) != 1 or not here[0]:
             return None
         offsets[requests[int(request)]] = int(here[0])
-    said = sorted(set(offsets.values()))
-    if len(said) == 1:
-        text = f"target's positions are {_describe_offset(said[0])} ({'+' if said[0] > 0 else '−'}{abs(said[0])})"
+    distinct = sorted(set(offsets.values()))
+    if len(distinct) == 1:
+        (offset,) = distinct
+        text = f"target's positions are {_describe_offset(offset)} ({'+' if offset > 0 else '−'}{abs(offset)})"
     else:
         named = [f"{_describe_offset(offset)} in request {name}" for name, offset in list(offsets.items())[:_NAMED]]
         text = f"target's positions are {', '.join(named)}: as if padding, or what came before, were counted"

@@ -187,15 +187,15 @@ def _explained(
             whole = replace(region, columns=np.arange(width))
             off = np.abs(made[selected.sentence] - sample.target).max(axis=1)
             extent = "" if off.max() <= _MAX_NOISE_RATIO * max(noise, *noises) else describe(whole, requests, padded)
-            said = selected.sentence
-            if said.startswith(_AT_SCALED_POSITIONS) or said == _NOT_ROTATED:
-                shown = _shown_pairs(region, kind, made[said], made_of_own, max(noise, *noises))
+            sentence = selected.sentence
+            if sentence.startswith(_AT_SCALED_POSITIONS) or sentence == _NOT_ROTATED:
+                shown = _shown_pairs(region, kind, made[sentence], made_of_own, max(noise, *noises))
                 pairs = f"{spans('pair', shown)} of {width // 2}" if 0 < len(shown) < width // 2 else ""
-                if pairs and said == _NOT_ROTATED:
-                    said = f"the angles of {pairs} are zero in target's table: these are not rotated"
+                if pairs and sentence == _NOT_ROTATED:
+                    sentence = f"the angles of {pairs} are zero in target's table: these are not rotated"
                 elif pairs:
-                    said += f", as {pairs} show"
-            return Explanation(selected.name, said, selected.share, extent, (), len(sample.baseline))
+                    sentence += f", as {pairs} show"
+            return Explanation(selected.name, sentence, selected.share, extent, (), len(sample.baseline))
     return None
 
 

@@ -76,8 +76,8 @@ def scales(region: ErrorRegion) -> Iterator[Hypothesis]:
     if board.sum() >= MIN_VALUES_OF_ANY // 2:
         values = before * np.where(board, _factor(before[~board], after[~board], None), 0.0)
         values += before * np.where(board, 0.0, _factor(before[board], after[board], None))
-        said = f"target = {number(factor, region.noise)} × baseline{_usual_factor(factor, region)}"
-        yield Hypothesis("scale", said, values, 1)
+        text = f"target = {number(factor, region.noise)} × baseline{_usual_factor(factor, region)}"
+        yield Hypothesis("scale", text, values, 1)
     for axis, what in ((0, "channel"), (1, "token")):
         if before.shape[axis] >= 2 * MIN_FIT and before.shape[1 - axis] > 1:
             factors = _factor(before, after, axis)

@@ -37,8 +37,8 @@ def scaled_weights(region: ErrorRegion) -> Iterator[Hypothesis]:
     if abs(factor) < NEUTRAL_TOLERANCE:
         text = "target is the same in every row: the weight counts as zero, the bias alone is left"
     else:
-        said = "−baseline" if abs(factor + 1.0) < NEUTRAL_TOLERANCE else f"{number(factor, region.noise)} × baseline"
-        text = f"target = {said} + a number for each channel: the weight is {said}'s, the bias is not"
+        scaled = "−baseline" if abs(factor + 1.0) < NEUTRAL_TOLERANCE else f"{number(factor, region.noise)} × baseline"
+        text = f"target = {scaled} + a number for each channel: the weight is {scaled}'s, the bias is not"
     yield Hypothesis("weight scale", text, values, 2)
 
 

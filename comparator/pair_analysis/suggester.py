@@ -65,8 +65,8 @@ class Suggester(Struct):
         assembled, also that there are none."""
         assert pair.baseline is not None
         assert pair.target is not None
-        if not self.preparer.row_map.known and not broken and (said := _as_many_rows(pair.baseline, pair.target)):
-            return said
+        if not self.preparer.row_map.known and not broken and (sentence := _as_many_rows(pair.baseline, pair.target)):
+            return sentence
         kind = _LAYER.sub("*", pair.target.site)
         if kind not in self._known:
             self._known[kind] = self._try(pair, broken) if len(self._known) < _SITES else ""
@@ -82,19 +82,19 @@ class Suggester(Struct):
             or all(w.piece is None or len(list(leaves(w.piece))) < 2 for w in sides)
         ):
             return ""
-        said = self.suggest(pair, broken=False)
-        self._vain += not said
-        return f"its shards may be joined incorrectly: {said}" if said else ""
+        sentence = self.suggest(pair, broken=False)
+        self._vain += not sentence
+        return f"its shards may be joined incorrectly: {sentence}" if sentence else ""
 
     def _try(self, pair: Pair, broken: bool) -> str:
-        said = []
+        sentences = []
         for side, (series, other) in enumerate(((pair.baseline, pair.target), (pair.target, pair.baseline))):
             assert series is not None
             assert other is not None
             if series.first.shape and (series.derivation is None or isinstance(series.derivation, FusedPart)):
-                said.append(self._try_side(pair, side, series, other))
-        fits = next((text for text in said if "fit" in text), "")
-        return fits or (next((text for text in said if text), "") if broken else "")
+                sentences.append(self._try_side(pair, side, series, other))
+        fits = next((text for text in sentences if "fit" in text), "")
+        return fits or (next((text for text in sentences if text), "") if broken else "")
 
     def _try_side(self, pair: Pair, side: int, series: Series, other: Series) -> str:
         recorded = series.sources[0] if series.sources else series
@@ -115,8 +115,8 @@ class Suggester(Struct):
         unread = [t.dims for t in trials if math.isnan(t.error)]
         if unread:
             return f"of its shape, {' or '.join(map(repr, unread[:3]))} would fit: --dims '{name}:{every}=...'"
-        if said := self._try_turned(pair, side, series, other, places, axes):
-            return said
+        if sentence := self._try_turned(pair, side, series, other, places, axes):
+            return sentence
         over = " and ".join(axes)
         return f"no sharding, sum or replication over {over} gives the {_other_run(name)}'s values" if axes else ""
 

@@ -102,8 +102,8 @@ def _written(typed: Any) -> str:
     if typed.get("type") == "float":
         value = float(value)
         value = int(value) if value.is_integer() else value
-    said = json.dumps(value, sort_keys=True)
-    return f"{said} {json.dumps(rest, sort_keys=True)}" if rest else said
+    text = json.dumps(value, sort_keys=True)
+    return f"{text} {json.dumps(rest, sort_keys=True)}" if rest else text
 
 
 def compare_stats(ready: PreparedPair) -> tuple[str, ErrorDistribution]:

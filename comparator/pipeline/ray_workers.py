@@ -146,9 +146,9 @@ def ray_connection(address: str | None) -> Iterator[None]:
         try:
             ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
         except (ConnectionError, RuntimeError, ValueError) as error:
-            said = " ".join(str(error).split())[:200]
+            sentence = " ".join(str(error).split())[:200]
             raise UnreachableError(
-                f"--ray {address}: no Ray cluster answers there ({said}); one with tokens needs RAY_AUTH_MODE=token"
+                f"--ray {address}: no Ray cluster answers there ({sentence}); one with tokens needs RAY_AUTH_MODE=token"
             ) from None
         try:
             yield

@@ -46,8 +46,13 @@ LABEL = 10
 
 def answer(report: "Report") -> list[str]:
     """Four lines: ``what``, ``where``, ``why``, and ``next``, which is a command and nothing else."""
-    said = {"what": _what_line(report), "where": _where_line(report), "why": _why(report), "next": next_command(report)}
-    return [f"{label:<{LABEL}}{sentence}" for label, sentence in said.items()]
+    lines = {
+        "what": _what_line(report),
+        "where": _where_line(report),
+        "why": _why(report),
+        "next": next_command(report),
+    }
+    return [f"{label:<{LABEL}}{line}" for label, line in lines.items()]
 
 
 def counts(report: "Report") -> str:

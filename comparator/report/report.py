@@ -74,16 +74,18 @@ class Report(Struct, frozen=True):
         """The answer, and the first bad findings, as small tables for notebooks."""
         from tapscope.comparator.report.answer import LABEL, answer, share
 
-        said = [(line[:LABEL].strip(), line[LABEL:]) for line in answer(self)]
+        answer_rows = [(line[:LABEL].strip(), line[LABEL:]) for line in answer(self)]
         names = f"{self.baseline.name} → {self.target.name}"
         bad = [finding for finding in self.findings if finding.verdict.is_bad]
         if not bad:
-            return html_table(said, title=names)
+            return html_table(answer_rows, title=names)
         rows = [(str(f.verdict), f.site, share(f.ratio), f.role) for f in bad[:HTML_FINDINGS]]
         title = (
             f"the first {HTML_FINDINGS} of {len(bad):,} bad findings" if len(bad) > HTML_FINDINGS else "bad findings"
         )
-        return html_table(said, title=names) + html_table(rows, ("verdict", "site", "error ÷ floor", "role"), title)
+        return html_table(answer_rows, title=names) + html_table(
+            rows, ("verdict", "site", "error ÷ floor", "role"), title
+        )
 
     @property
     def first_divergence(self) -> Divergence | None:

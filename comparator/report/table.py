@@ -134,9 +134,9 @@ def _judged(report: "Report") -> str:
         "tolerance": "" if tolerance is None else f"atol {tolerance[0]:g} + rtol {tolerance[1]:g} × |baseline|",
     }
     sources = Counter(words.get(f.judged_by, f.judged_by.partition(" ")[0]) for f in report.findings if f.judged_by)
-    said = [f"{n:,} by {name}" for name, n in sources.most_common()]
-    said += [f"{unread:,} equal by recorded hash, unread"] if (unread := report.coverage.num_sites_unread) else []
-    return " · ".join(said)
+    sentences = [f"{n:,} by {name}" for name, n in sources.most_common()]
+    sentences += [f"{unread:,} equal by recorded hash, unread"] if (unread := report.coverage.num_sites_unread) else []
+    return " · ".join(sentences)
 
 
 def floor_lines(findings: Sequence[Finding]) -> Iterator[str]:

@@ -62,10 +62,10 @@ def varying_axes(places: Iterable[Coords]) -> list[str]:
     return [axis for axis in axes if len({place.get(axis) for place in places}) > 1]
 
 
-def project_coords(places: Sequence[Coords], said: Iterable[str]) -> list[dict[str, int]]:
+def project_coords(places: Sequence[Coords], axes: Iterable[str]) -> list[dict[str, int]]:
     """The coordinates on the axes that dims use, and on those that do not follow from them (``tp`` follows from
     ``attn_tp`` and ``attn_dp``); axes along which nothing differs are left out."""
-    kept = [axis for axis in dict.fromkeys(said) if any(axis in place for place in places)]
+    kept = [axis for axis in dict.fromkeys(axes) if any(axis in place for place in places)]
     keys = [tuple(place.get(axis) for axis in kept) for place in places]
     for axis in varying_axes(places):
         values: dict[tuple[int | None, ...], set[int | None]] = {}

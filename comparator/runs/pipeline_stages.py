@@ -108,12 +108,12 @@ def _holders(records: Records) -> set[str]:
 
 def _replicated(records: Iterable[Record], axis: str, given: Sequence[tuple[Glob, str]]) -> set[str]:
     """Sites that dims declare equal on all ranks of an axis."""
-    said: dict[str, str | None] = {}
+    dims_of: dict[str, str | None] = {}
     for record in records:
         site = record.key.site
-        if record.dtype is not None and site not in said:
-            said[site] = next((dims for glob, dims in given if glob.matches(site)), record.dims)
-    return {site for site, dims in said.items() if dims and axis in _replicas(dims)}
+        if record.dtype is not None and site not in dims_of:
+            dims_of[site] = next((dims for glob, dims in given if glob.matches(site)), record.dims)
+    return {site for site, dims in dims_of.items() if dims and axis in _replicas(dims)}
 
 
 @lru_cache(maxsize=256)

@@ -197,14 +197,16 @@ def _captured(answer: dict[str, Any]) -> str:
     """The response to ``capture`` in words: per rank, the first step or the released steps; then what did not match."""
     past = answer.get("past")
     num_steps = past or answer["config"]["capture_steps"]
-    said: dict[str, list[int]] = {}
+    ranks_by_state: dict[str, list[int]] = {}
     for rank, told in answer["ranks"].items():
         if isinstance(told, dict):
             words = f"released {plural(told['steps'], 'step')}, {size(told['bytes'])}"
         else:
             words = f"from step {told}" if isinstance(told, int) else _NOT_APPLIED.get(str(told), str(told))
-        said.setdefault(words, []).append(int(rank))
-    ranks = ", ".join(f"rank{'s' * (len(some) > 1)} {compact_ranges(some)} {words}" for words, some in said.items())
+        ranks_by_state.setdefault(words, []).append(int(rank))
+    ranks = ", ".join(
+        f"rank{'s' * (len(some) > 1)} {compact_ranges(some)} {words}" for words, some in ranks_by_state.items()
+    )
     lines = [f"{'flight recorder,' if past else 'capture of'} {plural(num_steps, 'step')}: {ranks}"]
     lines += [f"ended: {answer['ended']}"] if answer.get("ended") else []
     lines += [f"no site matches on rank {r}: {', '.join(rules)}" for r, rules in answer.get("unmatched", {}).items()]

@@ -58,11 +58,11 @@ def _sentences(repair: "Repair", check: bool) -> list[str]:
     from tapscope.core.formatting import plural
 
     would = "would be " if check else ""
-    said = []
+    sentences = []
     if repair.torn_bytes:
-        said.append(f"{plural(repair.torn_bytes, 'byte')} of a torn last line {would}moved to a side file")
+        sentences.append(f"{plural(repair.torn_bytes, 'byte')} of a torn last line {would}moved to a side file")
     for name in repair.sealed:
         orphans = repair.orphans.get(name, 0)
-        said.append(f"{name} {would}sealed" + (f", {orphans:,} bytes without a record" if orphans else ""))
-    said += [f"{name} {would}removed: empty" for name in repair.removed]
-    return said + [f"PROBLEM {problem}" for problem in repair.problems]
+        sentences.append(f"{name} {would}sealed" + (f", {orphans:,} bytes without a record" if orphans else ""))
+    sentences += [f"{name} {would}removed: empty" for name in repair.removed]
+    return sentences + [f"PROBLEM {problem}" for problem in repair.problems]

@@ -71,11 +71,11 @@ def payload_sentence(report: "Report") -> str:
     bad = len(report.damaged)
     if bad:
         return f"{bad:,} of {kept + sketches:,} payloads are missing or corrupt"
-    said = [f"{hashed:,} payloads match their recorded hash"] if hashed or not (summed or sketches or rest) else []
-    said += [f"{sketches:,} sketches match their recorded CRC-32"] if sketches else []
-    said += [f"{summed:,} payloads match the CRC-32 of their file"] if summed else []
-    said += [f"{rest:,} payloads could be read; they have no recorded hash"] if rest else []
-    return "; ".join(said)
+    sentences = [f"{hashed:,} payloads match their recorded hash"] if hashed or not (summed or sketches or rest) else []
+    sentences += [f"{sketches:,} sketches match their recorded CRC-32"] if sketches else []
+    sentences += [f"{summed:,} payloads match the CRC-32 of their file"] if summed else []
+    sentences += [f"{rest:,} payloads could be read; they have no recorded hash"] if rest else []
+    return "; ".join(sentences)
 
 
 def _print_json(report: "Report") -> None:

@@ -91,8 +91,8 @@ def _account_for_rank(account: Ledger, run: "Run", rank: int) -> None:
 def _on_all_ranks(run: "Run", ranks: tuple[int, ...]) -> list[str]:
     """The expressions that were true on no rank."""
     closes = [[e for e in run.events(number) if e.kind == "close"] for number in ranks]
-    said = [set(events[-1].fields.get("never_held", [])) for events in closes if events]
-    return sorted(set.intersection(*said)) if said else []
+    never_held = [set(events[-1].fields.get("never_held", [])) for events in closes if events]
+    return sorted(set.intersection(*never_held)) if never_held else []
 
 
 def _why_empty(account: Ledger, run: "Run") -> str | None:

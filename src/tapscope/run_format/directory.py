@@ -120,8 +120,8 @@ def locked(run: Path, *, create: bool = True) -> Iterator[None]:
 def is_abandoned(run: Path) -> bool:
     """Whether a recorder of this host registered here and ended without closing the run: it was killed."""
     try:
-        said = json.loads(read_small(run / RECORDER_FILE, MAX_MANIFEST_BYTES))
-        if not isinstance(said, dict) or said.get("host") != os.uname().nodename:
+        content = json.loads(read_small(run / RECORDER_FILE, MAX_MANIFEST_BYTES))
+        if not isinstance(content, dict) or content.get("host") != os.uname().nodename:
             return False
         with reading(run / LOCK) as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # a recorder holds it for its lifetime

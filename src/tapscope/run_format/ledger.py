@@ -371,8 +371,8 @@ class Ledger(Struct):
             (len(self.compiled), compiled_sentence(self.compiled)),
             (len(self.never_fired), f"taps that never fired ({len(self.never_fired):,}): {some(self.never_fired)}"),
         ]
-        said = [sentence for amount, sentence in facts if amount]
-        return said + self.cut_off + self.problems + self.unknown
+        sentences = [sentence for amount, sentence in facts if amount]
+        return sentences + self.cut_off + self.problems + self.unknown
 
 
 def _ranks(ranks: list[int]) -> str:

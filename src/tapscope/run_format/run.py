@@ -59,7 +59,9 @@ class Run:
         for rank in sorted(ranks, reverse=True):
             self.sites.update(ranks[rank].sites)
         self.problems: list[str] = [p for rank in sorted(ranks) for p in ranks[rank].problems]
-        self.unknown: list[str] = list(dict.fromkeys(said for rank in sorted(ranks) for said in ranks[rank].unknown))
+        self.unknown: list[str] = list(
+            dict.fromkeys(sentence for rank in sorted(ranks) for sentence in ranks[rank].unknown)
+        )
         """What the source of the run does not record; see :class:`~tapscope.run_format.ledger.Ledger`."""
         self.problems += self.payloads.missing(self.records)
         self._assumed: dict[str, int] = {}
@@ -108,8 +110,8 @@ class Run:
 
     def coords(self, rank: int) -> dict[str, int]:
         """Mesh axis -> coordinate of the rank."""
-        said = [e.fields for e in self.events(rank) if e.kind in ("open", "mesh")]
-        coords = dict(said[-1].get("coords", {})) if said else {}
+        opened = [e.fields for e in self.events(rank) if e.kind in ("open", "mesh")]
+        coords = dict(opened[-1].get("coords", {})) if opened else {}
         if coords or not self._assumed:
             return coords
         place = np.unravel_index(rank, tuple(self._assumed.values()))
@@ -126,8 +128,8 @@ class Run:
             raise ConfigError(f"{self.path} records another mesh, {has}; give a mesh only for a run without one")
         size = math.prod(mesh.values())
         if size != max(self.world_size, *(rank + 1 for rank in self.ranks), 1):
-            said = ",".join(f"{axis}={size}" for axis, size in mesh.items())
-            raise ConfigError(f"mesh {said} has {size} ranks, but {self.path} has {self.world_size}")
+            mesh_text = ",".join(f"{axis}={size}" for axis, size in mesh.items())
+            raise ConfigError(f"mesh {mesh_text} has {size} ranks, but {self.path} has {self.world_size}")
         self._assumed = dict(mesh)
 
     def events(self, rank: int | None = None) -> list[Event]:

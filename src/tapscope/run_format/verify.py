@@ -101,9 +101,9 @@ class Report:
 
     def sentences(self) -> list[str]:
         """Missing or unusual data, except for damaged records."""
-        said = self.ledger.sentences()
+        sentences = self.ledger.sentences()
         if self.hash_version not in (None, HASH_VERSION):
-            said.append(
+            sentences.append(
                 f"its hashes are of version {self.hash_version}, this tapscope knows {HASH_VERSION}: not checked"
             )
         if names := [f"rank {rank.rank} {name}" for rank in self.ranks for name in rank.unsealed]:
@@ -111,11 +111,11 @@ class Report:
             what, hint = "segments without a header", f"; see: tapscope repair {self.path}"
             if self.is_in_progress:
                 what, hint = "segments still being written", ""
-            said.append(f"{what} ({', '.join(names[:4])}{more}){hint}")
-        said += [problem for rank in self.ranks for problem in rank.problems]
+            sentences.append(f"{what} ({', '.join(names[:4])}{more}){hint}")
+        sentences += [problem for rank in self.ranks for problem in rank.problems]
         if orphans := sum(rank.orphan_bytes for rank in self.ranks):
-            said.append(f"{orphans:,} payload bytes that no record names")
-        return said
+            sentences.append(f"{orphans:,} payload bytes that no record names")
+        return sentences
 
 
 def verify_run(run: Run, digest: Digest, advance: Callable[[int], object] = lambda n: None) -> Report:

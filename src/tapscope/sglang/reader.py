@@ -272,9 +272,9 @@ class _Reader:
             self._meta.setdefault(rank, meta)
             self._record(index, rank, name, tags, content, read)
         except (RunCorruptError, ValueError, OSError) as error:
-            said = str(error) if isinstance(error, RunCorruptError) else f"{path}: {error}"
-            index.problems.append(said)
-            self._found.payloads.damaged.append(said)
+            sentence = str(error) if isinstance(error, RunCorruptError) else f"{path}: {error}"
+            index.problems.append(sentence)
+            self._found.payloads.damaged.append(sentence)
 
     def _record(self, index: RankIndex, rank: int, file: str, tags: dict[str, Any], value: Any, read: FileEnd) -> None:
         name, step = str(tags.get("name", "(unnamed)")), number(tags.get("step")) or 0
