@@ -401,7 +401,8 @@ def _effects() -> str:
     rows = [[f"`{effect.name}`", _math(effect.__doc__)] for effect in effects]
     intro = (
         "The [noise floor](../explanation/noise-floor.md) of a site is made of these effects, evaluated in this order. "
-        "`tapscope diff --explain-floor SITE` lists those that contribute to a floor, and the floor without each."
+        "`tapscope diff --explain-floor SITE` lists the effects that contribute to a floor, and the floor "
+        "without each of them."
     )
     return _page("Effects of the noise floor", intro, [_table(["effect", "meaning"], rows)])
 

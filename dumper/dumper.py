@@ -142,7 +142,7 @@ class Dumper(DumpAPI, StepAPI):
 
     @property
     def config(self) -> DumperConfig:
-        """The configuration in force; when closed, that of the next run."""
+        """The configuration in force; when closed, the configuration of the next run."""
         return self._recording.active.config if self._recording is not None else self._config
 
     @property

@@ -92,7 +92,7 @@ class ProcessDumper(Dumper):
         return self.config.enabled or self.config.control is not None
 
     def reset(self, name: str | None = None) -> None:
-        """See :meth:`Dumper.reset`; with no run open, ``name`` is that of the next run."""
+        """See :meth:`Dumper.reset`; with no run open, ``name`` names the next run."""
         self._read()
         if self._recording is None:
             if name is not None:

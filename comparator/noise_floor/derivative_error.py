@@ -25,7 +25,7 @@ def _is_derivative(graph: Graph, node: int) -> bool:
 
 class DerivativeValues(Effect[list[ErrorDistribution]]):
     """A derivative is evaluated at values. If the function was not captured, the errors of the values around it enter
-    the gradient in addition to those of other gradients."""
+    the gradient in addition to the errors of other gradients."""
 
     name = "derivative_values"
 

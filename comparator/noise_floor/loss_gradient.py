@@ -31,7 +31,7 @@ def loss_error(logits: ErrorMetrics | None) -> ErrorDistribution:
 
 class LossGradient(Effect[list[ErrorDistribution]]):
     """The gradient of a cross-entropy is p - y. For p = softmax(z), dp_j = p_j (dz_j - Σ p dz): an absolute error of
-    the logits becomes a relative error of at most ``2 max|dz|``, including that of the label."""
+    the logits becomes a relative error of at most ``2 max|dz|``, including the label's logit."""
 
     name = "loss_gradient"
 

@@ -7,9 +7,9 @@ from tapscope.core.formatting import number
 
 
 class TimeEmbedding(Effect[float]):
-    """The rounding error of a time t is relative; that of the angle t × frequency is absolute, and grows with t. Near t
-    = 1000 in bfloat16 an angle differs by up to 2 radians. :mod:`..detectors.time_embeddings` checks that each run's
-    values are the sinusoids of its own time, and measures their distance."""
+    """The rounding error of a time t is relative; the error of the angle t × frequency is absolute and grows with t.
+    Near t = 1000 in bfloat16 an angle differs by up to 2 radians. :mod:`..detectors.time_embeddings` checks that each
+    run's values are the sinusoids of its own time, and measures their distance."""
 
     name = "time_embedding"
 

@@ -47,7 +47,7 @@ class CompareOptions(Struct, frozen=True, kw_only=True):
     strip_prefix: tuple[str, ...] = ()
     """``[baseline:|target:]PREFIX``: removed from the names of sites before they are matched."""
     dims: tuple[DimsEntry, ...] = ()
-    """Dims that replace the recorded ones; they precede those of the map files, and the first match of a site
+    """Dims that replace the recorded ones. They precede the dims of the map files, and the first match of a site
     applies."""
     mesh: tuple[MeshEntry, ...] = ()
     """Meshes of runs that do not record one."""
@@ -58,7 +58,7 @@ class CompareOptions(Struct, frozen=True, kw_only=True):
     margin: float = MARGIN
     """Multiple of the noise run's distance that counts as rounding."""
     rules: tuple[RuleEntry, ...] = ()
-    """Conditions that sites must satisfy instead of the floor; those of the map files come after these."""
+    """Conditions that sites must satisfy instead of the floor. They precede the rules of the map files."""
     allow_differ: tuple[str, ...] = ()
     """Globs of sites that may differ: they are compared and reported, but do not fail the comparison."""
     allow_missing: tuple[str, ...] = ()
@@ -66,8 +66,8 @@ class CompareOptions(Struct, frozen=True, kw_only=True):
     verify: bool = False
     """Read every payload and check it against its recorded hash first; otherwise equal hashes count as equal values."""
     tokenizer: Path | None = None
-    """A ``tokenizer.json``, or a directory with one, to decode the tokens at divergences; by default that of a local
-    checkpoint that either run names."""
+    """A ``tokenizer.json``, or a directory with one, to decode the tokens at divergences; by default the one of the
+    local checkpoint that either run names."""
     detail: bool = False
     """Measure unequal sites in detail: ULPs, percentiles, histogram, channels, agreement of logits and routers."""
     explain_floor: tuple[str, ...] = ()

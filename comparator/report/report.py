@@ -36,7 +36,7 @@ class Header(Struct, frozen=True):
 
     @property
     def precision(self) -> str:
-        """The dtype in short form, with that of the KV cache if it differs: ``bf16, KV fp8_e4m3``."""
+        """The dtype in short form, with the dtype of the KV cache if it differs: ``bf16, KV fp8_e4m3``."""
         kv = self.kv_cache_dtype if self.kv_cache_dtype not in ("", "auto", self.dtype) else ""
         return dtypes.short(self.dtype or None) + (f", KV {dtypes.short(kv)}" if kv else "")
 

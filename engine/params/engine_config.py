@@ -259,7 +259,7 @@ class EngineConfig:
 
     @property
     def num_drafts(self) -> int:
-        """Draft tokens of a request in one step, those of all branches; 0 without speculative decoding."""
+        """Draft tokens of a request in one step, over all branches; 0 without speculative decoding."""
         if self.speculative_algorithm is None:
             return 0
         if self.has_draft_trees:

@@ -32,7 +32,7 @@ class ServerSettings:
     """Maximum number of log-probabilities and elements of hidden states in one response; more are a 400."""
     max_connections: PositiveInt = 4096
     """Maximum number of open connections, within the limit of open files. For a further one, the oldest connection
-    with an incomplete request is closed; if there is none, the new one is a 503."""
+    with an incomplete request is closed; if there is none, the new one gets a 503."""
     request_timeout_s: Positive = 10.0
     """Seconds to receive a request's headers and body, or the time at 10 kB/s if that is longer; else it is a 408."""
     tool_format: ToolFormatName = "auto"

@@ -229,9 +229,9 @@ def switched_modules(
 ) -> Iterator[None]:
     """Inside, ``model`` calls the modules of ``reference`` at these paths, with the reference's dtype and attention.
 
-    Their floating-point inputs are cast to the dtype of their parameters, their outputs to that of the module that they
-    replace. ``masks``: what the reference's attention modules were called with (:func:`recorded_masks`), since each
-    implementation of attention has a mask of its own.
+    Their floating-point inputs are cast to the dtype of their parameters, their outputs to the dtype of the module that
+    they replace. ``masks``: what the reference's attention modules were called with (:func:`recorded_masks`), since
+    each implementation of attention has its own mask format.
     """
     replaced, hooks = [], []
     try:

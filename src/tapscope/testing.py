@@ -16,8 +16,8 @@ __all__ = ["assert_matches_golden", "assert_runs_close"]
 def assert_runs_close(baseline: "RunLike", target: "RunLike", **options: Any) -> "Report":
     """Fail unless ``tapscope diff baseline target`` would exit with 0; returns the report.
 
-    ``options`` are those of ``tapscope diff`` that select, match and judge, with underscores, as strings, numbers or
-    lists of them. Those of the project (`tapscope.toml`, or `[tool.tapscope.diff]` of `pyproject.toml`) apply too.
+    ``options`` are the options of ``tapscope diff`` that select, match and judge, with underscores, as strings, numbers
+    or lists of them. The project's options (`tapscope.toml`, or `[tool.tapscope.diff]` of `pyproject.toml`) apply too.
 
     ::
 

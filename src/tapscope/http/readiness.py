@@ -16,9 +16,9 @@ _REQUEST_TIMEOUT_S = 2.0
 def wait_for_ready(url: str, process: Any = None, timeout_s: float = 60.0) -> None:
     """Wait until a GET of ``url`` is answered with a 2xx status.
 
-    ``url`` may be ``HOST:PORT``, which means ``http://HOST:PORT/health``, or ``HOST:PORT/PATH``. ``process`` is that of
-    the server, a ``subprocess.Popen`` or a ``multiprocessing.Process``. Its end is noticed immediately, also if another
-    server answers.
+    ``url`` may be ``HOST:PORT``, which means ``http://HOST:PORT/health``, or ``HOST:PORT/PATH``. ``process`` is the
+    server's, a ``subprocess.Popen`` or a ``multiprocessing.Process``. If it ends, the wait ends immediately, even if
+    another server answers.
 
     Raises UnreachableError, with the exit code of a process that has ended or the last answer within ``timeout_s``.
     """

@@ -196,8 +196,8 @@ class Run:
         return table(self.records)
 
     def array(self, rec: Record | str) -> np.ndarray[Any, Any]:
-        """The payload as a read-only array of the record's shape, memory-mapped; of a site, by its name, that of its
-        only record.
+        """The payload as a read-only array of the record's shape, memory-mapped. ``rec`` may be the name of a site
+        that has only one record.
 
         bf16 and fp8 are ml_dtypes types. Raises DataError if the record has no payload (only statistics were kept, or
         its value is not a tensor), RunCorruptError if its bytes are missing, RuleError for a site that has no record or
