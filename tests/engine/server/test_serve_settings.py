@@ -8,6 +8,7 @@ from pathlib import Path
 import forkserver_pool as warm
 import pytest
 from checkpoints import make_llama
+from soak_cases import mostly_soak
 
 from tapscope.cli import main
 from tapscope.cli.serve import ServeCommand, _engine_config
@@ -131,7 +132,7 @@ def test_a_wrong_value_is_one_line(
     _check(capfd.readouterr().err, message)
 
 
-@pytest.mark.parametrize(("flags", "message"), OF_A_MODEL, ids=[flags for flags, _ in OF_A_MODEL])
+@pytest.mark.parametrize(("flags", "message"), mostly_soak(OF_A_MODEL, default=OF_A_MODEL[:3]))
 def test_a_value_that_does_not_fit_the_model_is_one_line(model: Path, tmp_path: Path, flags: str, message: str) -> None:
     ended = warm.run("-m", "tapscope", *_words(model, tmp_path / "run", flags))
     assert ended.returncode == 2
