@@ -91,13 +91,17 @@ def test_token_rows_count_ambiguous_requests() -> None:
     assert reader.num_ambiguous == 1
 
 
+def test_token_rows_leave_out_padding_after_packed_prompts() -> None:
+    assert rows(read([1, 2, 3], lengths=[1, 1])) == [("0", 0, 1, 0), ("1", 0, 1, 1)]
+
+
 @pytest.mark.parametrize(
     ("ids", "known"),
     [
         ([1.0, 2.0], {"lengths": [2]}),
         ([], {"lengths": [0]}),
         ([1, 2, 3], {}),
-        ([1, 2, 3], {"lengths": [1, 1]}),
+        ([1, 2, 3], {"lengths": [2, 2]}),
         ([1, 2, 3], {"positions": [0, 1, 2], "lengths": [9, 9]}),
         ([[1, 2, 3]], {"positions": [[0, 1]]}),
         ([[[1]]], {}),
