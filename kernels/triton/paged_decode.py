@@ -63,15 +63,15 @@ class Launch(NamedTuple):
     stages: int
     registers: int | None = None
     """Of a thread at most, so that more programs fit on a multiprocessor; None: as the compiler likes."""
-    resident: int = 4
-    """Programs that run on a multiprocessor at the same time."""
+    resident: int = 2
+    """Programs that run on a multiprocessor at the same time; their registers allow it."""
 
 
 LAUNCHES: dict[tuple[int, int, bool], Launch] = {
-    (64, 2, False): Launch(64, 4, 3, 128),
-    (128, 2, False): Launch(64, 4, 2),
+    (64, 2, False): Launch(64, 4, 3, 128, resident=4),
+    (128, 2, False): Launch(64, 4, 2, 128, resident=4),
     (256, 2, False): Launch(64, 4, 2),
-    (1024, 2, False): Launch(64, 4, 2, resident=2),
+    (1024, 2, False): Launch(64, 4, 2),
     (64, 2, True): Launch(64, 4, 3),
     (128, 2, True): Launch(64, 4, 3),
     (256, 2, True): Launch(32, 8, 2),
@@ -297,12 +297,16 @@ def _parts_of(split_size: int, positions: int) -> int:
 
 
 def _splits(programs: int, positions: int, sms: int, launch: Launch) -> int:
-    """Parts of a sequence, so that there are two programs per multiprocessor, but not more than can run in parallel.
+    """Parts of a sequence: as many as let all programs run at once. ``programs`` of one part.
 
-    ``programs`` of one part. Known from the shapes alone: ``positions`` is what the page table has room for.
+    The merge adds up 16 parts at a time; a few more are not worth another round. Known from the shapes alone:
+    ``positions`` is what the page table has room for.
     """
-    wanted = min(-(-2 * sms // programs), launch.resident * sms // programs)
-    return max(1, min(MAX_SPLITS, wanted, -(-positions // _SHORTEST)))
+    splits = launch.resident * sms // programs
+    rest = splits % _MERGE_SIZE
+    if splits > _MERGE_SIZE and rest <= splits // 8:
+        splits -= rest
+    return max(1, min(MAX_SPLITS, splits, -(-positions // _SHORTEST)))
 
 
 def factors(scale: float, softcap: float | None) -> tuple[float, float]:

@@ -34,7 +34,8 @@ class PrefillLaunch(NamedTuple):
     """How the kernel is compiled for a class of shapes."""
 
     rows: int
-    """Rows times heads of a program; of short requests 128 where this is more."""
+    """Rows times heads of a program; 128 where this is more and requests are short, or a key/value head has one to
+    three heads or a number that is no power of two."""
     block: int
     """Positions of one iteration."""
     warps: int
@@ -134,8 +135,8 @@ def paged_prefill(
     group, requests = heads // kv_heads, len(lengths)
     launches = SMALL_PREFILL_LAUNCHES if has_small_shared_memory(query.device) else PREFILL_LAUNCHES
     launch = launches[64 if dim <= 64 else 128 if dim <= 128 else 256, keys.element_size()]
-    is_short = is_batch_invariant or tokens * group < launch.rows * (num_prompts or requests)
-    rows = max(min(launch.rows, 128) if is_short else launch.rows, next_power(group))
+    is_wide = group >= 4 and group == next_power(group) and tokens * group >= launch.rows * (num_prompts or requests)
+    rows = max(launch.rows if is_wide and not is_batch_invariant else min(launch.rows, 128), next_power(group))
     main, rest = key_blocks(dim)
     if not tokens or not requests:
         return output

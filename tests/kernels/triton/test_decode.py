@@ -264,11 +264,13 @@ def test_decode_refuses_invalid_arguments():
 @pytest.mark.parametrize(
     ("heads", "dim", "requests", "expected"),
     [
-        ((32, 8), 128, 1, 33),  # two programs for each of 132 multiprocessors
+        ((32, 8), 128, 1, 64),  # at most
+        ((32, 8), 128, 2, 32),  # four programs fit on each of 132 multiprocessors: 33, rounded down to whole merges
+        ((32, 8), 128, 3, 22),
         ((32, 8), 128, 32, 2),
         ((32, 8), 128, 256, 1),
-        ((16, 1), 576, 32, 8),  # two run at the same time: 9 parts would take as long as 16
-        ((128, 1), 576, 32, 2),  # one runs at a time
+        ((16, 1), 576, 32, 8),  # two fit: 9 parts would take as long as 16
+        ((128, 1), 576, 32, 2),  # one fits
         ((128, 1), 576, 4, 16),
         ((128, 1), 576, 512, 1),
     ],
