@@ -126,6 +126,7 @@ def decode() -> None:
         (32, 8, 128, BF16, {"most_rows": 4}),
         (32, 8, 128, BF16, {"quantized": quantize.Quantized.empty(4, 4096, torch.int8, table.device, False)}),
         (32, 8, 128, BF16, {"softcap": 50.0, "window": 4096, "sinks": torch.zeros(32)}),
+        (16, 8, 256, BF16, {}),
         (128, 1, 576, BF16, {"value_dim": 512}),
         (128, 1, 576, torch.float8_e4m3fn, {"value_dim": 512}),
         (32, 8, 128, torch.float8_e4m3fn, {"stored_scales": (0.5, 0.5)}),
