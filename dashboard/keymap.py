@@ -132,7 +132,7 @@ _FOLD_HELP = "heat map: hide what is in the layer or module, or around the site"
 
 DIFF_KEYS: tuple[KeySpec, ...] = (
     *map(_shared, ("up", "down", "page_up", "page_down", "first", "last", "next_pane", "previous_pane")),
-    KeySpec("culprit", ("f",), "culprit", "to the culprit: the first site where the runs diverge", "first"),
+    KeySpec("culprit", ("f",), "culprit", "to the culprit: the first site where the runs diverge", "culprit"),
     KeySpec("next_cause", ("n",), "cause(1)", "next independent cause", "next cause"),
     KeySpec("previous_cause", ("N",), "cause(-1)", "previous independent cause"),
     KeySpec("next_bad", ("b",), "bad(1)", "next finding that differs", "next bad"),

@@ -16,7 +16,7 @@ SCREENS: dict[str, tuple[str, tuple[str, ...]]] = {
     "heat map by token": ("pair", ("a",)),
     "values of both sides": ("pair", ("c",)),
     "the whole tensor": ("pair", ("c", "m")),
-    "module graph": ("pair", ("T", "n")),
+    "module graph": ("pair", ("T",)),
     "one run": ("run", ()),
     "heat map of one run": ("run", ("m",)),
     "histogram": ("run", ("v",)),
