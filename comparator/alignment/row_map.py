@@ -44,6 +44,8 @@ class RowMap(Struct, frozen=True):
     num_replaced: tuple[int, int] = (0, 0)
     """Rows computed for a token that was replaced later (a rejected draft), or by the draft model of one run only, of
     (baseline, target)."""
+    late_starts: tuple[tuple[str, int] | None, tuple[str, int] | None] = (None, None)
+    """(request, its first position) of (baseline, target): the first one that begins later than in the other run."""
     forks: tuple[Fork, ...] = ()
     notes: tuple[str, ...] = ()
     """Sentences on assumptions and on what could not be checked."""

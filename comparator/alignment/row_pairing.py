@@ -85,6 +85,8 @@ class RowPairing(Struct):
     parts: list[tuple[Array, Array]] = field(default_factory=list)
     """Matched rows of both sides, one element per pass."""
     names: tuple[str, ...] = ()
+    late_starts: tuple[tuple[str, int] | None, tuple[str, int] | None] = (None, None)
+    """See :attr:`.RowMap.late_starts`."""
 
     def enter(
         self, pairs: Sequence[RequestPair], forks: Sequence[Fork], padding: tuple[Collection[int], Collection[int]]
@@ -97,6 +99,7 @@ class RowPairing(Struct):
         left, right = self.sides
         left.enter([(p.baseline, 0) for p in pairs], limits, padding[0])
         right.enter([(p.target, p.shift) for p in pairs], limits, padding[1])
+        self.late_starts = _late_starts(pairs, left.rows, right.rows)
         self.names = tuple(left.rows.requests[p.baseline].label for p in pairs)
         for thirds in self._thirds():
             self._join(*thirds)
@@ -173,10 +176,23 @@ class RowPairing(Struct):
             unaligned,
             again,
             superseded,
+            self.late_starts,
             forks,
             notes,
             problems,
         )
+
+
+def _late_starts(
+    pairs: Sequence[RequestPair], left: RequestHistory, right: RequestHistory
+) -> tuple[tuple[str, int] | None, tuple[str, int] | None]:
+    late: list[tuple[str, int] | None] = [None, None]
+    for pair in pairs:
+        one, two = left.requests[pair.baseline], right.requests[pair.target]
+        if one.first != (begin := two.first - pair.shift):
+            side, request = (0, one) if one.first > begin else (1, two)
+            late[side] = late[side] or (request.label, request.first)
+    return late[0], late[1]
 
 
 def _packed(sides: Sequence[tuple[Array, Array, Array]]) -> list[Array]:

@@ -233,18 +233,16 @@ def _left_out(results: Sequence[PairResult]) -> list[str]:
 
 def _unaligned(runs: tuple[Run, Run], rows: RowMap) -> list[str]:
     return [
-        f"{count:,} token rows of {run.name} were never computed by {other.name}{_missing(run, other)}"
-        for run, other, count in zip(runs, runs[::-1], rows.num_unaligned, strict=True)
+        f"{count:,} token rows of {run.name} were never computed by {other.name}{_missing(run, other, late)}"
+        for run, other, count, late in zip(runs, runs[::-1], rows.num_unaligned, rows.late_starts[::-1], strict=True)
         if count
     ]
 
 
-def _missing(run: Run, other: Run) -> str:
-    """The request of the other run that begins late, as after a cached prefix, or whose positions have a gap."""
-    whole, begun = _beginnings(run), _beginnings(other)
-    late = next((name for name, start in begun.items() if whole.get(name, start) < start), None)
+def _missing(run: Run, other: Run, late: tuple[str, int] | None) -> str:
+    """The request of the other run that begins ``late``, as after a cached prefix, or whose positions have a gap."""
     if late is not None:
-        where = f"request {late} begins at position {begun[late]} there"
+        where = f"request {late[0]} begins at position {late[1]} there"
         return f" ({where}, as after a cached prefix: dump without prefix caching)"
     gap = _first_gap(other)
     return f" ({gap} there: its positions are wrong, or steps were not recorded)" if gap and not _first_gap(run) else ""
@@ -261,15 +259,6 @@ def _first_gap(run: Run) -> str:
                 return f"request {row.request} goes from position {end - 1} to {row.position} at step {step}"
             ends[row.request] = max(end, row.position + row.count)
     return ""
-
-
-def _beginnings(run: Run) -> dict[str, int]:
-    """Request -> the first computed position."""
-    first: dict[str, int] = {}
-    for lines in run.steps.values():
-        for row in (row for line in lines.values() for row in line.info.rows):
-            first[row.request] = min(first.get(row.request, row.position), row.position)
-    return first
 
 
 def _prompts(forks: Sequence[Fork]) -> list[str]:

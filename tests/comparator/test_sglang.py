@@ -180,6 +180,51 @@ def test_sglang_unreadable_files_are_reported_and_the_rest_compared(
         open_run(tmp_path / "dump")
 
 
+def test_sglang_files_of_two_processes_and_a_stopped_rank_are_reported(tmp_path: Path) -> None:
+    def dumped(name: str) -> SglangDump:
+        dump = SglangDump(tmp_path / name, tp=2)
+        dump.step()
+        for site in ("one", "two", "three"):
+            dump.dump(site, torch.ones(4), dims="h # tp:replicated")
+        return dump
+
+    whole, stopped = dumped("whole").folder, dumped("stopped").folder
+    (last,) = stopped.glob("*rank=1*name=three*")
+    last.unlink()
+    told = "rank 1 has the first 2 of the 3 values of rank 0 in step 0: it may have been stopped"
+    assert any(told in sentence for sentence in diff(whole, stopped).coverage.warnings)
+    assert not any("stopped" in sentence for sentence in diff(whole, whole).coverage.warnings)
+    again = dumped("mixed")
+    again._index = dict.fromkeys(range(2), 0)  # as after reset()
+    again.dump("other", torch.ones(4))
+    report = diff(whole, again.folder)
+    assert report.exit_code == 1
+    (said, _) = (sentence for sentence in report.coverage.partial if "two processes, or one after reset()" in sentence)
+    assert "rank 0" in said
+    assert "1 file with the dump_index of another" in said
+    assert "name=one" in said
+    assert "name=other" in said
+
+
+def test_sglang_damage_is_said_once_and_a_cached_prefix_is_named(tmp_path: Path) -> None:
+    def dumped(folder: Path, first: int) -> Path:
+        dump = SglangDump(folder)
+        ids = torch.arange(first, 12)
+        dump.step(input_ids=ids, positions=ids, seq_lens=[12], rids=["r"])
+        dump.hook("model.norm", output=ids[:, None] * torch.ones(4))
+        dump.hook("model.other", output=ids[:, None] * torch.ones(4))
+        return folder
+
+    base, late = dumped(tmp_path / "base", 0), dumped(tmp_path / "late", 5)
+    (sentence,) = diff(base, late).coverage.partial
+    assert "5 token rows of base were never computed by late (request r begins at position 5 there" in sentence
+    (file,) = base.glob("*other*")
+    file.write_bytes(file.read_bytes()[:500])
+    report = diff(base, base)
+    assert report.exit_code == 3
+    assert sum("cut off or damaged" in sentence for sentence in report.coverage.partial) == 2  # once for each side
+
+
 @pytest.mark.parametrize("names", [{}, {"rids": ["a"]}, {"req_pool_indices": [7]}])
 def test_sglang_growing_prompt_without_ids_suggests_a_remedy(tmp_path: Path, names: dict[str, Any]) -> None:
     def dumped(folder: Path, lengths: tuple[int, ...]) -> Path:

@@ -10,7 +10,7 @@ import mmap
 import os
 import resource
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -23,6 +23,7 @@ import numpy as np
 
 from tapscope.core import dtypes
 from tapscope.core.errors import RunCorruptError, RunNotFoundError
+from tapscope.core.formatting import plural
 from tapscope.core.json_values import leaves, plain_value
 from tapscope.core.observe import StepInfo
 from tapscope.core.regular_files import open_regular, reading
@@ -43,6 +44,8 @@ from tapscope.sglang.zip_archive import FileEnd
 UNKNOWN = "an SGLang dump keeps no account: whether everything that was asked for was written cannot be known"
 REPEATED = "arguments of the model that its inner modules got unchanged were dumped again under one name: left out"
 _MAX_GAPS = 8
+_MAX_PEERS = 8
+"""Ranks with which one is compared that may have been stopped."""
 _MAP_FROM = 1 << 16
 """Bytes from which a tensor is mapped; smaller ones are sooner read."""
 _MAX_MAPPED = 256
@@ -249,8 +252,10 @@ class _Reader:
         self._meta: dict[int, Mapping[str, Any]] = {}
         self._firings: Counter[tuple[object, ...]] = Counter()
         self._per_step: Counter[tuple[int, int]] = Counter()
-        self._numbers: dict[int, set[int]] = {}
-        """rank -> the ``dump_index`` of each of its files: the dumper counts up by one."""
+        self._numbers: dict[int, dict[int, str]] = {}
+        """rank -> ``dump_index`` -> the file: the dumper counts up by one."""
+        self._same_numbers: dict[int, list[tuple[str, str]]] = {}
+        """rank -> pairs of files with one ``dump_index``."""
         self._templates = PickleTemplates()
         self._arguments: dict[tuple[str, int, int], object] = {}
         """(site, step, rank) -> what was dumped there first, of the model's own arguments."""
@@ -259,7 +264,9 @@ class _Reader:
     def add(self, name: str, tags: dict[str, Any]) -> None:
         rank = min(number(tags.get("rank")) or 0, MAX_RANKS)
         if (at := number(tags.get("dump_index"))) is not None:
-            self._numbers.setdefault(rank, set()).add(at)
+            first = self._numbers.setdefault(rank, {}).setdefault(at, name)
+            if first != name:
+                self._same_numbers.setdefault(rank, []).append((first, name))
         index = self._found.ranks.setdefault(rank, RankIndex())
         path = f"{self._folder}/{name}"
         try:
@@ -332,19 +339,43 @@ class _Reader:
         """Steps, ranks and the manifest, when all files are there."""
         steps = sorted({step for _, step in self._per_step})
         mesh: dict[str, int] = {}
+        stages = {rank: parallel_info(self._meta.get(rank, {}))[1].get("pp", 0) for rank in self._found.ranks}
         first = min((min(numbers) for numbers in self._numbers.values()), default=0)
         for rank, index in self._found.ranks.items():
-            if gaps := _gaps(self._numbers.get(rank, set()), first):
+            if same := self._same_numbers.get(rank):
+                index.problems.append(
+                    f"rank {rank} of {self._folder} has {plural(len(same), 'file')} with the dump_index of another, "
+                    f"e.g. {same[0][0]} and {same[0][1]}: two processes, or one after reset(), dumped there"
+                )
+            if gaps := _gaps(self._numbers.get(rank, {}), first):
                 index.problems.append(f"rank {rank} of {self._folder} lacks the files of dump_index {gaps}")
             sizes, coords = parallel_info(self._meta.get(rank, {}))
             mesh |= sizes
             index.events = [Event(rank, "open", {"coords": coords, "mesh": sizes}), Event(rank, "close", {})]
-            index.unknown.append(UNKNOWN)
+            index.unknown += [UNKNOWN, *self._stopped(rank, stages)]
             for step in steps:
                 if count := self._per_step[rank, step]:
                     index.begins[step] = ledger.begin_line(StepInfo(step=step), 0)
                     index.ends[step] = ledger.end_line(step, ledger.StepCounts(count, count))
         self._found.manifest.update(self._manifest(mesh))
+
+    def _stopped(self, rank: int, stages: Mapping[int, int]) -> list[str]:
+        """A sentence if the sites of the rank's last step are the first ones of another rank of its pipeline stage, so
+        that it may have been stopped."""
+        if not self._found.ranks[rank].records:
+            return []
+        step = int(self._found.ranks[rank].records.step[-1])
+        count = self._per_step[rank, step]
+        longer = [r for r, stage in stages.items() if stage == stages[rank] and self._per_step[r, step] > count]
+        mine = _sites(self._found.ranks[rank], step) if longer else []
+        for other in longer[:_MAX_PEERS]:
+            theirs = _sites(self._found.ranks[other], step)
+            if mine == theirs[: len(mine)]:
+                return [
+                    f"rank {rank} has the first {len(mine):,} of the {len(theirs):,} values of rank {other} in step "
+                    f"{step}: it may have been stopped"
+                ]
+        return []
 
     def _manifest(self, mesh: dict[str, int]) -> dict[str, Any]:
         metas = list(self._meta.values())
@@ -361,7 +392,12 @@ class _Reader:
         }
 
 
-def _gaps(numbers: set[int], first: int) -> str:
+def _sites(index: RankIndex, step: int) -> list[str]:
+    places = np.flatnonzero(np.asarray(index.records.step) == step)
+    return [index.records.site_at(int(place)) for place in places]
+
+
+def _gaps(numbers: Iterable[int], first: int) -> str:
     """The gaps in numbers that count up from ``first``, as ranges: ``3, 7-9``; empty for nothing."""
     known = sorted(numbers)
     spans = [(one + 1, two - 1) for one, two in pairwise([first - 1, *known]) if two - one > 1]
