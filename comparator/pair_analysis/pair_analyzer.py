@@ -149,7 +149,11 @@ class PairAnalyzer:
             about = PairMeta(baseline=baseline, target=target, exclusion_reason=reason)
             return AnalyzedPair(PairResult(pair, pair.site or pair.baseline.site, about))
         if not (pair.baseline.is_tensor and pair.target.is_tensor):
-            return AnalyzedPair(analyze_plain_values(pair, self.preparer.shift_steps, self.preparer.row_map))
+            left, right = self.preparer.mesh_coords
+            is_same_mesh = left.coords == right.coords
+            return AnalyzedPair(
+                analyze_plain_values(pair, self.preparer.shift_steps, self.preparer.row_map, is_same_mesh=is_same_mesh)
+            )
         shape_key, site = self.preparer.shape_key(pair), pair.site or pair.baseline.site
         shape_class = self._shape_classes.get(shape_key)
         if (

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import reduce
 from typing import Any
 
@@ -24,12 +24,14 @@ _MAX_VALUE_LENGTH = 60
 """Characters of a plain value that a note shows."""
 
 
-def analyze_plain_values(pair: Pair, shift: int, rows: RowMap) -> PairResult:
+def analyze_plain_values(pair: Pair, shift: int, rows: RowMap, *, is_same_mesh: bool) -> PairResult:
     """The result of a pair with a plain value on at least one side: typed JSON values, which must be equal.
 
     A value that never changes is compared once, whatever the steps; otherwise firings match by step and call, the
-    target's steps being ``shift`` higher. A number that is the size of the step's own batch in both runs (Megatron's
-    ``max_seq_len``) is excluded if it differs: the runs batch differently.
+    target's steps being ``shift`` higher. Ranks are compared one by one if both runs have one mesh (``is_same_mesh``)
+    and the ranks of each hold the same token rows; otherwise the first, with a warning if the others differ. A number
+    that is the size of the step's own batch in both runs (Megatron's ``max_seq_len``) is excluded if it differs: the
+    runs batch differently.
     """
     assert pair.baseline is not None
     assert pair.target is not None
@@ -40,7 +42,13 @@ def analyze_plain_values(pair: Pair, shift: int, rows: RowMap) -> PairResult:
     one = PairResult(pair, pair.site or pair.baseline.site, about)
     if (pair.baseline.first.dtype is None) != (pair.target.first.dtype is None):
         return one.replace(problem="a tensor on one side and a plain value on the other")
-    met = _met(_values(pair.baseline, 0), _values(pair.target, shift))
+    by_rank = is_same_mesh and _have_same_ranks(*_sides(pair)) and not _have_other_rows(pair, rows)
+    met = _met(_values(pair.baseline, 0, by_rank=by_rank), _values(pair.target, shift, by_rank=by_rank))
+    if not by_rank and not _have_other_rows(pair, rows):
+        warnings = (
+            _ranks_differ(series, name) for series, name in zip(_sides(pair), ("baseline", "target"), strict=True)
+        )
+        one = structs.replace(one, meta=structs.replace(about, warnings=tuple(filter(None, warnings))))
     if not met:
         return one.replace(exclusion_reason="a plain value that changes, and no step number is in both runs")
     unequal = [place for place, (mine, theirs) in met.items() if mine != theirs]
@@ -51,18 +59,56 @@ def analyze_plain_values(pair: Pair, shift: int, rows: RowMap) -> PairResult:
         return one.replace(
             exclusion_reason=f"the size of the step's batch ({mine} against {theirs}): the runs batch differently"
         )
-    steps = tuple(StepResult(step + shift, 0, 0.0, 0.0, 1.0) for step in dict.fromkeys(step for step, _ in unequal))
-    worst = Place(steps[0].step, steps[0].step - shift)
+    steps = tuple(StepResult(step + shift, 0, 0.0, 0.0, 1.0) for step in dict.fromkeys(step for step, *_ in unequal))
+    worst = Place(steps[0].step, steps[0].step - shift, rank=_lone_rank(unequal, met))
     mine, theirs = map(_in_short, met[unequal[0]])
     one = one.replace(notes=(f"a plain value differs: {mine} against {theirs}",))
     return structs.replace(one, values=PairValues(basis="value", num_unequal=len(unequal), steps=steps, worst=worst))
 
 
-_Values = dict[tuple[int, tuple[int, int]], str]
-"""(step, call) -> the value as JSON."""
+_ValuePlace = tuple[int, tuple[int, int], int]
+"""(step, call, rank or -1 for all)."""
+_Values = dict[_ValuePlace, str]
+"""The values as JSON."""
 
 
-def _met(left: _Values, right: _Values) -> dict[tuple[int, tuple[int, int]], tuple[str, str]]:
+def _sides(pair: Pair) -> tuple[Series, Series]:
+    assert pair.baseline is not None
+    assert pair.target is not None
+    return pair.baseline, pair.target
+
+
+def _have_same_ranks(left: Series, right: Series) -> bool:
+    ranks = [{record.key.rank for firing in series.firings for record in firing.records} for series in (left, right)]
+    return ranks[0] == ranks[1]
+
+
+def _have_other_rows(pair: Pair, rows: RowMap) -> bool:
+    """Whether ranks of a run hold different token rows (data or context parallel), so that their values may differ."""
+    return any(
+        len({id(side.of(record)) for record in firing.records}) > 1
+        for series, side in zip(_sides(pair), (rows.baseline, rows.target), strict=True)
+        for firing in series.firings
+    )
+
+
+def _ranks_differ(series: Series, name: str) -> str:
+    """A warning if the ranks of one firing hold different values; empty if none do."""
+    for firing in series.firings:
+        values = {_written(record.value): record.key.rank for record in reversed(firing.records)}
+        if len(values) > 1:
+            said = ", ".join(f"{_in_short(value)} on rank {rank}" for value, rank in list(values.items())[::-1][:2])
+            return f"ranks of the {name} hold different values ({said}); only the first rank's was compared"
+    return ""
+
+
+def _lone_rank(unequal: Sequence[_ValuePlace], met: Mapping[_ValuePlace, object]) -> int | None:
+    """The only rank whose values differ; None if there is none."""
+    ranks = {rank for _, _, rank in unequal}
+    return ranks.pop() if len(ranks) == 1 < len({rank for _, _, rank in met}) else None
+
+
+def _met(left: _Values, right: _Values) -> dict[_ValuePlace, tuple[str, str]]:
     """Matched values, by the baseline's place."""
     if len(set(left.values())) == len(set(right.values())) == 1:
         place, value = next(iter(left.items()))
@@ -90,8 +136,10 @@ def _in_short(value: str) -> str:
     return value if len(value) <= _MAX_VALUE_LENGTH else f"{value[: _MAX_VALUE_LENGTH - 1]}…"
 
 
-def _values(series: Series, shift: int) -> _Values:
-    return {(f.step - shift, f.call): _written(f.records[0].value) for f in series.firings}
+def _values(series: Series, shift: int, *, by_rank: bool) -> _Values:
+    if by_rank:
+        return {(f.step - shift, f.call, r.key.rank): _written(r.value) for f in series.firings for r in f.records}
+    return {(f.step - shift, f.call, -1): _written(f.records[0].value) for f in series.firings}
 
 
 def _written(typed: Any) -> str:
