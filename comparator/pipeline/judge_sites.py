@@ -203,8 +203,6 @@ def _mark_uncertain(
     between = [site for site, seq in left_out.items() if first < seq < begun[side.site]]
     if not between:
         return one
-    more = f" and {formatting.plural(len(between) - 1, 'more site')}" if len(between) > 1 else ""
-    evidence = f"{one.evidence}; {between[-1]}{more} upstream of it were recorded but not compared"
-    return structs.replace(
-        one, is_certain=False, evidence=evidence.replace(" were", " was", 1) if not more else evidence
-    )
+    more = f" and {formatting.plural(len(between) - 1, 'more site')} upstream of it were" if len(between) > 1 else ""
+    evidence = f"{one.evidence}; {between[-1]}{more or ' upstream of it was'} recorded but not compared"
+    return structs.replace(one, is_certain=False, evidence=evidence)

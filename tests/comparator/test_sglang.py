@@ -325,6 +325,8 @@ def served_dp(folder: Path, shares: list[str], *, tp: int = 1, bug: str = "", di
         attention = {i: scaled("attention", torch.sin(part[:, None] * width * 0.37)) for i, part in enumerate(tokens)}
         experts = scaled("experts", torch.cos(everything[:, None] * width * 0.37))
         halves = dict(enumerate([experts / 4, experts / 4, experts / 3, experts / 6] if tp == 4 else [experts]))
+        norm = {i: torch.sin(part[:, None] * width * 0.3) for i, part in enumerate(tokens)}
+        dump.hook("model.layers.0.input_layernorm", output=norm, layer_id=0)
         dump.hook("model.layers.0.self_attn.attn", output=heads, dims="t h[attn_tp]" if dims else None, layer_id=0)
         dump.hook("model.layers.0.self_attn.o_proj", output=attention, layer_id=0)
         dump.dump("router", torch.sin(everything[:, None] * width * 0.5), layer_id=0)
@@ -353,6 +355,12 @@ def test_sglang_data_parallel_shards_suggest_the_axis_within_a_group(tmp_path: P
     (bad,) = [f for f in report.findings if f.verdict.is_bad]
     assert "annotate e.g. 't h[attn_tp]'" in bad.notes[0]
     assert "'t h[attn_tp]' would fit (equal values)" in bad.notes[0]
+    wrong = served_dp(tmp_path / "wrong", shares, tp=4, dims=False, bug="attention")
+    divergence = diff(base, wrong).first_divergence
+    assert divergence is not None
+    assert (divergence.module, divergence.is_certain) == ("model.layers.0.self_attn.o_proj", False)
+    assert divergence.evidence.endswith("self_attn.attn:out upstream of it was recorded but not compared")
+    assert "inputs was" not in divergence.evidence
 
 
 def test_sglang_logits_match_the_last_rows_of_a_reference(model: Any, base: Path, tmp_path: Path) -> None:
