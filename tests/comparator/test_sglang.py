@@ -225,6 +225,16 @@ def test_sglang_plain_values_are_compared_on_every_rank(tmp_path: Path) -> None:
     assert any("8 on rank 0, 6 on rank 1" in sentence for sentence in report.coverage.warnings)
 
 
+def test_sglang_dumps_of_arguments_alone_do_not_agree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("a", "b"):
+        SglangDump(tmp_path / name).step(input_ids=[5, 6], positions=[0, 1], seq_lens=[2], rids=["r"])
+    report = diff(tmp_path / "a", tmp_path / "b")
+    assert report.exit_code == 1
+    assert sum("DUMPER_NON_INTRUSIVE_MODE=all" in sentence for sentence in report.coverage.partial) == 2
+    assert cli.main(["info", str(tmp_path / "a")]) == 1
+    assert "it holds only arguments of the model" in capsys.readouterr().out
+
+
 def test_sglang_cached_prefix_is_named(tmp_path: Path) -> None:
     def dumped(folder: Path, first: int) -> Path:
         dump = SglangDump(folder)

@@ -43,7 +43,12 @@ from tapscope.sglang.zip_archive import FileEnd
 
 UNKNOWN = "an SGLang dump keeps no account: whether everything that was asked for was written cannot be known"
 REPEATED = "arguments of the model that its inner modules got unchanged were dumped again under one name: left out"
+ONLY_ARGUMENTS = (
+    "it holds only arguments of the model, as SGLang's mode core writes: dump with DUMPER_NON_INTRUSIVE_MODE=all, "
+    "or with dump() in the model"
+)
 _MAX_GAPS = 8
+_CORE_SITES = frozenset(site_of(name, {}) for name in CORE)
 _MAX_PEERS = 8
 """Ranks with which one is compared that may have been stopped."""
 _MAP_FROM = 1 << 16
@@ -339,6 +344,9 @@ class _Reader:
         """Steps, ranks and the manifest, when all files are there."""
         steps = sorted({step for _, step in self._per_step})
         mesh: dict[str, int] = {}
+        sites = {site for index in self._found.ranks.values() for site in index.sites}
+        if sites <= _CORE_SITES:
+            next(iter(self._found.ranks.values())).problems.append(ONLY_ARGUMENTS)
         stages = {rank: parallel_info(self._meta.get(rank, {}))[1].get("pp", 0) for rank in self._found.ranks}
         first = min((min(numbers) for numbers in self._numbers.values()), default=0)
         for rank, index in self._found.ranks.items():
