@@ -78,7 +78,7 @@ def test_sites_are_selected_by_layer(runs: tuple[str, str], capsys: pytest.Captu
     assert len(lines) > 30
     assert all(" layer3" in line for line in lines)
     assert main(["ls", runs[0], "--layers", "5"]) != 0
-    assert "layers run 1-4" in capsys.readouterr().err
+    assert "layers are 1-4" in capsys.readouterr().err
 
 
 def test_grid_has_a_row_for_each_layer(runs: tuple[str, str]) -> None:
