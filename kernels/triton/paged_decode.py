@@ -298,7 +298,7 @@ def _parts_of(split_size: int, positions: int) -> int:
 
 
 def _splits(programs: int, positions: int, sms: int, launch: Launch) -> int:
-    """Parts of a sequence: as many as let all programs run at once. ``programs`` of one part.
+    """Parts of a sequence: as many as let all programs run at the same time. ``programs`` of one part.
 
     The merge adds up 16 parts at a time; a few more are not worth another round. Known from the shapes alone:
     ``positions`` is what the page table has room for.

@@ -34,8 +34,8 @@ class PrefillLaunch(NamedTuple):
     """How the kernel is compiled for a class of shapes."""
 
     rows: int
-    """Rows times heads of a program; 128 where this is more and requests are short, or a key/value head has one to
-    three heads or a number that is no power of two."""
+    """Rows times heads of a program. At most 128 if requests are short, or unless the heads of a key/value head are a
+    power of two from 4 on."""
     block: int
     """Positions of one iteration."""
     warps: int

@@ -54,7 +54,8 @@ def _ask_both(server: Server, model: Path) -> None:
         assert answer["meta_info"]["dp_rank"] == replica
         assert answer["output_ids"] == reference_tokens(model, PROMPT, 4)
     ranks = server.http.get("/dumper/state").raise_for_status().json()["ranks"]
-    assert [gpus_of(rank["pid"]) for rank in ranks] == [{0}, {1}]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")[:2]
+    assert [gpus_of(rank["pid"]) for rank in ranks] == [{int(gpu)} for gpu in visible]
 
 
 def test_replicas_without_a_gpu_are_refused_in_one_line(model: Path, tmp_path: Path) -> None:
