@@ -2,7 +2,7 @@
 
 import math
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from tapscope.core.deprecation import deprecated_attributes
 from tapscope.core.observe import again_words
@@ -41,7 +41,11 @@ def sqnr_of(rel_l2: float) -> float:
     }
 )
 class ErrorMetrics(Struct, frozen=True, gc=False):
-    """Global metrics over all values that were read; differences are over positions that are finite on both sides."""
+    """Global metrics over all values that were read.
+
+    Differences of a :class:`.PairResult` are over positions that are finite on both sides. Those of a :class:`.Finding`
+    are nan where a value is not finite in one run only, see :meth:`over_all_values`.
+    """
 
     max_abs: float
     mean_abs: float
@@ -61,6 +65,14 @@ class ErrorMetrics(Struct, frozen=True, gc=False):
     def sqnr(self) -> float:
         """Signal-to-quantization-noise ratio, see :func:`sqnr_of`."""
         return sqnr_of(self.rel_l2)
+
+    def over_all_values(self) -> "ErrorMetrics":
+        """With nan for differences that include a value which is not finite in one run only, as NumPy and
+        :func:`torch.testing.assert_close` give. Equal infinities, and NaN on both sides, count as equal."""
+        if not self.num_nonfinite_mismatch:
+            return self
+        names = ("max_abs", "mean_abs", "rel_l2", "rel", "cosine")
+        return structs.replace(self, **dict.fromkeys(names, math.nan))
 
 
 class Place(Struct, frozen=True, gc=False):
@@ -110,6 +122,12 @@ class StepResult(Struct, frozen=True, gc=False):
     """Largest error of a row, relative to its size."""
     num_nonfinite_mismatch: int = 0
     """Places where one side is not finite and the other is different."""
+
+    def over_all_values(self) -> "StepResult":
+        """See :meth:`ErrorMetrics.over_all_values`."""
+        if not self.num_nonfinite_mismatch:
+            return self
+        return structs.replace(self, **dict.fromkeys(("max_abs", "rel_l2", "error"), math.nan))
 
 
 @deprecated_attributes({name: f"num_{name}" for name in ("compared", "forked", "unaligned", "absent")})

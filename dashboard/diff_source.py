@@ -308,10 +308,15 @@ def _standard(options: CompareOptions) -> str:
     return " ".join(words + ([plural(num_rules, "rule")] if num_rules else []))
 
 
+def _or_inf(error: float) -> float:
+    """inf for nan, so that values which are not finite in one run only come first."""
+    return math.inf if math.isnan(error) else error
+
+
 _WORST_FIRST: dict[str, Callable[[Finding], float]] = {
     "by error ÷ floor": lambda finding: -finding.ratio,
-    "by max |Δ|": lambda finding: -metric_of("max_abs", -1.0)(finding),
-    "by rel l2": lambda finding: -metric_of("rel_l2", -1.0)(finding),
-    "by cosine": metric_of("cosine", math.inf),
+    "by max |Δ|": lambda finding: -_or_inf(metric_of("max_abs", -1.0)(finding)),
+    "by rel l2": lambda finding: -_or_inf(metric_of("rel_l2", -1.0)(finding)),
+    "by cosine": lambda finding: -_or_inf(-metric_of("cosine", math.inf)(finding)),
     "by equal": share_equal,
 }

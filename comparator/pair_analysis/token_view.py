@@ -101,7 +101,7 @@ class PairReader:
         worst = int(np.argmax(errors))
         return TokenView(
             errors,
-            measured.rows.max_abs,
+            np.where(odd, np.nan, measured.rows.max_abs),
             np.where(odd, -1, measured.rows.argmax),
             self._steps,
             self._labels,

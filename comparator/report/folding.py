@@ -1,6 +1,7 @@
 """Folding: which findings get a row of their own, and one row for each range of similar ones."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, overload
 
@@ -99,12 +100,17 @@ def _stretch(members: Sequence[Finding]) -> Row:
             f"{members[0].site}{STRETCH}{members[-1].site}",
             str(verdict),
             formatting.plural(len(members), "site"),
-            formatting.number(max(n.max_abs for n in numbers)) if numbers else "-",
-            formatting.number(max(n.rel_l2 for n in numbers)) if numbers else "-",
+            formatting.number(_largest(n.max_abs for n in numbers)) if numbers else "-",
+            formatting.number(_largest(n.rel_l2 for n in numbers)) if numbers else "-",
             share(ratio) if verdict is Verdict.CLOSE else "-",
             "",
         ),
     )
+
+
+def _largest(values: Iterable[float]) -> float:
+    """The maximum, nan if any of them is."""
+    return max(values, key=lambda value: math.inf if math.isnan(value) else value)
 
 
 def _shorten(rows: list[Row], top: int) -> list[Row]:

@@ -1,5 +1,6 @@
 """SQNR ranking: the outputs with the lowest signal-to-quantization-noise ratio, next to that of their inputs."""
 
+import math
 from collections.abc import Iterator, Sequence
 
 from msgspec import Struct
@@ -33,9 +34,11 @@ def sqnr_ranking(findings: Sequence[Finding]) -> list[SiteSqnr]:
         if finding.metrics is None or finding.basis != "values" or not _is_float(finding) or port.endswith(".grad"):
             continue
         sqnr = finding.metrics.sqnr
+        if math.isnan(sqnr):
+            continue
         if port.startswith("in["):
             inputs[path] = min(inputs.get(path, sqnr), sqnr)
-        elif (port.startswith("out") or finding.judged_by == "quantization") and sqnr == sqnr and sqnr != float("inf"):
+        elif (port.startswith("out") or finding.judged_by == "quantization") and sqnr != math.inf:
             outputs.append((finding.site, sqnr))
     ranking = [SiteSqnr(site, sqnr, inputs.get(site.rpartition(":")[0])) for site, sqnr in outputs]
     return sorted(ranking, key=lambda one: one.sqnr)

@@ -136,8 +136,9 @@ class Finding(Struct, frozen=True, gc=False):
 
     @property
     def metrics(self) -> ErrorMetrics | None:
-        """Global error metrics, if values were compared."""
-        return self.result.metrics
+        """Global error metrics, if values were compared; nan where a value is not finite in one run only."""
+        metrics = self.result.metrics
+        return metrics and metrics.over_all_values()
 
     @property
     def worst(self) -> Place | None:
@@ -146,8 +147,9 @@ class Finding(Struct, frozen=True, gc=False):
 
     @property
     def steps(self) -> tuple[StepResult, ...]:
-        """One result per target step, in order; steps with equal hashes have none."""
-        return self.result.steps
+        """One result per target step, in order; steps with equal hashes have none. Errors are nan where a value is not
+        finite in one run only."""
+        return tuple(step.over_all_values() for step in self.result.steps)
 
     @property
     def choices(self) -> ChoiceDifference | None:

@@ -116,7 +116,7 @@ def onset(finding: Finding) -> int:
     """The first target step in which a bad finding shows; 0 if the steps do not tell."""
     if finding.test == "replicas" and finding.worst is not None:
         return finding.worst.step  # the replica that is compared with the other run may be right
-    steps = finding.steps
+    steps = finding.result.steps
     tests: list[Callable[[StepResult], bool]] = []
     if finding.result.num_nonfinite_mismatch:
         tests.append(lambda s: s.num_nonfinite_mismatch > 0)

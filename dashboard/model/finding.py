@@ -13,7 +13,7 @@ from tapscope.core.observe import row_label
 from tapscope.core.site import layer_of
 from tapscope.dashboard.model.fact import Fact
 from tapscope.dashboard.model.finding_grid import step_verdict
-from tapscope.dashboard.model.number import MISSING, Number, magnitude, ratio
+from tapscope.dashboard.model.number import MISSING, Number, fixed, magnitude, ratio
 from tapscope.dashboard.model.permalink import Permalink
 from tapscope.render.row_labels import Place as RowPlace
 from tapscope.render.row_labels import row_map
@@ -118,7 +118,7 @@ def finding_view(finding: Finding, names: tuple[str, str] = ("baseline", "target
         max_abs=magnitude(numbers.max_abs) if numbers else MISSING,
         mean_abs=magnitude(numbers.mean_abs) if numbers else MISSING,
         rel_l2=magnitude(numbers.rel_l2) if numbers else MISSING,
-        cosine=Number(numbers.cosine, f"{numbers.cosine:.6f}") if numbers else MISSING,
+        cosine=fixed(numbers.cosine) if numbers else MISSING,
         equal=_equal(numbers.num_equal, numbers.num_elements) if numbers and numbers.num_elements else MISSING,
         where=place_text(finding),
         matched_by=finding.matched_by,

@@ -18,7 +18,7 @@ EqualSteps = Callable[[Finding], Iterable[int]]
 
 def site_grid(findings: Sequence[Finding], equal_steps: EqualSteps = lambda finding: ()) -> Grid:
     """One row per finding, one column per compared step of the target."""
-    results = [finding.steps for finding in findings]
+    results = [finding.result.steps for finding in findings]
     every = list(chain.from_iterable(results))
     row = np.repeat(np.arange(len(findings)), list(map(len, results)))
     step, errors, max_abs = (
@@ -35,6 +35,7 @@ def site_grid(findings: Sequence[Finding], equal_steps: EqualSteps = lambda find
     ratios[at], codes[at] = 0.0, CODES[Verdict.SAME]
     largest = np.zeros(len(findings))
     np.fmax.at(largest, row, errors)
+    errors[np.fromiter((each.num_nonfinite_mismatch > 0 for each in every), np.bool_, len(every))] = np.inf
     at = row, np.searchsorted(steps, step)
     for cells, join, findings_at in zip(
         (ratios, codes), (np.fmax, np.maximum), judged_cells(findings, row, errors, max_abs, largest), strict=True
@@ -53,7 +54,8 @@ def judged_cells(
 ) -> tuple[Array, Array]:
     """[cells] error ÷ floor, and the codes of verdicts: a site that differs in one of many steps agrees in the others.
 
-    ``row``: [cells] which of the findings; ``errors``: [cells] of the worst row; ``largest``: [findings] of all cells.
+    ``row``: [cells] which of the findings; ``errors``: [cells] of the worst row, inf where a value is not finite in one
+    run only; ``largest``: [findings] of all cells.
     Where a bad cell does not exceed its floor, another test decided (a common scale, the typical row), and the ratio of
     that test is given.
     """
@@ -76,8 +78,9 @@ def judged_cells(
 
 def step_verdict(finding: Finding, result: StepResult) -> Verdict:
     """The verdict of a finding in one of its steps."""
-    largest = np.array([max((each.error for each in finding.steps), default=0.0)])
-    cell = np.zeros(1, np.int64), np.array([result.error]), np.array([result.max_abs])
+    largest = np.array([max((each.error for each in finding.result.steps), default=0.0)])
+    error = np.inf if result.num_nonfinite_mismatch else result.error
+    cell = np.zeros(1, np.int64), np.array([error]), np.array([result.max_abs])
     verdict = BY_SEVERITY[judged_cells((finding,), *cell, largest)[1].item()]
     assert verdict is not None
     return verdict

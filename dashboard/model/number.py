@@ -20,7 +20,12 @@ MISSING = Number(None, "-")
 
 def magnitude(value: float | None) -> Number:
     """Two significant digits: ``1.9e+00``."""
-    return MISSING if value is None else Number(value, formatting.number(value))
+    return MISSING if value is None else Number(value if math.isfinite(value) else None, formatting.number(value))
+
+
+def fixed(value: float) -> Number:
+    """Six decimals, for a cosine: ``0.999998``."""
+    return Number(value if math.isfinite(value) else None, f"{value:.6f}")
 
 
 def ratio(value: float) -> Number:

@@ -12,7 +12,7 @@ from tapscope.comparator.metrics.detail import distances
 from tapscope.core import dtypes
 from tapscope.core.formatting import number
 from tapscope.dashboard.model.elementwise import as_float64, magnitudes
-from tapscope.dashboard.model.number import MISSING, Number, magnitude
+from tapscope.dashboard.model.number import MISSING, Number, fixed, magnitude
 from tapscope.dashboard.model.spans import even_spans
 from tapscope.dashboard.model.value_table import ValueTable
 
@@ -145,7 +145,7 @@ class _Accumulator:
         self._octaves: tuple[dict[int, int], ...] = ({}, {}, {})
         self._bins, self._peak = EqualBins(), 0.0
         self._dot = self._left = self._right = self._delta = 0.0
-        self._num = self._equal = self._bad = 0
+        self._num = self._equal = self._bad = self._odd = 0
         self._steps = StepHistogram()
 
     def add(self, row: int, left: Array, right: Array) -> None:
@@ -169,6 +169,7 @@ class _Accumulator:
         a, b = np.where(finite, a, 0.0), np.where(finite, b, 0.0)
         self._num, self._bad = self._num + finite.size, self._bad + int((~finite).sum())
         self._equal += int(equal.sum())
+        self._odd += int(bad.sum())
         with np.errstate(over="ignore"):
             self._dot, self._left = self._dot + float((a * b).sum()), self._left + float((a * a).sum())
             self._right, self._delta = self._right + float((b * b).sum()), self._delta + float((sizes * sizes).sum())
@@ -184,7 +185,7 @@ class _Accumulator:
     def result(self) -> Overview:
         table, pair = self._table, self._table.is_pair
         norm = math.sqrt(self._left) * math.sqrt(self._right)
-        ulps = table.ulp_dtype
+        odd, ulps = pair and self._odd > 0, table.ulp_dtype  # such differences are nan
         steps = (self._steps.percentile(0.5), self._steps.percentile(0.99), self._steps.largest)
         return Overview(
             what="max |Δ|" if pair else "max |x|",
@@ -192,9 +193,11 @@ class _Accumulator:
             magnitudes=tuple(self._octave_bins()),
             channels=_profile(self._channels, self._channel_bad, lambda i: f"channel {i}"),
             rows=_profile(self._rows, self._row_bad, table.label),
-            cosine=_fixed(self._dot / norm) if pair and norm else MISSING,
-            rel_l2=magnitude(math.sqrt(self._delta / self._left)) if pair and self._left else MISSING,
-            max_abs=magnitude(self._peak),
+            cosine=fixed(math.nan if odd else self._dot / norm) if pair and norm else MISSING,
+            rel_l2=magnitude(math.nan if odd else math.sqrt(self._delta / self._left))
+            if pair and self._left
+            else MISSING,
+            max_abs=magnitude(math.nan if odd else self._peak),
             rms=magnitude(math.sqrt(self._right / max(self._num - self._bad, 1))),
             equal=Number(100 * self._equal / self._num, f"{100 * self._equal / self._num:.1f} %")
             if pair and self._num
@@ -235,10 +238,6 @@ def _profile(values: Array, bad: Array, label: Callable[[int], str]) -> tuple[Pr
         share = None if bad[at] else float(values[at]) / top if top else 0.0
         cells.append(ProfileCell(share, f"{label(at)}: {text}", at))
     return tuple(cells)
-
-
-def _fixed(value: float) -> Number:
-    return Number(value, f"{value:.6f}")
 
 
 def _ulps(value: float) -> Number:

@@ -9,16 +9,18 @@ import sys
 import msgspec
 import numpy as np
 import pytest
+from factories import RunFactory
 from hypothesis import given
 from hypothesis import strategies as st
 from toy_pair import SITE, toy_pair
 
-from tapscope.comparator import Verdict, compare_open_runs
+from tapscope.comparator import Verdict, compare, compare_open_runs
 from tapscope.core.errors import ConfigError
 from tapscope.core.formatting import printable
 from tapscope.dashboard.model.diff import DiffView, HashedSteps, diff_view
+from tapscope.dashboard.model.finding import finding_view, step_cells
 from tapscope.dashboard.model.finding_grid import site_grid
-from tapscope.dashboard.model.grid import Grid, GridColumn, GridRow, layer_grid
+from tapscope.dashboard.model.grid import CODES, Grid, GridColumn, GridRow, layer_grid
 from tapscope.dashboard.model.permalink import Permalink, parse_permalink
 from tapscope.dashboard.model.schema import escaped, json_schema, to_json
 from tapscope.dashboard.model.tensor import pair_view
@@ -88,6 +90,25 @@ def test_site_grid_holds_the_ratio_of_every_step(compared):
         assert cell.value == math.log10(cell.ratio)
         assert cell.glyph == str(min(math.ceil(cell.value), 9))
     assert grid.cell(0, 0).glyph == "="
+
+
+def test_nan_in_one_step_is_bad_in_that_step_of_the_grid_and_nan_in_its_cells(tmp_path):
+    values = np.ones((2, 4), np.float32)
+    for name, steps in (("base", [values] * 3), ("target", [values, values * np.float32(np.nan), values * 2])):
+        with RunFactory(tmp_path / name) as run:
+            for each in steps:
+                run.step()
+                run.put("a:out", each)
+    report = compare(tmp_path / "base", tmp_path / "target")
+    (finding,) = report.findings
+    assert finding.verdict is Verdict.NONFINITE
+    cells = {step: step_cells(finding, step) for step in range(3)}
+    assert [cells[step].verdict for step in range(3)] == [Verdict.SAME, Verdict.NONFINITE, Verdict.NONFINITE]
+    assert (cells[1].max_abs.text, cells[1].rel_l2.text) == ("nan", "nan")
+    assert (cells[2].max_abs.text, cells[2].rel_l2.text) == ("1.0e+00", "1.0e+00")
+    assert site_grid([finding]).codes.tolist() == [[CODES[Verdict.NONFINITE]] * 2]
+    view = finding_view(finding)
+    assert (view.max_abs.value, view.max_abs.text, view.cosine.text) == (None, "nan", "nan")
 
 
 def test_layer_grid_is_the_maximum_of_its_sites(compared):

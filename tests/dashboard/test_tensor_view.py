@@ -32,7 +32,7 @@ from tapscope.dashboard.model.token_strip import TokenRow, TokenStrip, token_str
 from tapscope.dashboard.model.value_map import value_map
 from tapscope.dashboard.model.value_search import find, largest
 from tapscope.dashboard.model.value_table import parse_index
-from tapscope.dashboard.overview_text import LABEL, histogram_lines, token_lines
+from tapscope.dashboard.overview_text import LABEL, histogram_lines, metrics_text, token_lines
 from tapscope.dashboard.screens.help import HelpScreen
 from tapscope.dashboard.screens.keymap_screen import TENSOR
 from tapscope.dashboard.screens.tensor import TensorScreen
@@ -232,6 +232,15 @@ def test_pair_table_folds_a_long_vector_and_reads_parts_of_it(tmp_path):
     assert tile(table, 2, 350, 1, 1).baseline == ((f"{values[2398]:.5g}",),)
     assert overview(table).equal.value == pytest.approx(100 * 299_999 / 300_000)
     assert cell(table, 292, 1023).target == ""
+
+
+def test_overview_of_a_pair_gives_nan_where_one_run_alone_is_not_finite(tmp_path):
+    values = np.ones((2, 4), np.float32)
+    found = overview(pair_of(tmp_path, [values], lambda x: np.where(np.arange(4) == 2, np.nan, x)))
+    assert [each.text for each in (found.max_abs, found.rel_l2, found.cosine)] == ["nan"] * 3
+    assert [each.value for each in (found.max_abs, found.rel_l2, found.cosine)] == [None] * 3
+    assert (found.num_nonfinite, found.equal.text) == (2, "75.0 %")
+    assert "max |Δ| nan · rel l2 nan · cosine nan" in metrics_text(found, is_pair=True)
 
 
 def test_pair_table_counts_no_filler_of_steps_with_narrower_rows(tmp_path):

@@ -6,12 +6,14 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
 from compare_runs import diff
 from factories import RunFactory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tapscope.comparator import Finding, Report, Verdict, compare
+from tapscope.comparator.report.table import render
 from tapscope.core.errors import NothingInCommonError
 from tapscope.core.observe import RowSpan
 from tapscope.sources import open_run
@@ -205,3 +207,34 @@ def test_judge_unreadable_payload_is_reported(tmp_path: Path) -> None:
     assert [f.verdict for f in report.findings] == [Verdict.SAME, Verdict.ONLY_BASELINE]
     assert "t is damaged, 1 record left out" in report.coverage.damaged[0]
     assert report.exit_code == 3
+
+
+@pytest.mark.parametrize("odd", [np.nan, np.inf])
+def test_judge_differences_are_nan_where_one_run_alone_is_not_finite(tmp_path: Path, odd: float) -> None:
+    value = normal(4, 8)
+    wrong = value.copy()
+    wrong[1, 3] = odd
+    report = diff_tensors(tmp_path, value, wrong)
+    found = next(f for f in report.findings if f.site.endswith(":out"))
+    assert found.verdict is Verdict.NONFINITE
+    assert found.metrics is not None
+    metrics = found.metrics
+    assert all(map(np.isnan, (metrics.max_abs, metrics.mean_abs, metrics.rel_l2, metrics.rel, metrics.cosine)))
+    assert (metrics.num_nonfinite_mismatch, metrics.num_equal) == (1, 31)
+    assert np.isnan(found.steps[0].max_abs)
+    with pytest.raises(AssertionError, match="nan|inf"):
+        torch.testing.assert_close(torch.from_numpy(wrong), torch.from_numpy(value))
+    (row,) = (line.plain for line in render(report) if line.plain.startswith("% layers.0.mlp:out"))
+    assert row.split()[4:6] == ["nan", "nan"]
+
+
+def test_judge_differences_are_numbers_where_both_runs_are_not_finite(tmp_path: Path) -> None:
+    value = normal(4, 8)
+    value[1, 3], value[2, 0] = np.nan, -np.inf
+    wrong = value.copy()
+    wrong[0, 0] += 1
+    found = verdict(tmp_path, value, wrong)
+    assert found.verdict is Verdict.DIFFERS
+    assert found.metrics is not None
+    assert found.metrics.max_abs == pytest.approx(1)
+    assert found.metrics.num_nonfinite_mismatch == 0
