@@ -292,7 +292,9 @@ class DiffSource:
             f"still open: {', '.join(open_runs)}" if open_runs else "",
         ]
         name = f"{report.baseline.name} → {report.target.name}"
-        return Header(name, tuple(fact for fact in facts if fact), state(report), tuple(partial))
+        first = report.first_divergence or next((f for f in report.findings if f.verdict.is_bad), None)
+        difference = "" if first is None else first.site
+        return Header(name, tuple(fact for fact in facts if fact), state(report), tuple(partial), difference)
 
 
 def _sites_only(progress: Callable[[int, int], None] | None) -> Callable[[int, int, int, int], None] | None:

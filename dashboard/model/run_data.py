@@ -22,6 +22,8 @@ class Header:
     """ON DISK, OPEN, INCOMPLETE, or both of the latter."""
     missing: tuple[str, ...]
     """Why it is not complete, one sentence each."""
+    difference: str = ""
+    """Of a comparison: the first site that differs or cannot be compared."""
 
 
 class RunData(Protocol):

@@ -38,8 +38,8 @@ def status_line(header: Header, width: int) -> Text:
     """One line of exactly ``width`` cells (more only where the state alone is longer)."""
     state = header.state
     if header.missing and width >= 100:
-        room = width - len(state) - len(header.name) - 24
-        state += f": {middle(header.missing[0], max(room, 20))}"
+        room = max(width - len(state) - len(header.name) - 24, 20)
+        state += f": {_reason(header, room)}"
     left = f" tapscope  {middle(header.name, max(width - len(state) - 14, 8))}"
     facts = ""
     for fact in header.facts:
@@ -50,6 +50,15 @@ def status_line(header: Header, width: int) -> Text:
     gap = max(width - len(left) - len(facts) - len(state) - 1, 1)
     line = Text(left, style="bold").append(facts, style="not bold").append(" " * gap)
     return line.append(state, style="bold" if header.state == "ON DISK" else "bold reverse").append(" ")
+
+
+def _reason(header: Header, room: int) -> str:
+    """The first site that differs, and what is missing, as far as both fit."""
+    if not header.difference:
+        return middle(header.missing[0], room)
+    said, reason = f"{header.difference}; on partial data: ", header.missing[0]
+    left = room - len(said)
+    return said + middle(reason, left) if left >= min(len(reason), 20) else middle(header.difference, room)
 
 
 class KeyBar(Static):

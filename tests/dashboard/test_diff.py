@@ -35,7 +35,7 @@ from tapscope.dashboard.screens.diff import DiffScreen
 from tapscope.dashboard.screens.help import DIFF_WORDS, HelpScreen, help_text
 from tapscope.dashboard.screens.tensor import TensorScreen
 from tapscope.dashboard.theme import NAMES
-from tapscope.dashboard.widgets.status_bar import KeyBar
+from tapscope.dashboard.widgets.status_bar import KeyBar, status_line
 from tapscope.sources import open_run
 
 pytestmark = pytest.mark.usefixtures("no_rest")
@@ -778,3 +778,23 @@ def test_text_of_a_pane_is_selected_with_the_mouse(runs):
         assert driver.screen.get_selected_text() == f"{first}\n{second[:12]}"
 
     check(test, app_of(runs))
+
+
+def test_header_names_the_difference_before_what_is_missing(tmp_path):
+    for name, steps in (("base", (0, 1, 2)), ("target", (1, 2))):
+        with RunFactory(tmp_path / name) as run:
+            for number in range(3):
+                run.step()
+                for site in ("a:out", "b:out"):
+                    if number in steps:
+                        run.put(site, np.full(4, number + (name == "target" and site == "b:out"), np.float32))
+    source = DiffSource.open((tmp_path / "base", tmp_path / "target"), CompareOptions())
+    try:
+        (reason,) = source.header.missing
+        assert f" DIFFERS: b:out; on partial data: {reason} " in status_line(source.header, 200).plain
+        narrow = status_line(source.header, 100).plain
+        assert " DIFFERS: b:out; on partial data: " in narrow
+        assert len(narrow) == 100
+        assert status_line(source.header, 80).plain.endswith(" DIFFERS ")
+    finally:
+        source.close()
