@@ -34,8 +34,9 @@ class JoinPlan(Struct, frozen=True):
     joins: tuple[RowJoin, ...] = ()
     counts: RowCounts = RowCounts()
     """Token rows; all 0 when the tensors are compared whole."""
-    num_missing: int = 0
-    """Firings without a partner although both runs computed their rows, and without an explanation."""
+    num_missing: tuple[int, int] = (0, 0)
+    """Firings that baseline and target lack: without a partner although both runs computed their rows, and without an
+    explanation."""
     problem: str = ""
     exclusion_reason: str = ""
     """Why no rows match although nothing is wrong; the pair is then excluded from the findings."""
@@ -82,11 +83,13 @@ class Aligner:
         right = _side(target, layouts[1], self.rows.target, self.rows.num_pairs)
         joins = join_rows(left, right, self.rows.num_pairs)
         subset = any(w.records[0].rows is not None for side in (baseline, target) for w in side)
-        lone = {(0, int(f)) for f in left.firing} - {(0, join.baseline) for join in joins}
-        lone |= {(1, int(f)) for f in right.firing} - {(1, join.target) for join in joins}
+        lacking = (
+            len(set(right.firing.tolist()) - {join.target for join in joins}),
+            len(set(left.firing.tolist()) - {join.baseline for join in joins}),
+        )
         note = _cached_note(zip((baseline, target), layouts, (left, right), strict=True))
         counts = counts_of(left, right, joins)
-        return JoinPlan(tuple(joins), counts, 0 if subset else len(lone), note=note)
+        return JoinPlan(tuple(joins), counts, (0, 0) if subset else lacking, note=note)
 
     def _plan_whole(self, baseline: Sequence[AssembledTensor], target: Sequence[AssembledTensor]) -> JoinPlan:
         site = baseline[0].records[0].key.site
@@ -111,8 +114,8 @@ class Aligner:
         if not joins:
             have = " against ".join(compact_ranges(sorted(set(steps))) for steps in numbers)
             return JoinPlan(problem=f"no step in common here: {have}; see --shift-steps")
-        lone = len(baseline) + len(target) - 2 * len(joins)
-        return JoinPlan(tuple(joins), num_missing=0 if self.rows.known else lone, note=partners.note)
+        lacking = len(target) - len(joins), len(baseline) - len(joins)
+        return JoinPlan(tuple(joins), num_missing=(0, 0) if self.rows.known else lacking, note=partners.note)
 
     def _of_tokens(self, one: AssembledTensor, two: AssembledTensor) -> Rows:
         """The rows to compare of two tensors compared whole: all of them, or for a stacked copy of the token grid

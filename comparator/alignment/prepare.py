@@ -69,8 +69,8 @@ class PreparedPair(Struct, frozen=True):
     plan: JoinPlan
     problem: str = ""
     """Why it cannot be measured."""
-    num_broken: int = 0
-    """Firings excluded because they could not be assembled, although others of the site could."""
+    num_broken: tuple[int, int] = (0, 0)
+    """Firings of baseline and target that were excluded: others of the site could be assembled, these could not."""
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     """The notes that say why values may be wrong."""
@@ -258,19 +258,21 @@ class PairPreparer:
         notes = (*warnings, *dict.fromkeys(note for w in (*left, *right) for note in w.notes))
         notes += (GATHERED,) if plan.joins and any(side.is_gathered for side in sides) else ()
         broken = sides[0].broken + sides[1].broken
+        num_broken = len(sides[0].broken), len(sides[1].broken)
         notes += tuple(dict.fromkeys(f"left out step {w.records[0].key.step}: {w.problem}" for w in broken[:1]))
         notes += (plan.note,) if plan.note else ()
-        return PreparedPair(left, right, layouts, plan, problem or plan.problem, len(broken), notes, warnings)
+        return PreparedPair(left, right, layouts, plan, problem or plan.problem, num_broken, notes, warnings)
 
     def _lacking(
         self, sides: tuple[tuple[AssembledTensor, ...], tuple[AssembledTensor, ...]], layouts: tuple[Layout, Layout]
     ) -> PreparedPair | None:
         """The pair excluded because of missing shards that the run itself accounts for; None if none are missing or
         they are unexplained."""
-        for wholes, gaps in zip(sides, self._missing_shards, strict=True):
+        for side, (wholes, gaps) in enumerate(zip(sides, self._missing_shards, strict=True)):
             if wholes[0].lacks_shards and gaps.reason:
                 plan = JoinPlan(exclusion_reason=f"{wholes[0].problem}: {gaps.reason}")
-                return PreparedPair(*sides, layouts, plan, num_broken=0 if gaps.are_chosen else len(wholes))
+                count = 0 if gaps.are_chosen else len(wholes)
+                return PreparedPair(*sides, layouts, plan, num_broken=(0, count) if side else (count, 0))
         return None
 
     def _plan_of_experts(self, left: Sequence[AssembledTensor], right: Sequence[AssembledTensor]) -> JoinPlan | None:

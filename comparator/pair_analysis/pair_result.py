@@ -32,8 +32,8 @@ class PairMeta(Struct, frozen=True, kw_only=True):
     """Why no rows match although nothing is wrong; the pair is then excluded from the findings."""
     layout: str = "whole"
     rows: RowCounts = RowCounts()
-    num_missing: int = 0
-    """Firings without a partner and without an explanation."""
+    num_missing: tuple[int, int] = (0, 0)
+    """Firings that baseline and target lack without an explanation: the other run has them."""
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     """The notes that say why values may be wrong."""

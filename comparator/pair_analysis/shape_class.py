@@ -31,6 +31,7 @@ def shape_class_of(pair: Pair, ready: PreparedPair, *, is_shared: bool) -> Shape
     assert pair.baseline is not None
     assert pair.target is not None
     names = pair.baseline.first.dtype or "", pair.target.first.dtype or ""
+    broken, missing = ready.num_broken, ready.plan.num_missing
     about = PairMeta(
         baseline=side_of(pair.baseline, ready.left[0].shape),
         target=side_of(pair.target, ready.right[0].shape),
@@ -38,7 +39,7 @@ def shape_class_of(pair: Pair, ready: PreparedPair, *, is_shared: bool) -> Shape
         exclusion_reason=ready.plan.exclusion_reason,
         layout=_weaker(ready.layouts[0].source, ready.layouts[1].source),
         rows=ready.plan.counts,
-        num_missing=ready.num_broken + ready.plan.num_missing,
+        num_missing=(broken[0] + missing[0], broken[1] + missing[1]),
         notes=ready.notes,
         warnings=ready.warnings,
     )

@@ -105,17 +105,15 @@ def cover(
         *_orphans(runs, _counted(findings, allowed), ledgers),
     ]
     partial += [sentence for ledger, sentence in remarks if not ledger.complete]
-    sites_with_gaps = {one.site: one.pair.names() for one in results if one.meta.num_missing}
-    missing = [site for site, names in sites_with_gaps.items() if not _may_lack(names, allowed)]
-    if missing:
-        what = "1 site lacks" if len(missing) == 1 else f"{len(missing):,} sites lack"
-        partial.append(f"{what} records that the other run has, first {missing[0]}")
+    with_gaps = [one for one in results if any(one.meta.num_missing)]
+    excused = {one.site: None for one in with_gaps if _may_lack(one.pair.names(), allowed)}
+    partial += _gaps(runs, [one for one in with_gaps if one.site not in excused])
     warnings = [SAME_DIRECTORY] * (runs[0].path.resolve() == runs[1].path.resolve())
     warnings += [*rows.notes, *notes, *_left_out(results), *_unlike(runs), *_unrecorded(runs, divergences)]
     warnings += [sentence for ledger, sentence in remarks if ledger.complete]
     warnings += [*_assumed(results, findings), *_never_fired(runs, findings, ledgers)]
     left = [f.site for f in findings if f.verdict.is_orphan and _may_lack(f.result.pair.names(), allowed)]
-    if left := [*left, *(site for site in sites_with_gaps if site not in missing)]:
+    if left := [*left, *excused]:
         warnings.append(f"{formatting.plural(len(left), 'site')} allowed to be missing, e.g. {left[0]}")
     if num_objects:
         warnings.append(f"{num_objects:,} non-tensor records were skipped")
@@ -145,6 +143,17 @@ def _counted(findings: Sequence[Finding], allowed: tuple[SitePattern, ...]) -> l
 
 def _may_lack(names: Iterable[str], allowed: tuple[SitePattern, ...]) -> bool:
     return bool(allowed) and any(glob.matches(name) for glob in allowed for name in names)
+
+
+def _gaps(runs: tuple[Run, Run], results: Sequence[PairResult]) -> list[str]:
+    """Which run lacks records that the other one has, and at how many sites."""
+    sentences: list[str] = []
+    for side, lacks, has in ((0, "baseline", "target"), (1, "target", "baseline")):
+        sites = list(dict.fromkeys(one.site for one in results if one.meta.num_missing[side]))
+        if sites:
+            where = f"at {sites[0]}" if len(sites) == 1 else f"at {len(sites):,} sites, first {sites[0]}"
+            sentences.append(f"the {lacks} ({runs[side].name}) lacks records that the {has} has, {where}")
+    return sentences
 
 
 def _unread(findings: Sequence[Finding]) -> int:

@@ -41,9 +41,30 @@ def with_rows(path: Path, batches: Sequence[Sequence[int]], values: Sequence[np.
 
 
 def test_align_steps_by_number_without_row_tables(tmp_path: Path) -> None:
-    report = diff(rowless(tmp_path / "b", {0: 0, 1: 1, 2: 2}), rowless(tmp_path / "t", {1: 1, 2: 2}))
+    baseline, target = rowless(tmp_path / "b", {0: 0, 1: 1, 2: 2}), rowless(tmp_path / "t", {1: 1, 2: 2})
+    report = diff(baseline, target)
     assert report.findings[0].verdict is Verdict.SAME
-    assert "1 site lacks records that the other run has, first loss:out" in report.coverage.partial
+    assert "the target (t) lacks records that the baseline has, at loss:out" in report.coverage.partial
+    swapped = diff(open_run(target.path), open_run(baseline.path))
+    assert "the baseline (t) lacks records that the target has, at loss:out" in swapped.coverage.partial
+
+
+def test_align_names_the_run_that_lacks_records_also_if_both_do(tmp_path: Path) -> None:
+    sites = {"b": ({"x", "y"}, {"x", "y"}, {"y", "z"}), "t": ({"x", "y"}, {"z"}, {"x", "y", "z"})}
+    for name, steps in sites.items():
+        with RunFactory(tmp_path / name) as run:
+            for each in steps:
+                run.step(phase="train")
+                for site in sorted(each):
+                    run.put(f"{site}:out", MASKS[0])
+    report = diff(tmp_path / "b", tmp_path / "t")
+    assert list(report.coverage.partial) == [
+        "the baseline (b) lacks records that the target has, at 2 sites, first x:out",
+        "the target (t) lacks records that the baseline has, at 2 sites, first x:out",
+    ]
+    allowed = diff(tmp_path / "b", tmp_path / "t", CompareOptions(allow_missing=("x:out", "z:out")))
+    assert list(allowed.coverage.partial) == ["the target (t) lacks records that the baseline has, at y:out"]
+    assert "2 sites allowed to be missing, e.g. x:out" in allowed.coverage.warnings
 
 
 def test_align_steps_in_order_without_a_common_number(tmp_path: Path) -> None:
