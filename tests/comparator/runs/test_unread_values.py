@@ -109,6 +109,6 @@ def test_unread_values_damaged_record_name_never_agrees(
         (folder / "records.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert cli.main(["diff", str(base), str(target)]) == 1
     out = capsys.readouterr().out
-    assert "partial data" in out
+    assert "the data are partial" in out
     assert "records of 1 site that no line declares, e.g. 'layers.9:out'" in out
     assert cli.main(["verify", str(target)]) == 1
