@@ -14,7 +14,7 @@ namespace {
 
 constexpr double kInfinity = __builtin_inf(), kNan = __builtin_nan("");
 constexpr double kSmallRow = 0.25;                      // SMALL_ROW in aggregate.py
-constexpr int64_t kNarrow = 8;                          // NARROW
+constexpr int64_t kNarrow = 8;                          // MIN_ROW_ELEMENTS
 constexpr double kQuantiles[] = {0.5, 0.9, 0.98, 1.0};  // QUANTILES
 
 // As RowMeasures has them: [field][row].
@@ -49,15 +49,18 @@ bool any_nan(const std::vector<double>& values) {
     return std::any_of(values.begin(), values.end(), [](double x) { return x != x; });
 }
 
-// Puts the values into another order: there may be millions of rows, and a copy of each is what this takes.
-double median(std::vector<double>& values) {
-    if (any_nan(values)) return kNan;
-    const size_t low = (values.size() - 1) / 2, high = values.size() / 2;
+// The median without the `skipped` smallest values, of values without NaN. Puts them into another order: there may be
+// millions of rows, and a copy of each is what this takes.
+double middle_of(std::vector<double>& values, size_t skipped) {
+    const size_t low = (values.size() + skipped - 1) / 2, high = (values.size() + skipped) / 2;
     const double lower = select_element(values, low);
     const double upper =
         high == low ? lower : *std::min_element(values.begin() + static_cast<int64_t>(high), values.end());
     return lower == upper ? lower : lower + (upper - lower) / 2;
 }
+
+// Reorders them too.
+double median(std::vector<double>& values) { return any_nan(values) ? kNan : middle_of(values, 0); }
 
 // Of values without NaN.
 double quantile(std::vector<double>& values, double share) {
@@ -96,17 +99,20 @@ void add_up(const Section& some, Overview* all) {
     }
 }
 
-// The share of the median row that a row counts as at least; small_row in aggregate.py.
-double small_row(const Section& some) {
-    int64_t width = 0;
-    for (int64_t i = 0; i < some.rows; ++i) width = std::max(width, some[kWidth][i]);
-    return width > kNarrow ? kSmallRow : 1.0;
+// The size that a row counts as at least; least_size in aggregate.py. Reorders the sizes, among which zeros sort first.
+double least_size(const Section& some, std::vector<double>& sizes) {
+    if (any_nan(sizes)) return kNan;
+    const auto zeros = static_cast<size_t>(std::count(sizes.begin(), sizes.end(), 0.0));
+    if (zeros == sizes.size()) return 0;
+    const double least = kSmallRow * middle_of(sizes, zeros);
+    const bool is_narrow = *std::max_element(some[kWidth], some[kWidth] + some.rows) <= kNarrow;
+    return is_narrow ? std::max(least, middle_of(sizes, 0)) : least;
 }
 
 // Each row's error, and of which row it is the largest; a mismatch of non-finite values is larger than any.
 void add_errors(const Section& some, double* errors, std::vector<double>& values, Overview* all) {
     for (int64_t i = 0; i < some.rows; ++i) values[static_cast<size_t>(i)] = std::sqrt(some[kBaseline][i]);
-    const double least = small_row(some) * median(values);
+    const double least = least_size(some, values);
     double most = -1;
     for (int64_t i = 0; i < some.rows; ++i) {
         const double size = std::sqrt(some[kBaseline][i]);
@@ -126,12 +132,8 @@ double gain_of(const Section& some, int64_t row) {
 }
 
 void add_elements(const Section& some, std::vector<double>& values, Overview* all) {
-    double mean = 0;
-    for (int64_t i = 0; i < some.rows; ++i) {
-        const double here = values[static_cast<size_t>(i)] = rms_of(some, i);
-        mean += here / static_cast<double>(some.rows);
-    }
-    const double middle = median(values), small = small_row(some) * (middle == 0 ? mean : middle);
+    for (int64_t i = 0; i < some.rows; ++i) values[static_cast<size_t>(i)] = rms_of(some, i);
+    const double small = least_size(some, values);
     for (int64_t i = 0; i < some.rows; ++i) {
         const double rms = rms_of(some, i), element = std::fabs(some.at_worst[i]);
         double size = rms < small || small != small ? small : rms;

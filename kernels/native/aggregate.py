@@ -16,7 +16,8 @@ Array = np.ndarray[Any, Any]
 QUANTILES = (0.5, 0.9, 0.98, 1.0)
 """Quantiles of the row errors, from the typical row to the worst."""
 SMALL_ROW = 0.25
-"""A row smaller than this share of the median row is measured against that share: its direction is noise."""
+"""A row smaller than this share of the median row that is not all zero is measured against that share: its direction is
+noise."""
 MIN_ROW_ELEMENTS = 8
 """Rows of no more elements are measured against the median row at least: those that are small are so by accident, such
 as a router's logits whose sums cancel, and their rounding is as large as that of the others."""
@@ -152,8 +153,7 @@ def overview_reference(rows: RowMeasures, at_worst: Array) -> Overview:
     if not rows.sum_sq_diff.any():
         return Overview(rows.total(), errors, worst, unequal, True, (0.0,) * len(QUANTILES), 0.0, 0.0, 0.0, 0.0)
     rms = np.sqrt(rows.sum_sq_baseline / np.maximum(rows.width, 1))
-    small = small_row(rows) * (median(rms) or float(rms.mean()))  # a row that is all zero has no scale of its own
-    element = ratio(rows.max_abs, np.maximum(np.abs(at_worst), np.maximum(rms, small)))
+    element = ratio(rows.max_abs, np.maximum(np.abs(at_worst), np.maximum(rms, least_size(rms, rows.width))))
     gains = np.divide(rows.dot, rows.sum_sq_baseline, out=np.ones(len(rows)), where=rows.sum_sq_baseline > 0) - 1
     gain = median(gains)
     return Overview(
@@ -176,15 +176,24 @@ def row_errors(rows: RowMeasures) -> Array:
 
 
 def row_scales(rows: RowMeasures) -> Array:
-    """[rows] float64: what :func:`row_errors` divides by, the norm of the baseline's row or a share of the median."""
+    """[rows] float64: what :func:`row_errors` divides by, the norm of the baseline's row or :func:`least_size`."""
     size = np.sqrt(rows.sum_sq_baseline)
-    scales: Array = np.maximum(size, small_row(rows) * (median(size) if len(size) else 0.0))
+    scales: Array = np.maximum(size, least_size(size, rows.width))
     return scales
 
 
-def small_row(rows: RowMeasures) -> float:
-    """The share of the median row that a row counts as at least."""
-    return SMALL_ROW if len(rows) and int(rows.width.max()) > MIN_ROW_ELEMENTS else 1.0
+def least_size(sizes: Array, widths: Array) -> float:
+    """The size that a row counts as at least: :data:`SMALL_ROW` of the median row that is not all zero, and if no row
+    has more than :data:`MIN_ROW_ELEMENTS` elements, the median row. 0 if all rows are zero; NaN if a size is NaN.
+
+    A row of zeros says nothing about how large rows are: a ReLU may clear more than half of the rows of an image, each
+    a few pixels wide. What it leaves in the others carries the rounding of the values that it received.
+    """
+    nonzero = sizes[sizes != 0.0]
+    if not len(nonzero):
+        return 0.0
+    least = SMALL_ROW * median(nonzero)
+    return max(least, median(sizes)) if int(widths.max()) <= MIN_ROW_ELEMENTS else least
 
 
 def ratio(part: Array, whole: Array) -> Array:

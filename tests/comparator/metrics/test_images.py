@@ -46,6 +46,20 @@ class Signal(nn.Module):
         return out
 
 
+class Narrow(nn.Sequential):
+    """Rows of 16, 8, 4 and 2 pixels, of which a ReLU leaves few values or none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for i, (width_in, width) in enumerate(((3, 16), (16, 32), (32, 64), (64, 64))):
+            self.add_module(f"conv{i}", nn.Conv2d(width_in, width, 3, 1 if i == 0 else 2, 1, bias=False))
+            norm = nn.BatchNorm2d(width)
+            nn.init.normal_(norm.weight, 1.0, 0.1)
+            nn.init.normal_(norm.bias, -0.2, 0.1)
+            self.add_module(f"norm{i}", norm)
+            self.add_module(f"relu{i}", nn.ReLU())
+
+
 def capture(model: nn.Module, x: Tensor, out: Path, dtype: torch.dtype, harm: Callable[[nn.Module], object]) -> None:
     model = copy.deepcopy(model).eval().to(dtype)
     harm(model)
@@ -53,12 +67,12 @@ def capture(model: nn.Module, x: Tensor, out: Path, dtype: torch.dtype, harm: Ca
         model(x.to(dtype))
 
 
-def report(kind: type[nn.Module], tmp_path: Path, harm: Callable[[nn.Module], object]) -> Report:
+def report(kind: type[nn.Module], tmp_path: Path, harm: Callable[[nn.Module], object], seed: int = 3) -> Report:
     """Float32 against bfloat16, which ``harm`` was done to."""
     with torch.random.fork_rng():
-        torch.manual_seed(3)
+        torch.manual_seed(seed)
         model = kind()
-        x = torch.randn(4, 3, *((12, 12) if kind is Vision else (64,)))
+        x = torch.randn(4, 3, *{Vision: (12, 12), Signal: (64,), Narrow: (16, 16)}[kind])
     capture(model, x, tmp_path / "b", torch.float32, lambda model: None)
     capture(model, x, tmp_path / "t", torch.bfloat16, harm)
     return diff(tmp_path / "b", tmp_path / "t")
@@ -84,6 +98,29 @@ def test_images_scaled_channel_is_named_in_16_bits(tmp_path: Path, kind: type[nn
 def test_images_rounding_to_16_bits_scales_no_channel(tmp_path: Path, kind: type[nn.Module]) -> None:
     found = report(kind, tmp_path, lambda model: None)
     assert (found.exit_code, found.divergences) == (0, ())
+
+
+@pytest.mark.parametrize("seed", [0, 2, 3, 5])
+def test_images_rounding_of_rows_that_a_relu_clears_is_small(tmp_path: Path, seed: int) -> None:
+    """The rounding of a value near the kink is small relative to the rows that were not cleared."""
+    found = report(Narrow, tmp_path, lambda model: None, seed)
+    assert (found.exit_code, found.divergences) == (0, ())
+
+
+@pytest.mark.parametrize("layer", range(1, 4))
+@pytest.mark.parametrize(
+    ("harm", "module"),
+    [
+        (lambda model, i: model.get_submodule(f"conv{i}").weight.data.mul_(1.05), "conv"),
+        (lambda model, i: model.get_submodule(f"norm{i}").bias.data.add_(0.05), "norm"),
+        (lambda model, i: setattr(model, f"relu{i}", nn.LeakyReLU(0.05)), "relu"),
+    ],
+)
+def test_images_bug_near_rows_that_a_relu_clears_is_named(
+    tmp_path: Path, layer: int, harm: Callable[[nn.Module, int], object], module: str
+) -> None:
+    found = report(Narrow, tmp_path, lambda model: harm(model, layer))
+    assert [d.module for d in found.divergences][:1] == [f"{module}{layer}"]
 
 
 def test_images_place_is_an_index_for_show_slice(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import Struct
@@ -32,6 +33,7 @@ def test_aggregate_backends_agree(seed: int, rows: int, width: int, odd: list[fl
     rng = np.random.default_rng(seed)
     a = rng.standard_normal((rows, width))
     b = a + 1e-3 * rng.standard_normal(a.shape) * rng.integers(0, 2, a.shape)
+    a[rng.random(rows) < rng.choice((0.0, 0.6, 1.0))] = 0.0
     for value in odd if width else ():
         (a if rng.random() < 0.5 else b)[rng.integers(rows), rng.integers(width)] = value
     found = compare_rows(a, b)
@@ -71,6 +73,24 @@ def test_aggregate_equal_rows_have_no_spread() -> None:
     assert seen.num_unequal == 0
     assert seen.quantiles == (0.0, 0.0, 0.0, 0.0)
     assert seen.total.equal == seen.total.count == 12
+
+
+@pytest.mark.parametrize("width", [2, 9])
+def test_aggregate_rows_of_zeros_have_no_size(width: int) -> None:
+    """As a ReLU leaves them: three of five rows are cleared, and in the target one of these keeps a small value."""
+    a = np.zeros((5, width))
+    a[0, :2], a[2, 1] = (3.0, 4.0), 10.0
+    b = a.copy()
+    b[1, 0] = 0.03
+    found, at_worst = compare_rows(a, b), np.zeros(5)
+    least = 0.25 * 7.5
+    for seen in (overview(found, at_worst), overview_reference(found, at_worst)):
+        np.testing.assert_allclose(seen.errors, [0.0, 0.03 / least, 0.0, 0.0, 0.0])
+        assert seen.peak == pytest.approx(0.03 / (least / np.sqrt(width)))
+        assert seen.worst == 1
+    nothing = compare_rows(np.zeros((3, width)), a[::2])
+    for seen in (overview(nothing, at_worst[:3]), overview_reference(nothing, at_worst[:3])):
+        np.testing.assert_array_equal(seen.errors, [np.inf, np.inf, 0.0])
 
 
 @given(st.integers(0, 2**32 - 1), st.lists(st.integers(0, 20), min_size=1, max_size=6))
