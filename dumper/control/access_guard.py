@@ -23,17 +23,19 @@ class Guard:
     """Served on loopback without a token: the Host header must name this host."""
 
     @classmethod
-    def of(cls, host: str, token: str | None) -> "Guard":
-        """The guard of a server at ``host``.
+    def of(cls, host: str, token: str | None, *, flag: str = "") -> "Guard":
+        """The guard of a server at ``host``, which the command line's ``flag`` (``--listen 0.0.0.0:8000``) or else the
+        setting ``control`` gave.
 
         Raises ConfigError when a token is required or cannot be sent in a header.
         """
         if token is not None and (len(token) < _MIN_TOKEN or not token.isascii() or not _is_printable(token)):
             raise ConfigError(f"control_token: must be at least {_MIN_TOKEN} printable ASCII characters without blanks")
         if token is None and not is_loopback(host):
+            where, setting = (f"{flag}: ", "") if flag else ("", " (or control_token=)")
             raise ConfigError(
-                f"other hosts can reach {host}, so the control routes need a token; set the environment variable "
-                f"{TOKEN_VARIABLE} (or control_token=), or listen on 127.0.0.1"
+                f"{where}other hosts can reach {host}, so the control routes need a token; set the environment "
+                f"variable {TOKEN_VARIABLE}{setting}, or listen on 127.0.0.1"
             )
         return cls(token, loopback_only=token is None)
 

@@ -1,5 +1,6 @@
 """RankGroup: all ranks of one engine. They load, compute and end together; losing one loses the group."""
 
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,12 +18,16 @@ from tapscope.engine.distributed.tensor_parallel import TensorParallel
 from tapscope.engine.execution.draft_runner import DraftRunner, make_draft_runner, measure_draft
 from tapscope.engine.execution.launched_step import LaunchedStep
 from tapscope.engine.execution.model_runner import ModelRunner
+from tapscope.engine.execution.num_processes import shared_cores
 from tapscope.engine.execution.rank_worker import COMMANDS, answer_of
+from tapscope.engine.execution.resolved_settings import resolve_device
 from tapscope.engine.execution.spawned_ranks import SpawnedRanks
 from tapscope.engine.execution.torchrun_ranks import TorchrunRanks, run_worker_rank
 from tapscope.engine.hf_config.model_config import ModelConfig
 from tapscope.engine.params.engine_config import EngineConfig
 from tapscope.engine.requests.step_plan import StepPlan
+
+_log = logging.getLogger(__name__)
 
 
 class RankGroup:
@@ -37,6 +42,8 @@ class RankGroup:
         self._lost: RankLostError | None = None
         self._ranks: SpawnedRanks | None = None
         num_threads = torch.get_num_threads()
+        if config.dp_rank == 0:
+            _warn(config)
         if config.dp > 1:  # replicas share the cores
             torch.set_num_threads(max(1, num_threads // config.dp))
         if config.launch == "external":
@@ -164,6 +171,14 @@ class RankGroup:
             self._ranks.abandon()
             self.runner.model.tp.disconnect()
         self._lost = error
+
+
+def _warn(config: EngineConfig) -> None:
+    """Log the settings that have no effect, or that make an engine on the CPU slow."""
+    if config.custom_all_reduce and config.tp == 1:
+        _log.warning("custom_all_reduce has no effect with tp=1: there is nothing to reduce")
+    if config.dp * config.tp > 1 and resolve_device(config, 0).type == "cpu" and (sentence := shared_cores(config)):
+        _log.warning("%s", sentence)
 
 
 def _raise_first(problems: dict[int, str | None], error: type[TapscopeError]) -> None:

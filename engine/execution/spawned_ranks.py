@@ -13,6 +13,7 @@ from tapscope.core.wire import Message
 from tapscope.engine.distributed.heartbeat import Heartbeat
 from tapscope.engine.distributed.tensor_parallel import TensorParallel
 from tapscope.engine.distributed.worker_processes import FINAL_MESSAGE_S, POLL_MS, WorkerProcesses
+from tapscope.engine.execution.num_processes import check_num_processes
 from tapscope.engine.execution.rank_worker import rank_main
 from tapscope.engine.execution.resolved_settings import resolve_device
 from tapscope.engine.hf_config.model_config import ModelConfig
@@ -37,6 +38,7 @@ class SpawnedRanks(WorkerProcesses):
 
     def connect(self) -> TensorParallel:
         """Start the processes and connect rank 0 to them; raises ConfigError, RankLostError."""
+        check_num_processes(self._config)
         device = resolve_device(self._config, 0)  # before any process starts: a rank without a GPU would never join
         self.start(rank_main, self._arguments, self._config.tp - 1, "rank")
         self.watch(self._config.rank_timeout_s, self._heartbeat)

@@ -28,6 +28,7 @@ from tapscope.engine.distributed.worker_processes import (
     worker_address,
     worker_identity,
 )
+from tapscope.engine.execution.num_processes import check_num_processes
 from tapscope.engine.params.engine_config import EngineConfig
 
 
@@ -46,7 +47,7 @@ class Replicas(WorkerProcesses):
 
     def __init__(self, config: EngineConfig, observer: ObserverFactory | None, max_waiting: int | None) -> None:
         super().__init__()
-        self._dp, self._limit_s = config.dp, config.rank_timeout_s
+        self._config, self._dp, self._limit_s = config, config.dp, config.rank_timeout_s
         self._arguments = (config, observer, max_waiting, str(self.folder))
 
     @property
@@ -60,7 +61,9 @@ class Replicas(WorkerProcesses):
         return [self._socket, *self.sentinels]
 
     def spawn(self) -> None:
-        """Start and watch the processes, which load in parallel; raises UsageError."""
+        """Start and watch the processes, which load in parallel; raises ConfigError, UsageError."""
+        if self._dp > 1:
+            check_num_processes(self._config)
         self.start(replica_main, self._arguments, self._dp - 1, "replica")
         if self._dp > 1:
             self.watch(self._limit_s)

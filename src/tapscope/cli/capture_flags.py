@@ -36,8 +36,10 @@ _ENGINE_FLAGS = ("dtype", "kv_cache_dtype", "quantization_param_path", "dp", "tp
 
 
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """The settings of the flags of :func:`add_model_flags` and of ``--set``, the last of a name; raises ConfigError."""
+    """The settings of the flags of :func:`add_model_flags` and of ``--set``; raises ConfigError, also for a name
+    that is set twice."""
     settings: dict[str, Any] = {name: getattr(args, name) for name in _ENGINE_FLAGS if hasattr(args, name)}
+    given: dict[str, str] = {}
     for text in args.set:
         name, separator, value = text.partition("=")
         if not separator:
@@ -46,6 +48,9 @@ def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
             raise ConfigError(f"--set {text!r}: use the flag --{name.replace('_', '-')}")
         if name in ("model", "dp", "dp_rank"):
             raise ConfigError(f"--set {text!r}: {name} cannot be set here")
+        if name in given:
+            raise ConfigError(f"--set {text!r}: {name} was set before, by --set {given[name]!r}; set it once")
+        given[name] = text
         try:
             settings[name] = json.loads(value)
         except ValueError:

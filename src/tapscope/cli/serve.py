@@ -52,6 +52,7 @@ class ServeCommand:
         sleep_when_idle()
         from tapscope.dumper.control.access_guard import Guard, token_of
         from tapscope.dumper.pipeline.recorder_process import require_free
+        from tapscope.engine.execution.num_processes import check_num_processes
         from tapscope.engine.server.http_listener import BACKLOG
         from tapscope.engine.server.request_log import RequestLog
         from tapscope.engine.server.request_traces import RequestTraces
@@ -59,10 +60,12 @@ class ServeCommand:
         from tapscope.http.listen import listen, parse_address, url_of
 
         settings = _settings(args)
-        host, port = parse_address(args.listen)
-        Guard.of(host, token_of(None))
+        host, port = parse_address(args.listen, flag="--listen")
+        Guard.of(host, token_of(None), flag=f"--listen {args.listen}")
         out = args.out or Path("runs") / f"{capture_flags.checkpoint_name(args.model)}-{time.strftime('%Y%m%d-%H%M%S')}"
         engine = _engine_config(args, out)
+        if engine.dp > 1:  # a larger tp than the model's heads has its own error
+            check_num_processes(engine)
         require_free(out, force=args.force)
         config = capture_flags.config(args)
         if settings.request_log is not None:

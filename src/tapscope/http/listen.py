@@ -16,12 +16,12 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def parse_address(text: str) -> tuple[str, int]:
-    """``HOST:PORT`` or ``PORT`` (of loopback); raises ConfigError."""
+def parse_address(text: str, *, flag: str = "address") -> tuple[str, int]:
+    """``HOST:PORT`` or ``PORT`` (of loopback); raises ConfigError, which names the ``flag`` that gave it."""
     host, _, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]") or "127.0.0.1"
     if not (port.isascii() and port.isdigit() and int(port) <= 65535):
-        raise ConfigError(f"address {text!r}: must be HOST:PORT or PORT, e.g. 127.0.0.1:5757 (port 0: any)")
+        raise ConfigError(f"{flag} {text!r}: must be HOST:PORT or PORT, e.g. 127.0.0.1:5757 (port 0: any)")
     return host, int(port)
 
 
