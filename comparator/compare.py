@@ -263,6 +263,8 @@ def _with_corrupt(coverage: Coverage, corrupt: _Corrupt) -> Coverage:
         warning = f"{plural(unchecked, 'value')} could not be checked: recorded without a hash of this version"
         coverage = structs.replace(coverage, warnings=(*coverage.warnings, warning))
     sentences = tuple(sentence for one in corrupt for sentence in one.sentences())
-    return (
-        structs.replace(coverage, damaged=sentences, partial=(*sentences, *coverage.partial)) if sentences else coverage
-    )
+    if not sentences:
+        return coverage
+    quoted = {f"{one.run.name}: {lost}" for one in corrupt for lost in one.run.damaged[:1] if not one.reasons}
+    others = (sentence for sentence in coverage.partial if sentence not in quoted)
+    return structs.replace(coverage, damaged=sentences, partial=(*sentences, *others))

@@ -171,6 +171,8 @@ def test_sglang_unreadable_files_are_reported_and_the_rest_compared(
     assert report.coverage.damaged == report.coverage.partial[:1]
     assert "dump is damaged, 2 files left out" in report.coverage.damaged[0]
     said = " ".join(report.coverage.partial)
+    (bomb,) = (tmp_path / "dump").glob("*name=bomb*")
+    assert [said.count(file.name) for file in (cut, bomb)] == [1, 1]
     assert "asks for posix.system" in said
     assert "cut off or damaged" in said
     assert not (tmp_path / "executed").exists()
