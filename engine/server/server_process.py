@@ -55,6 +55,8 @@ class ServerProcess:
         self._signals = 0
         self._is_running = self._is_draining = False
         self._lost: RankLostError | None = None
+        self._signalled: socket.socket | None = None
+        """Becomes readable when a signal has come, within :meth:`signals`."""
 
     def __enter__(self) -> Self:
         self._replicas = Replicas(self._config, self._observer, self._settings.max_waiting)
@@ -113,6 +115,8 @@ class ServerProcess:
             engine, self._socket, max_waiting=self._settings.max_waiting, on_failure=self._on_failure
         )
         service.watch(self._channel.fileno(), service.stop)
+        if self._signalled is not None:
+            service.watch(self._signalled.fileno(), self._read_signals)
         for source in self._replicas.sources:
             service.watch(source, lambda: self._check_replicas(service))
         freeze()
@@ -132,12 +136,24 @@ class ServerProcess:
     def signals(self) -> Iterator[None]:
         """SIGTERM and Ctrl-C drain; the second one, or one before the model is loaded, exits immediately."""
         names = (signal.SIGTERM, signal.SIGINT)
-        previous = [signal.signal(name, self._on_signal) for name in names]
-        try:
-            yield
-        finally:
-            for name, handler in zip(names, previous, strict=True):
-                signal.signal(name, handler)
+        self._signalled, wake = socket.socketpair()
+        with self._signalled, wake:
+            # Python runs a handler between two of its instructions. A signal that comes right before the service polls
+            # would wait for the next message, so the service polls this socket as well.
+            wake.setblocking(False)
+            before = signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+            previous = [signal.signal(name, self._on_signal) for name in names]
+            try:
+                yield
+            finally:
+                for name, handler in zip(names, previous, strict=True):
+                    signal.signal(name, handler)
+                signal.set_wakeup_fd(before)
+
+    def _read_signals(self) -> None:
+        """Called once the service has stopped polling; the handlers have run by then."""
+        assert self._signalled is not None
+        self._signalled.recv(4096)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signals += 1

@@ -43,10 +43,10 @@ class Process:
 
     def __init__(self, path: Path, run: Path, *flags: str) -> None:
         self.address, self._folder = f"127.0.0.1:{free_port()}", run.parent
-        words = ["-m", "tapscope", "serve", path, "-o", run, "--listen", self.address, "--set", "num_pages=4096"]
-        self.process = warm.start(
-            *(*words, *flags), popen=warm.WarmTree, cwd=run.parent, stderr=subprocess.PIPE, text=True
-        )
+        words = ["-m", "tapscope", "serve", path, "-o", run, "--listen", self.address, *flags]
+        if not any(flag.startswith("num_pages=") for flag in flags):
+            words += ["--set", "num_pages=4096"]
+        self.process = warm.start(*words, popen=warm.WarmTree, cwd=run.parent, stderr=subprocess.PIPE, text=True)
         self.client = httpx.Client(base_url=f"http://{self.address}", timeout=LIMIT_S)
 
     def wait_ready(self) -> None:
@@ -212,6 +212,52 @@ def test_server_exits_immediately_on_a_second_sigterm(path: Path, tmp_path: Path
             list(lines)
         assert process.end()[0] == 143
         wait_until(lambda: not process.children(), "the front ends")
+
+
+SIGNAL_BEFORE_POLL = """
+import ctypes, operator, os, signal, sys
+from functools import partial
+import zmq
+from tapscope.cli import main
+from tapscope.engine.runners.engine_service import EngineService
+
+class Poller(zmq.Poller):
+    def poll(self, timeout=None):
+        if timeout is not None or fired or not os.path.exists("fire"):
+            return super().poll(timeout)
+        if ready := super().poll(500):  # what still comes after a response
+            return ready
+        fired.append(True)
+        kill = partial(ctypes.PyDLL(None)["raise"], int(signal.SIGTERM))
+        poll = partial(zmq.backend.zmq_poll, self.sockets, -1)
+        return list(map(operator.call, (kill, poll)))[1]  # all in C: Python runs no handler in between
+
+def init(service, *args, **options):
+    original(service, *args, **options)
+    service._poller.__class__ = Poller
+
+fired, original = [], EngineService.__init__
+EngineService.__init__ = init
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_sigterm_right_before_an_idle_server_waits_drains_it(path: Path, tmp_path: Path) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    words = ["-c", SIGNAL_BEFORE_POLL, "serve", path, "-o", tmp_path / "run", "--listen", address]
+    process = warm.start(
+        *words, "--set", "num_pages=64", popen=warm.WarmTree, cwd=tmp_path, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        wait_for_ready(address, process, LIMIT_S)
+        (tmp_path / "fire").touch()
+        body = {"input_ids": [5, 6], "sampling_params": SHORT}
+        assert httpx.post(f"http://{address}/generate", json=body, timeout=LIMIT_S).status_code == 200
+        text = process.communicate(timeout=30)[1]
+    finally:
+        process.kill()
+    assert process.returncode == 0, text
+    assert "error" not in text
 
 
 @pytest.mark.parametrize(
