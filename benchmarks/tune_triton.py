@@ -42,12 +42,15 @@ PREFILL = {
 
 
 def launches(dim: int, itemsize: int) -> Iterator[Launch]:
-    """The candidates; with n stages keys and values have n - 1 buffers each."""
+    """The candidates; with n stages keys and values have n - 1 buffers each.
+
+    ``resident`` only changes the number of parts of a sequence, so it needs no other compilation.
+    """
     blocks = (16, 32, 64) if dim > 256 else (32, 64, 128)
     for block, warps, stages, registers in itertools.product(blocks, (4, 8), (2, 3, 4), (None, 128)):
         buffers = (stages - 1) * block * min(dim, 576) * itemsize * (1 if dim > 256 else 2)
         if buffers <= 200 << 10 and (warps == 4 or (registers is None and (block >= 64 or dim > 256))):
-            yield Launch(block, warps, stages, registers)
+            yield from (Launch(block, warps, stages, registers, resident) for resident in (1, 2, 4))
 
 
 def decode_calls(shapes: list[tuple[int, int, int, int, int, torch.dtype]]) -> list[Callable[[], object]]:
