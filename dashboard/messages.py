@@ -161,7 +161,7 @@ class FindingsReady(Answer):
 
 @dataclass
 class TokenViewReady(Answer):
-    """A finding has been read row by row; the token view is None where there are no values."""
+    """The values of a finding, row by row; the token view is None if there are none."""
 
     finding: "Finding"
     token_view: "TokenView | None"

@@ -56,8 +56,8 @@ class MagnitudeGrid(Grid):
     measure: str = MEASURES[0]
     scale: LevelScale = field(default_factory=LevelScale)
     aside: frozenset[str] = frozenset()
-    """Sites whose measures say nothing about the others: masks, and of magnitudes ids, positions and other integers.
-    They count in no line of several sites, unless there are no others; their values that are not finite do."""
+    """Sites that rows of several sites ignore, because their measures are not comparable: masks, and, for magnitudes,
+    integers such as ids and positions. NaN and infinity in them still count, and so do they if a row has no others."""
 
     def grouped(self, rows: Sequence[GridRow]) -> Self:
         """As :meth:`.Grid.grouped`, without the measures of the sites that are :attr:`aside`."""

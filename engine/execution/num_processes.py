@@ -7,7 +7,7 @@ from tapscope.core.formatting import plural
 from tapscope.engine.params.engine_config import EngineConfig
 
 PER_CORE = 32
-"""Processes per core from which on an engine is refused: they would take hours to load and exceed every timeout."""
+"""Most processes per core: a bound far above any useful number, so that a typo does not exhaust the machine."""
 
 
 def num_cores() -> int:

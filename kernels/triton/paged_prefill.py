@@ -34,8 +34,8 @@ class PrefillLaunch(NamedTuple):
     """How the kernel is compiled for a class of shapes."""
 
     rows: int
-    """Rows times heads of a program. At most 128 if requests are short, or unless the heads of a key/value head are a
-    power of two from 4 on."""
+    """Query rows times heads of one program. At most 128 are used for short requests, and for models in which the
+    number of query heads per key/value head is less than 4 or not a power of two."""
     block: int
     """Positions of one iteration."""
     warps: int

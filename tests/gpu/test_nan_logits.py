@@ -1,6 +1,6 @@
 """NaN in the logits of a model that is served in CUDA graphs: counted, whatever a step samples, and pages are dropped.
 
-Skipped, and counted in the summary, where there is no CUDA device.
+Skipped without a CUDA device; the summary reports how many tests were.
 """
 
 from pathlib import Path
