@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from msgspec import structs
 from torch import Tensor
 
 from tapscope.core.errors import ConfigError
-from tapscope.core.observe import ModelObserver, StepInfo, StepObserver
+from tapscope.core.observe import ModelObserver, ObserverFactory, StepInfo, StepObserver
 from tapscope.engine.distributed.tensor_parallel import TensorParallel
 from tapscope.engine.execution.decode_graphs import free_memory
 from tapscope.engine.execution.draft_chains import DraftChains, HeadRows, LaunchedDrafts
@@ -55,11 +56,21 @@ def check_draft(config: EngineConfig, target: ModelConfig) -> None:
     draft.check_split(config.tp)
 
 
-def make_draft_runner(config: EngineConfig, target: ModelRunner, tp: TensorParallel) -> "DraftRunner | None":
-    """Load the draft checkpoint or head, which passed :func:`check_draft`, with as many pages as ``target`` has; None
-    if no algorithm needs one. The observer of ``target`` watches it too.
+def load_runners(
+    config: EngineConfig, model_config: ModelConfig, tp: TensorParallel, observer: ObserverFactory | None
+) -> "tuple[ModelRunner, DraftRunner | None]":
+    """The runners of this rank: of the model, and of the draft that passed :func:`check_draft`, None without one.
 
-    Raises CheckpointError, ConfigError.
+    Raises CheckpointError, ConfigError, RankLostError.
+    """
+    runner = ModelRunner(config, model_config, tp, observer, measure_draft=partial(_measure_draft, config))
+    return runner, _make_draft_runner(config, runner)
+
+
+def _make_draft_runner(config: EngineConfig, target: ModelRunner) -> "DraftRunner | None":
+    """Load the draft checkpoint or head, with as many pages as ``target`` has; None if no algorithm needs one.
+
+    The observer of ``target`` watches it too.
     """
     draft_config = config.draft_config(target.cache_config.num_pages)
     if draft_config is None:
@@ -68,15 +79,15 @@ def make_draft_runner(config: EngineConfig, target: ModelRunner, tp: TensorParal
         runner: DraftRunner = _make_head_runner(config, draft_config, target)
     else:
         draft = ModelConfig.read(Path(draft_config.model))
-        runner = DraftRunner(draft_config, draft, tp, None, max_request_rows=1 + config.num_drafts)
+        runner = DraftRunner(draft_config, draft, target.model.tp, None, max_request_rows=1 + config.num_drafts)
     if isinstance(target.observer, ModelObserver):
         target.observer.attach(runner.model, name="draft")
         runner.observer = _SharedObserver(target.observer)
     return runner
 
 
-def measure_draft(config: EngineConfig, target: ModelRunner, tp: TensorParallel) -> DraftMemory | None:
-    """Memory of the draft that :func:`make_draft_runner` will make; None without one.
+def _measure_draft(config: EngineConfig, target: ModelRunner) -> DraftMemory | None:
+    """Memory of the draft that :func:`_make_draft_runner` will make; None without one.
 
     It is measured with dummy weights and as many pages as ``target`` has now. Other ranks do the same. Raises
     ConfigError.
@@ -87,7 +98,7 @@ def measure_draft(config: EngineConfig, target: ModelRunner, tp: TensorParallel)
     layers = [decoder.aux_layers for decoder in decoders]
     before = free_memory()
     try:
-        runner = make_draft_runner(replace(config, load_format="dummy"), target, tp)
+        runner = _make_draft_runner(replace(config, load_format="dummy"), target)
         if runner is None:
             return None
         used = before - free_memory()

@@ -4,7 +4,6 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from tapscope.core.observe import ObserverFactory
 from tapscope.core.wire import Message
 from tapscope.engine.distributed.heartbeat import Heartbeat
 from tapscope.engine.distributed.tensor_parallel import TensorParallel
-from tapscope.engine.execution.draft_runner import DraftRunner, make_draft_runner, measure_draft
+from tapscope.engine.execution.draft_runner import DraftRunner, load_runners
 from tapscope.engine.execution.launched_step import LaunchedStep
 from tapscope.engine.execution.model_runner import ModelRunner
 from tapscope.engine.execution.num_processes import shared_cores
@@ -51,9 +50,7 @@ class RankGroup:
         if config.tp == 1:
             alone = TensorParallel()
             alone.heartbeat = heartbeat
-            measure = partial(measure_draft, config, tp=alone)
-            self.runner = ModelRunner(config, model_config, alone, observer, measure_draft=measure)
-            self.draft_runner = make_draft_runner(config, self.runner, alone)
+            self.runner, self.draft_runner = load_runners(config, model_config, alone, observer)
         else:
             self._ranks, self.runner, self.draft_runner = _start(config, model_config, observer, heartbeat)
         threads_before = num_threads if config.tp > 1 or config.dp > 1 else None
@@ -199,9 +196,7 @@ def _start(
     try:
         try:
             tp = ranks.connect()
-            measure = partial(measure_draft, config, tp=tp)
-            runner = ModelRunner(config, model_config, tp, observer, measure_draft=measure)
-            draft_runner = make_draft_runner(config, runner, tp)
+            runner, draft_runner = load_runners(config, model_config, tp, observer)
             ranks.wait_for_all("ready")
         except RankLostError as error:
             ranks.raise_lost(error)

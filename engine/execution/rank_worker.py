@@ -23,7 +23,7 @@ from tapscope.engine.distributed.worker_processes import (
     worker_identity,
 )
 from tapscope.engine.execution import weight_commands
-from tapscope.engine.execution.draft_runner import make_draft_runner, measure_draft
+from tapscope.engine.execution.draft_runner import load_runners
 from tapscope.engine.execution.launched_step import LaunchedStep
 from tapscope.engine.execution.model_runner import ModelRunner
 from tapscope.engine.execution.resolved_settings import resolve_device
@@ -88,8 +88,7 @@ def worker_loop(
     poller = _poller(socket, rank_0_lost)
     launched: LaunchedStep | None = None
     tp = connect()
-    runner = ModelRunner(config, model_config, tp, observer, measure_draft=partial(measure_draft, config, tp=tp))
-    draft_runner = make_draft_runner(config, runner, tp)
+    runner, draft_runner = load_runners(config, model_config, tp, observer)
     try:
         socket.send_multipart(encode(Message("ready")))
         while True:
