@@ -1,7 +1,7 @@
 """Command R and R7B under Hugging Face's names: attention and MLP in parallel, LayerNorm without bias."""
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tapscope.engine.distributed.tensor_parallel import TensorParallel
 from tapscope.engine.hf_config.model_config import ModelConfig
@@ -59,9 +59,7 @@ class CohereDecoderLayer(DecoderLayer):
 class CohereDecoder(Decoder):
     """transformers' CohereModel."""
 
-    def make_rotary(self, config: ModelConfig) -> nn.Module:
-        """``rotary_emb``, which :meth:`rotations` calls."""
-        return CohereRotaryEmbedding(config.rope, config.head_dim)
+    rotary_class = CohereRotaryEmbedding
 
 
 class CohereForCausalLM(CausalLM):

@@ -136,6 +136,8 @@ class Decoder(nn.Module):
     embedding_name: ClassVar[str] = "embed_tokens"
     final_norm_name: ClassVar[str] = "norm"
     """Names of the token embedding and of the final norm in transformers."""
+    rotary_class: ClassVar[type[nn.Module]] = RotaryEmbedding
+    """Of ``rotary_emb``."""
 
     def __init__(
         self, config: ModelConfig, tp: TensorParallel, dtype: torch.dtype, layer_class: type[DecoderLayer]
@@ -173,7 +175,7 @@ class Decoder(nn.Module):
 
     def make_rotary(self, config: ModelConfig) -> Any:
         """``rotary_emb``, which :meth:`rotations` calls; None in models without rotary embedding."""
-        return RotaryEmbedding(config.rope, config.rope.rotary_dim(config.head_dim))
+        return self.rotary_class(config.rope, config.rope.rotary_dim(config.head_dim))
 
     def rotations(self, hidden_states: Tensor, position_ids: Tensor, cache: StepCache) -> list[Any]:
         """Cosines and sines for each layer; None without rotary embedding."""

@@ -75,7 +75,7 @@ class Gemma3RotaryEmbedding(nn.Module):
 class Gemma3Decoder(Decoder):
     """A decoder with different rotary embeddings in sliding and global layers."""
 
-    rotary_class: ClassVar[type[Gemma3RotaryEmbedding]] = Gemma3RotaryEmbedding
+    rotary_class = Gemma3RotaryEmbedding
 
     def make_rotary(self, config: ModelConfig) -> Any:
         """``rotary_emb`` of all layer types."""

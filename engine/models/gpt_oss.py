@@ -107,9 +107,7 @@ class GptOssDecoderLayer(DecoderLayer):
 class GptOssDecoder(Decoder):
     """transformers' GptOssModel."""
 
-    def make_rotary(self, config: ModelConfig) -> nn.Module:
-        """``rotary_emb``, which :meth:`rotations` calls."""
-        return GptOssRotaryEmbedding(config.rope, config.head_dim)
+    rotary_class = GptOssRotaryEmbedding
 
 
 class GptOssForCausalLM(MoeCausalLM):

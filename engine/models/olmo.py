@@ -3,7 +3,7 @@
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tapscope.engine.distributed.tensor_parallel import TensorParallel
 from tapscope.engine.hf_config.model_config import ModelConfig
@@ -81,9 +81,7 @@ class Olmo3RotaryEmbedding(Gemma3RotaryEmbedding):
 class Olmo2Decoder(Decoder):
     """transformers' Olmo2Model."""
 
-    def make_rotary(self, config: ModelConfig) -> nn.Module:
-        """``rotary_emb``, which :meth:`rotations` calls."""
-        return Olmo2RotaryEmbedding(config.rope, config.head_dim)
+    rotary_class = Olmo2RotaryEmbedding
 
 
 class Olmo3Decoder(Gemma3Decoder):
