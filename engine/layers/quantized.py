@@ -208,8 +208,9 @@ def quantized_linear(
     A weight-only product on a CPU has the bits of a layer with the dequantized weight.
     """
     kept = None if quantizer is None else quantizer.take(input)
-    if kept is None and quantizer is not None and not is_watched(quantizer) and _fits_one_launch(input, quantizer):
-        kernels = _kernels(input, weight.dtype) if _runs_in_kernels(input, input, None, layout) else None
+    is_one_row = kept is None and len(input) == 1
+    if is_one_row and quantizer is not None and quantizer.fits_kernels(input) and not is_watched(quantizer):
+        kernels = _kernels_for(input, None, weight, layout)
         if kernels is not None:
             row: Tensor = kernels.scaled_linear.quantizing_linear(
                 input, weight, scale, layout.rows, input_group=quantizer.scheme.group,
@@ -223,11 +224,6 @@ def quantized_linear(
         codes, input_scale, weight, scale, layout, input.dtype,
         bias=bias, input_group=input_group, zero=zero, is_constant=True,
     )  # fmt: skip
-
-
-def _fits_one_launch(input: Tensor, quantizer: InputQuantizer) -> bool:
-    """Whether the product's kernels quantize the input, which is one row."""
-    return len(input) == 1 and quantizer.fits_kernels(input)
 
 
 def scaled_product(
@@ -249,7 +245,7 @@ def scaled_product(
     ``input_group`` is that of the input's scales; ``product`` multiplies what is dequantized first. ``is_constant``:
     the kernel launched last writes neither the weight nor its scales.
     """
-    kernels = _kernels(codes, weight.dtype) if _runs_in_kernels(codes, codes, input_scale, layout) else None
+    kernels = _kernels_for(codes, input_scale, weight, layout)
     if kernels is not None and (input_scale is not None or len(codes) <= _MOST_ROWS):
         output: Tensor = kernels.scaled_linear.scaled_linear(
             codes, input_scale, weight, scale, layout.rows, dtype,
@@ -285,7 +281,7 @@ def grouped_scaled_product(
 
 def runs_grouped(codes: Tensor, input_scale: Tensor | None, weight: Tensor, layout: ScaleLayout) -> bool:
     """Whether :func:`grouped_scaled_product` computes these."""
-    return _runs_in_kernels(codes, codes, input_scale, layout) and _kernels(codes, weight.dtype) is not None
+    return _kernels_for(codes, input_scale, weight, layout) is not None
 
 
 def grouped_int4_product(
@@ -321,13 +317,14 @@ def _kernels(input: Tensor, dtype: torch.dtype) -> Kernels | None:
     return fused
 
 
-def _runs_in_kernels(input: Tensor, codes: Tensor, input_scale: Tensor | None, layout: ScaleLayout) -> bool:
-    """Whether shapes and groups are those of the kernels."""
+def _kernels_for(codes: Tensor, input_scale: Tensor | None, weight: Tensor, layout: ScaleLayout) -> Kernels | None:
+    """The kernels, if they multiply ``codes``, quantized if they have scales, with the quantized weight; else None."""
     groups = 1 if input_scale is None else input_scale.shape[1]
-    return (
-        input.ndim == 2
+    fits = (
+        codes.ndim == 2
         and codes.stride(-1) == 1
         and layout.offset == 0
         and (layout.group is None or layout.group % _KERNEL_GROUP == 0)
-        and groups in (1, input.shape[1] / _KERNEL_GROUP)
+        and groups in (1, codes.shape[1] / _KERNEL_GROUP)
     )
+    return _kernels(codes, weight.dtype) if fits else None
