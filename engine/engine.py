@@ -424,7 +424,7 @@ class Engine:
             return None
         output = self._output(request)
         if not self.scheduler.has_work:  # no later step() would collect the launched steps
-            self._undelivered += self._drain()
+            self._keep_outputs()
         return output
 
     def pause_generation(self, mode: PauseMode) -> int:
@@ -474,7 +474,7 @@ class Engine:
     def reopen(self, run: Path) -> None:
         """Continue the observers of all ranks in the run directory ``run``; raises RecorderError when one cannot."""
         self._rank_group.require_usable()
-        self._undelivered += self._drain()
+        self._keep_outputs()
         self._rank_group.run_command_rank_0_first(Message("reopen", {"run": str(run)}), RecorderError)
 
     def start_profile(self) -> None:
@@ -484,7 +484,7 @@ class Engine:
             raise UsageError("this engine has no directory for profiles; start it with profile_dir=DIR")
         if self.runner.profiler.is_running:
             raise UsageError("a profile is being recorded; stop it first")
-        self._undelivered += self._drain()
+        self._keep_outputs()
         self._rank_group.run_command(Message("profile", {"folder": None}), OutputError)
 
     def stop_profile(self, name: str | None = None) -> list[str]:
@@ -495,7 +495,7 @@ class Engine:
         self._rank_group.require_usable()
         if not self.runner.profiler.is_running:
             raise UsageError("no profile is being recorded; start one first")
-        self._undelivered += self._drain()
+        self._keep_outputs()
         folder = Path(str(self.config.profile_dir)).absolute() / (name or time.strftime("%Y%m%d-%H%M%S"))
         first = self.config.dp_rank * self.config.tp
         self._rank_group.run_command(Message("profile", {"folder": str(folder), "first_rank": first}), OutputError)
@@ -547,8 +547,8 @@ class Engine:
 
     def close(self) -> None:
         """Close the observers and end the other ranks; safe to call twice."""
-        for oldest in self._in_flight[-1:]:
-            self._finish(oldest.plan)
+        if self._in_flight:
+            self._finish(self._in_flight[-1].plan)
         self._in_flight = []
         self._grammars.close()
         self._rank_group.close()

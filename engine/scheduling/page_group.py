@@ -189,11 +189,8 @@ class PageGroup:
         table = request.table(self.index)
         if table.num_sent_pages == len(table.pages):
             return ()
-        fresh, passed = (
-            table.pages[table.num_sent_pages :],
-            max(0, table.num_freed_pages - table.num_sent_pages),
-        )
-        return (table.pages[table.num_freed_pages],) * passed + tuple(fresh[passed:])
+        passed = max(0, table.num_freed_pages - table.num_sent_pages)
+        return (table.pages[table.num_freed_pages],) * passed + tuple(table.pages[table.num_sent_pages + passed :])
 
     def flush(self) -> int:
         """Evict every prefix that no running request holds; returns the number of freed pages."""
