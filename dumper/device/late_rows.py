@@ -35,7 +35,7 @@ class LateRows:
         :meth:`D2HWorker.start`."""
         self.outline = outline
         """What is known before the values arrive."""
-        self._drain = worker
+        self._worker = worker
         self._complete = complete
         self._values: dict[str, Array] = {}
         self._lock = threading.Lock()
@@ -53,7 +53,7 @@ class LateRows:
     @property
     def is_ready(self) -> bool:
         """Whether :attr:`info` is complete."""
-        return self._num_left == 0 or self._drain.is_overdue
+        return self._num_left == 0 or self._worker.is_overdue
 
     @property
     def info(self) -> StepInfo:
@@ -88,4 +88,4 @@ class LateRows:
                 self._num_left -= 1
 
         # The thread that waits for it should not take the interpreter from the forward that begins
-        self._drain.start(tensor, layout, slot, done, arrived, can_wait=True)
+        self._worker.start(tensor, layout, slot, done, arrived, can_wait=True)

@@ -50,7 +50,7 @@ class InMemorySink(Sequence[CapturedRecord]):
         return self._items[index]
 
     def __repr__(self) -> str:
-        return f"<Captures of {len(self)} records at {len(self.sites)} sites>"
+        return f"<InMemorySink of {len(self)} records at {len(self.sites)} sites>"
 
     @property
     def sites(self) -> list[str]:

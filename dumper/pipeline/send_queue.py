@@ -155,13 +155,13 @@ class SendQueue:
         """Send what there is, full batch or not."""
         with self.lock:
             self._outbox.flush()
-            self._call_pipeline()
+            self._wake_sender()
 
     def flush_soon(self) -> None:
         """A step has ended: send what there is, combining short steps."""
         with self.lock:
             if self._outbox.flush_soon():
-                self._call_pipeline()
+                self._wake_sender()
 
     def drained(self, timeout_s: float) -> bool:
         """Flush and wait until everything is acknowledged; False when that took too long."""
@@ -174,7 +174,7 @@ class SendQueue:
     def wake(self) -> None:
         """Values have arrived from a device: check whether there is enough to send."""
         with self.lock:
-            self._call_pipeline()
+            self._wake_sender()
 
     @property
     def is_awaiting_device(self) -> bool:
@@ -191,12 +191,10 @@ class SendQueue:
         """Queue records, with the payloads that travel with them."""
         self.in_flight_bytes += number * LINE_COST
         self._num_records += number
-        if self._outbox.put(
-            item, number, nbytes
-        ):  # wake the sender when a batch is full; while it works it checks by itself
-            self._call_pipeline()
+        if self._outbox.put(item, number, nbytes):  # a full batch; a sender that is awake checks by itself
+            self._wake_sender()
 
-    def _call_pipeline(self) -> None:
+    def _wake_sender(self) -> None:
         """There may be something to send; the lock must be held."""
         self.lock.notify_all()
         if self._is_asleep:

@@ -99,9 +99,7 @@ class Sender:
         self.rank_counters: Callable[[], dict[str, int]] = dict
         """Additional counters of this rank for the recorder's state."""
         self._num_batches = 0
-        self._sent: SentMessages[tuple[list[Any], RecordBatch | None]] = (
-            SentMessages()
-        )  # frames, and the batch that they carry
+        self._sent = SentMessages[tuple[list[Any], RecordBatch | None]]()  # frames, and the batch that they carry
         self._received = ReceivedMessages()
         self._tables = SentTables()
         self._generation = -1

@@ -328,9 +328,8 @@ def _parameters(module: nn.Module, forward: Callable[..., Any] | None) -> tuple[
     try:
         parameters = list(inspect.signature(forward or module.forward).parameters.values())
         if "forward" in module.__dict__ and [p.kind for p in parameters] == [kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD]:
-            parameters = list(inspect.signature(type(module).forward).parameters.values())[
-                1:
-            ]  # the class's, without self
+            parameters = list(inspect.signature(type(module).forward).parameters.values())
+            parameters = parameters[1:]  # without self
     except (ValueError, TypeError, AttributeError):
         return (), (), True
     positional = tuple(p.name for p in parameters if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD))

@@ -178,11 +178,9 @@ def _exact_distance(baseline: Array, target: Array) -> Array:
     """abs(baseline - target) of two integer arrays, rounded to float64 only at the end."""
     if np.uint64 not in (baseline.dtype, target.dtype):
         a, b = baseline.astype(np.int64), target.astype(np.int64)
-        wrapped = (
-            a.view(np.uint64),
-            b.view(np.uint64),
-        )  # subtracts modulo 2^64, so the larger minus the smaller is right
-        return np.where(a > b, wrapped[0] - wrapped[1], wrapped[1] - wrapped[0]).astype(np.float64)
+        # Modulo 2^64, so that the larger minus the smaller is right.
+        first, second = a.view(np.uint64), b.view(np.uint64)
+        return np.where(a > b, first - second, second - first).astype(np.float64)
     a, b = baseline.astype(np.uint64), target.astype(np.uint64)
     exact = np.where(a > b, a - b, b - a).astype(np.float64)
     # A negative number wrapped around; its distance to an unsigned one is the sum of both magnitudes.
