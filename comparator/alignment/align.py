@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import numpy as np
 from msgspec import Struct, structs
@@ -24,8 +23,6 @@ from tapscope.comparator.assembly.blocks import Rows
 from tapscope.comparator.facts import RowCounts
 from tapscope.comparator.runs.grids import SideRows, StepRows
 from tapscope.core.site import compact_ranges
-
-Array = np.ndarray[Any, Any]
 
 
 class JoinPlan(Struct, frozen=True):

@@ -143,9 +143,3 @@ def crop(piece: Piece, axis: int, dim: Dim, note: Callable[[str], None]) -> Piec
         raise AssemblyError(f"'{dim}' has size {declared}, but its shards have {size} in total")
     note(f"{size - declared} of {size} along '{dim}' are padding and were left out")
     return Sliced(axis, 0, declared, piece)
-
-
-def sections_of(piece: Piece, axis: int, dim: Dim) -> dict[str, Piece]:
-    """Section name -> its part of an assembled tensor."""
-    bounds = _bounds(dim, piece.shape[axis])
-    return {s.name: _cut(axis, *bound, piece) for s, bound in zip(dim.sections, bounds, strict=True)}

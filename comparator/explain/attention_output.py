@@ -64,9 +64,8 @@ def explain_attention(result: PairResult, sites: SiteReader, context: SiteContex
     if _holds_everywhere(region, attend(candidate.tokens or tokens, own, candidate.variant)):
         region = replace(region, rows=np.arange(len(own)))
     extent = describe(region, context.requests, context.padded)
-    return Explanation(
-        selected.name.partition(":")[0], selected.sentence, selected.share, extent, (), len(sample.baseline)
-    )
+    name = selected.name.partition(":")[0]
+    return Explanation(name, selected.sentence, selected.share, extent, num_rows=len(sample.baseline))
 
 
 def _holds_everywhere(region: ErrorRegion, made: Array) -> bool:

@@ -401,10 +401,6 @@ def _residual(scores: Scores, query: Array, wanted: Array, cut: Any) -> float:
     return float(((wanted - columns @ numbers) ** 2).sum())
 
 
-def _limits(largest: float) -> list[float]:
-    return [largest * (i + 1) / (_NUM_CLAMP_LIMITS + 1) for i in range(_NUM_CLAMP_LIMITS)]
-
-
 def _cast(name: str) -> Any:
     return lambda values: values.astype(np.float32).astype(dtypes.numpy_dtype(name)).astype(np.float64)
 

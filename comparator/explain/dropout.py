@@ -32,7 +32,7 @@ def explain_dropout(preparer: PairPreparer, weights: PairResult | None) -> Expla
         except DataError:
             return None
         if sentence := dropout_rate(before, after):
-            return Explanation("dropout", f"dropout is left on in target: {sentence}", 0.0, "", (), len(before))
+            return Explanation("dropout", f"dropout is left on in target: {sentence}", 0.0, num_rows=len(before))
     return None
 
 

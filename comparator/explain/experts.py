@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from tapscope.comparator.explain.error_region import ErrorRegion
-from tapscope.comparator.explain.predictions import SelectedCause
 from tapscope.comparator.explain.recorded_attention import SiteReader
 from tapscope.comparator.explain.region_text import spans
 from tapscope.comparator.explain.token_slots import rows_like
+from tapscope.comparator.verdict.explanation import Tested
 
 Array = np.ndarray[Any, Any]
 
@@ -27,7 +27,7 @@ SAME_WEIGHT = 2.0**-8
 _INPUTS = ("in[hidden_states]", "in[x]", "in[input]")
 
 
-def expert_weights(region: ErrorRegion, sites: SiteReader) -> SelectedCause | None:
+def expert_weights(region: ErrorRegion, sites: SiteReader) -> Tested | None:
     """Which experts have other weights: by recorded weights that are exchanged, or the one or two experts to which all
     affected rows were routed. None where the site is not an output of experts, or where that may be chance."""
     path, _, port = region.sample.site.rpartition(":")
@@ -35,7 +35,7 @@ def expert_weights(region: ErrorRegion, sites: SiteReader) -> SelectedCause | No
     if not path.endswith("experts") or not port.startswith("out") or region.sample.is_integer:
         return None
     if order := _order_of(path, sites):
-        return SelectedCause("expert", order, 0.0)
+        return Tested("expert", order, 0.0)
     chosen = _chosen(path, sites, region)
     if chosen is None:
         return None
@@ -54,7 +54,7 @@ def expert_weights(region: ErrorRegion, sites: SiteReader) -> SelectedCause | No
     what = f"the weights of experts {' and '.join(map(str, experts))} differ (gate, up or down), or what they compute"
     if len(experts) == 1:
         what = _describe_weights(region, experts[0], has)
-    return SelectedCause("expert", f"{what}: {_describe_rows(error, has, known, len(experts))}", 0.0)
+    return Tested("expert", f"{what}: {_describe_rows(error, has, known, len(experts))}", 0.0)
 
 
 def common_experts(chosen: Array, error: Array, given: Array | None) -> tuple[int, ...]:

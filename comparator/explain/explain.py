@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 from msgspec import Struct, structs
@@ -44,8 +43,6 @@ from tapscope.comparator.runs.modules import is_within
 from tapscope.comparator.verdict.explanation import Explanation, Tested
 from tapscope.comparator.verdict.localise import Divergence
 from tapscope.core.errors import DataError
-
-Array = np.ndarray[Any, Any]
 
 MIN_EXPLAINED = 0.9
 """Share of the error that a hypothesis must remove to be reported."""
@@ -206,17 +203,24 @@ def _try_all(sample: Sample, inherited: float, context: SiteContext, *, is_repli
     region = find_error_region(sample, inherited, context.sizes, context.head_dims)
     if region is None:
         return None
-    lost = overflow(region.before, region.after)
-    if lost:
-        return Explanation("overflow", lost, 1.0, "", (), len(sample.baseline))
+    every_row, every_column = map(np.arange, sample.baseline.shape)
+
+    def extent_of(region: ErrorRegion) -> str:
+        return describe(region, context.requests, context.padded)
+
+    def explanation(cause: Tested, extent: str = "", tested: tuple[Tested, ...] = ()) -> Explanation:
+        return Explanation(cause.name, cause.sentence, cause.share, extent, tested, len(sample.baseline))
+
+    # Causes that the region itself, or other sites, show
+    if sentence := overflow(region.before, region.after):
+        return explanation(Tested("overflow", sentence, 1.0))
     if sentence := missing(region.before, region.after, region.noise):
-        where = describe(region, context.requests, context.padded)
-        return Explanation("not finite", sentence, 0.0, where, (), len(sample.baseline))
+        return explanation(Tested("not finite", sentence, 0.0), extent_of(region))
     if (rope := explain_rope(region, context.sites, context.thetas, context.requests, context.padded)) is not None:
         return rope
-    if (explanation := explain_router(region, context.sites, context.configs)) is not None:
-        where = describe(replace(region, columns=np.arange(sample.baseline.shape[1])), context.requests, context.padded)
-        return Explanation(explanation.name, explanation.sentence, explanation.share, where, (), len(sample.baseline))
+    if (cause := explain_router(region, context.sites, context.configs)) is not None:
+        return explanation(cause, extent_of(replace(region, columns=every_column)))
+    # Hypotheses
     winner, tested = choose(region, _trials(region, context, is_replica=is_replica))
     if winner is not None and winner.name in _SUMMAND_FAMILIES and (is_linear(sample.site) or "experts" in sample.site):
         if winner.name == "token offset" and (added := shifted_inputs(region, context.sites)) is not None:
@@ -226,24 +230,19 @@ def _try_all(sample: Sample, inherited: float, context: SiteContext, *, is_repli
             winner = None if added is None else Tested("input columns", added, winner.share)
     if winner is not None:
         region, winner = _extended(region, winner, context)
-        extent = describe(region, context.requests, context.padded)
-        return Explanation(winner.name, winner.sentence, winner.share, extent, tested, len(sample.baseline))
+        return explanation(winner, extent_of(region), tested)
+    # Causes for which no hypothesis predicts the values
     parts = list(context.parts())
     if (rank := zero_partial_sum(region, parts)) is not None:
-        whole = replace(region, rows=np.arange(len(sample.baseline)))
-        where = describe(whole if zero_partial_sum(whole, parts) == rank else region, context.requests, context.padded)
-        sentence = f"the partial sum of rank {rank} is zero"
-        return Explanation("lost summand", sentence, 0.0, where, tested, len(sample.baseline))
-    if (explanation := expert_weights(region, context.sites)) is not None:
-        return Explanation(explanation.name, explanation.sentence, explanation.share, "", tested, len(sample.baseline))
-    extent = describe(region, context.requests, context.padded)
+        whole = replace(region, rows=every_row)
+        extent = extent_of(whole if zero_partial_sum(whole, parts) == rank else region)
+        return explanation(Tested("lost summand", f"the partial sum of rank {rank} is zero", 0.0), extent, tested)
+    if (cause := expert_weights(region, context.sites)) is not None:
+        return explanation(cause, tested=tested)
     ranks = context.num_summands if sample.ranks.max(initial=-1) < 0 else 1
-    if (explanation := input_ranges(region, context.sites, ranks)) is not None:
-        where = describe(replace(region, rows=np.arange(len(sample.baseline))), (), frozenset())
-        return Explanation(
-            explanation.name, explanation.sentence, explanation.share, where, tested, len(sample.baseline)
-        )
-    return Explanation("", "", 0.0, extent, tested, len(sample.baseline))
+    if (cause := input_ranges(region, context.sites, ranks)) is not None:
+        return explanation(cause, describe(replace(region, rows=every_row), (), frozenset()), tested)
+    return explanation(Tested("", "", 0.0), extent_of(region), tested)
 
 
 def _extended(region: ErrorRegion, winner: Tested, context: SiteContext) -> tuple[ErrorRegion, Tested]:

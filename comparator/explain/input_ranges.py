@@ -19,9 +19,9 @@ from tapscope.comparator.explain.input_columns import (
     has_alternatives,
     input_of,
 )
-from tapscope.comparator.explain.predictions import SelectedCause
 from tapscope.comparator.explain.recorded_attention import SiteReader
 from tapscope.comparator.explain.region_text import spans
+from tapscope.comparator.verdict.explanation import Tested
 
 Array = np.ndarray[Any, Any]
 
@@ -75,7 +75,7 @@ class InputRange(NamedTuple):
     """Columns that `columns` are exchanged with; empty where they are not."""
 
 
-def input_ranges(region: ErrorRegion, sites: SiteReader, ranks: int = 1) -> SelectedCause | None:
+def input_ranges(region: ErrorRegion, sites: SiteReader, ranks: int = 1) -> Tested | None:
     """The one range of input columns that explains the error; None where none does, or several do.
 
     With the input sharded over ``ranks``, the range of one rank may also be due to that rank's partial sum.
@@ -91,7 +91,7 @@ def input_ranges(region: ErrorRegion, sites: SiteReader, ranks: int = 1) -> Sele
         return None
     floor = MAX_NOISE_RATIO * region.noise * float(np.sqrt((before**2 + after**2).sum()))
     sentence = explained_inputs(x[rows] * weight, after - before, floor, ranks)
-    return None if sentence is None else SelectedCause("input columns", sentence, 0.0)
+    return None if sentence is None else Tested("input columns", sentence, 0.0)
 
 
 def shifted_inputs(region: ErrorRegion, sites: SiteReader) -> str | None:

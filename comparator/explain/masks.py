@@ -44,9 +44,8 @@ def explain_mask(site: str, ready: PreparedPair, row_map: RowMap) -> Explanation
         _describe_counts(word, np.concatenate(numbers))
         for word, numbers in zip(("shows", "hides"), counts, strict=True)
     ]
-    return Explanation(
-        "mask", f"target's mask {' and '.join(filter(None, sentences))}, the first {odd}", 1.0, "", (), num_rows
-    )
+    sentence = f"target's mask {' and '.join(filter(None, sentences))}, the first {odd}"
+    return Explanation("mask", sentence, 1.0, num_rows=num_rows)
 
 
 def _place(ready: PreparedPair, row_map: RowMap, join: RowJoin, row: int, column: int) -> str:

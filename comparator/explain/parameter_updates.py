@@ -35,7 +35,7 @@ def explain_parameter(result: PairResult, runs: tuple[Run, Run], step: int) -> E
         sides = [_trajectory(run, site) for run, site in zip(runs, sites, strict=True)]
         known = [side for side in sides if side is not None]
         sentence = explained(known[0], known[1], max(step, 1)) if len(known) == len(sides) else ""
-    return Explanation("optimizer", sentence, 0.0, "", (), 0) if sentence else None
+    return Explanation("optimizer", sentence, 0.0) if sentence else None
 
 
 def _trajectory(run: Run, site: str) -> Trajectory | None:

@@ -37,7 +37,7 @@ def explain_position_ids(sample: Sample, requests: tuple[str, ...]) -> Explanati
     where = (
         f" in {plural(len(steps), 'step')} from step {steps[0]} on" if len(steps) < len(np.unique(sample.step)) else ""
     )
-    return Explanation("positions", text + where, 1.0, "", (), len(sample.baseline))
+    return Explanation("positions", text + where, 1.0, num_rows=len(sample.baseline))
 
 
 def _describe_offset(offset: int) -> str:

@@ -7,6 +7,7 @@ import numpy as np
 
 from tapscope.comparator.explain.error_region import ErrorRegion
 from tapscope.comparator.explain.hypothesis_test import MIN_VALUES, MIN_VALUES_OF_ANY, is_close
+from tapscope.comparator.verdict.explanation import Tested
 
 Array = np.ndarray[Any, Any]
 
@@ -29,15 +30,7 @@ class Prediction(NamedTuple):
     """Number of fitted parameters: of several causes that fit, the cheapest one wins."""
 
 
-class SelectedCause(NamedTuple):
-    """The cause that reproduces the target."""
-
-    name: str
-    sentence: str
-    share: float
-
-
-def select_prediction(region: ErrorRegion, predictions: Iterable[Prediction], noise: float) -> SelectedCause | None:
+def select_prediction(region: ErrorRegion, predictions: Iterable[Prediction], noise: float) -> Tested | None:
     """The one cause that reproduces the target within ``noise``, a relative error; None where none or several do."""
     judged = [
         (_residual_norm(region, prediction.values), prediction.cost, number, prediction)
@@ -58,7 +51,7 @@ def select_prediction(region: ErrorRegion, predictions: Iterable[Prediction], no
     count = int((np.isfinite(prediction.values) & np.isfinite(region.after)).sum())
     if count < MIN_VALUES and not is_close(count - prediction.cost, total**2, max(left, noise) ** 2):
         return None
-    return SelectedCause(prediction.name, prediction.sentence, max(1.0 - (left / total) ** 2, 0.0))
+    return Tested(prediction.name, prediction.sentence, max(1.0 - (left / total) ** 2, 0.0))
 
 
 def _residual_norm(region: ErrorRegion, values: Array) -> float:

@@ -195,7 +195,7 @@ def _explained(
                     sentence = f"the angles of {pairs} are zero in target's table: these are not rotated"
                 elif pairs:
                     sentence += f", as {pairs} show"
-            return Explanation(selected.name, sentence, selected.share, extent, (), len(sample.baseline))
+            return Explanation(selected.name, sentence, selected.share, extent, num_rows=len(sample.baseline))
     return None
 
 

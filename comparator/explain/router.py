@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tapscope.comparator.explain.error_region import ErrorRegion, rounding_noise
-from tapscope.comparator.explain.predictions import Prediction, SelectedCause, select_prediction
+from tapscope.comparator.explain.predictions import Prediction, select_prediction
 from tapscope.comparator.explain.recorded_attention import SiteReader
 from tapscope.comparator.explain.region_text import spans
 from tapscope.comparator.explain.scale import is_router, number
 from tapscope.comparator.explain.token_slots import rows_like
+from tapscope.comparator.verdict.explanation import Tested
 
 Array = np.ndarray[Any, Any]
 
@@ -40,9 +41,7 @@ class RouterOutput(NamedTuple):
     bias: Array | None
 
 
-def explain_router(
-    region: ErrorRegion, sites: SiteReader, configs: Sequence[Mapping[str, Any]]
-) -> SelectedCause | None:
+def explain_router(region: ErrorRegion, sites: SiteReader, configs: Sequence[Mapping[str, Any]]) -> Tested | None:
     """The explanation of a router's weights or choices, from its scores; None where the site is not a router, or
     nothing explains it."""
     path, _, port = region.sample.site.rpartition(":")
@@ -55,13 +54,13 @@ def explain_router(
     groups = next(((c["n_group"], c["topk_group"]) for c in configs if c.get("n_group") and c.get("topk_group")), None)
     choice = explain_choice(one, two, groups, region.rows)
     if choice:
-        return SelectedCause("router", choice, 0.0)
+        return Tested("router", choice, 0.0)
     if port != "out[1]":
         return None
     return explain_weights(region, one, two)
 
 
-def explain_weights(region: ErrorRegion, one: RouterOutput, two: RouterOutput) -> SelectedCause | None:
+def explain_weights(region: ErrorRegion, one: RouterOutput, two: RouterOutput) -> Tested | None:
     """The explanation of the target's weights, in all columns of the affected rows, unaffected ones included."""
     whole = replace(region, columns=np.arange(region.sample.baseline.shape[1]))
     noise = score_noise(region, two)

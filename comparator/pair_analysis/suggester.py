@@ -11,7 +11,6 @@ from tapscope.comparator.alignment.align import JoinPlan
 from tapscope.comparator.alignment.layout import is_parameter
 from tapscope.comparator.alignment.prepare import PairPreparer, PreparedPair
 from tapscope.comparator.alignment.row_join import RowJoin
-from tapscope.comparator.assembly.assemble import AssembledTensor
 from tapscope.comparator.assembly.pieces import leaves
 from tapscope.comparator.matching.concatenated import FLAG, num_rows
 from tapscope.comparator.matching.fused_tensors import annotate_parts
@@ -191,10 +190,6 @@ def _describe_error(error: float) -> str:
     """A relative error, rounded so that similar sites get the same sentence."""
     bound = next((bound for bound in _BOUNDS if error <= bound), MAX_EQUAL_ERROR)
     return f"relative error below {bound:g}" if error else "equal values"
-
-
-def _is_spread(whole: AssembledTensor) -> bool:
-    return whole.piece is not None and len(list(leaves(whole.piece))) > 1
 
 
 def _other_run(name: str) -> str:

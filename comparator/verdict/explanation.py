@@ -22,11 +22,11 @@ class Explanation(Struct, frozen=True):
     """``target = 1.041 × baseline``, without the extent and the share."""
     share: float
     """Share of the error's energy that it removes; 0 if the cause was found in values of other sites."""
-    extent: str
+    extent: str = ""
     """Region of the tensor with the error, if not everywhere: ``columns 32–63 (rank 1)``; else empty."""
-    tested: tuple[Tested, ...]
+    tested: tuple[Tested, ...] = ()
     """Best first, without those that remove nothing."""
-    num_rows: int
+    num_rows: int = 0
     """Number of rows examined."""
 
     @property

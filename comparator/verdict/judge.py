@@ -1,7 +1,7 @@
 """Judge: a verdict for every site, from its own errors, those of its inputs, and its noise floor."""
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct, field, structs
@@ -26,6 +26,7 @@ from tapscope.core.site import Glob
 from tapscope.expr.site_pattern import SitePattern
 from tapscope.run_format.index import SiteInfo
 from tapscope.run_format.sketch import LOW_FACTOR
+from tapscope.tensor_files.quantization import QuantizationFloor
 
 _OUTPUT_SETTINGS = tuple(
     f":in[{name}]"
@@ -77,8 +78,8 @@ class Standards(Struct, frozen=True, kw_only=True):
     """Site of a gradient that one run lacks but should have -> sentence for the report."""
     are_weights: bool = False
     """Whether both are checkpoints: nothing was computed, so that only a cast explains a difference."""
-    quantized: tuple[Mapping[str, Callable[[], Any]], ...] = ()
-    """Of each run: site of a weight that was multiplied out -> what its quantizer explains."""
+    quantized: tuple[Mapping[str, Callable[[], QuantizationFloor]], ...] = ()
+    """Of each run: site of a dequantized weight -> the error that its quantizer explains."""
 
 
 def compared_graph(
@@ -339,7 +340,6 @@ class Judge:
 def _by_tolerance(result: PairResult, order: int, tolerance: tuple[float, float], source: str) -> Finding:
     assert result.metrics is not None
     atol, rtol = tolerance
-    added_error_ratio = float(result.metrics.num_over_tolerance > 0)
     if not result.metrics.num_over_tolerance:
         verdict = Verdict.SAME if result.metrics.num_equal == result.metrics.num_elements else Verdict.CLOSE
         return _finding(result, order, verdict, test="tolerance", inputs=source, judged_by="tolerance")
@@ -354,30 +354,26 @@ def _by_tolerance(result: PairResult, order: int, tolerance: tuple[float, float]
         error=float(result.metrics.num_over_tolerance),
         test="tolerance",
         judged_by="tolerance",
-        added_error_ratio=added_error_ratio,
+        added_error_ratio=1.0,
         inputs=source,
         notes=notes,
     )
 
 
-def _by_quantization(result: PairResult, order: int, floors: Sequence[Any], source: str) -> Finding:
+def _by_quantization(result: PairResult, order: int, floors: Sequence[QuantizationFloor], source: str) -> Finding:
     """A weight against its quantized form: within the error of rounding to the nearest code, or not."""
     assert result.metrics is not None
-    rel_l2, max_abs = (sum(getattr(floor, name) for floor in floors) for name in ("rel_l2", "max_abs"))
+    rel_l2, max_abs = sum(floor.rel_l2 for floor in floors), sum(floor.max_abs for floor in floors)
     ratio = max(result.metrics.rel_l2 / rel_l2, result.metrics.max_abs / max_abs if max_abs else 0.0)
-    by: dict[str, Any] = {
-        "error": result.metrics.rel_l2,
-        "floor": rel_l2,
-        "judged_by": "quantization",
-        "inputs": source,
-    }
+    by: dict[str, Any] = {"error": result.metrics.rel_l2, "floor": rel_l2, "inputs": source}
+    by |= {"test": "quantization", "judged_by": "quantization"}
     if ratio <= 1:
-        return _finding(result, order, Verdict.CLOSE, test="quantization", **by)
+        return _finding(result, order, Verdict.CLOSE, **by)
     note = (
         f"beyond the error of its quantizer: rel_l2 {result.metrics.rel_l2:.2e}, rounding explains {rel_l2:.2e}; "
         f"max_abs {result.metrics.max_abs:.2e}, rounding explains {max_abs:.2e}"
     )
-    return _finding(result, order, Verdict.DIFFERS, test="quantization", added_error_ratio=ratio, notes=(note,), **by)
+    return _finding(result, order, Verdict.DIFFERS, added_error_ratio=ratio, notes=(note,), **by)
 
 
 def _by_cast(result: PairResult, order: int, source: str) -> Finding:
@@ -405,33 +401,30 @@ def _unmatched(result: PairResult, order: int) -> Finding:
 
 
 def _shape_mismatch(result: PairResult, order: int, source: str) -> Finding:
-    """Whole tensors of different shapes differ from the first step on."""
+    """Tensors of different shapes differ as a whole, from the first step on."""
     assert result.pair.target is not None
     first = result.pair.target.firings[0].step
-    values = structs.replace(result.values, steps=(StepResult(first, 0, 0.0, 1.0, 1.0),))
-    return _finding(
-        structs.replace(result, values=values),
-        order,
-        Verdict.SHAPE,
-        error=1.0,
-        test="shape",
-        added_error_ratio=math.inf,
-        inputs=source,
-        judged_by="equality",
-        notes=(result.problem,),
-    )
+    return _wholly_different(result, order, Verdict.SHAPE, "shape", [first], result.problem, source)
 
 
 def _missing_gradient(result: PairResult, order: int, note: str, source: str) -> Finding:
-    """A missing gradient counts as zeros: all of it differs."""
+    """A missing gradient counts as zeros: it differs as a whole in every step."""
     (series,) = (side for side in (result.pair.baseline, result.pair.target) if side is not None)
-    steps = tuple(StepResult(step, 0, 0.0, 1.0, 1.0) for step in dict.fromkeys(f.step for f in series.firings))
+    steps = dict.fromkeys(firing.step for firing in series.firings)
+    return _wholly_different(result, order, Verdict.DIFFERS, "missing_gradient", steps, note, source)
+
+
+def _wholly_different(
+    result: PairResult, order: int, verdict: Verdict, test: str, steps: Iterable[int], note: str, source: str
+) -> Finding:
+    """A finding on values that were not compared, with a relative error of 1 in each of these steps."""
+    values = structs.replace(result.values, steps=tuple(StepResult(step, 0, 0.0, 1.0, 1.0) for step in steps))
     return _finding(
-        structs.replace(result, values=structs.replace(result.values, steps=steps)),
+        structs.replace(result, values=values),
         order,
-        Verdict.DIFFERS,
+        verdict,
         error=1.0,
-        test="missing_gradient",
+        test=test,
         added_error_ratio=math.inf,
         inputs=source,
         judged_by="equality",
