@@ -99,6 +99,20 @@ def within(window: int) -> Sees:
     return sees
 
 
+def everything(tokens: Tokens, rows: Array, keys: Array) -> Array:
+    """Every key, also later ones and padding."""
+    return np.ones((len(rows), len(keys)), bool)
+
+
+def at_position(position: int) -> Sees:
+    """The one key at this position of the request."""
+
+    def is_there(tokens: Tokens, rows: Array, keys: Array) -> Array:
+        return np.broadcast_to((tokens.position[keys] == position)[None, :], (len(rows), len(keys)))
+
+    return is_there
+
+
 def attend(tokens: Tokens, rows: Array, variant: Variant) -> Array:
     """[rows, heads x e] the output of attention; rows that attend to no key are NaN."""
     heads = tokens.query.shape[1]
@@ -166,10 +180,26 @@ def applied(tokens: Tokens, variant: Variant) -> Tokens:
 
 def with_theta(tokens: Tokens, theta: float) -> Tokens:
     """With RoPE over the whole head, computed from ``theta``: no table was recorded."""
-    width = tokens.query.shape[2] // 2 * 2
     at = np.where(tokens.position == PADDED, tokens.slot, tokens.position)
-    angle = at[:, None] * theta ** (-np.arange(0, width, 2) / width)[None, :]
+    angle = at[:, None] * inverse_frequencies(theta, tokens.query.shape[2] // 2)[None, :]
     return replace(tokens, cos=np.tile(np.cos(angle), (1, 2)), sin=np.tile(np.sin(angle), (1, 2)), theta=theta)
+
+
+def inverse_frequencies(theta: float, num_pairs: int) -> Array:
+    """[num_pairs] angle per position of each pair of RoPE with this base."""
+    frequencies: Array = theta ** (-np.arange(num_pairs) / num_pairs)
+    return frequencies
+
+
+def rotate(values: Array, cos: Array, sin: Array, layout: str) -> Array:
+    """``values`` [..., width] with their pairs rotated; ``cos`` and ``sin`` [..., width / 2] of the angles. Pairs are
+    two neighbours (``interleaved``), or the same place of both halves (``half``)."""
+    half = values.shape[-1] // 2
+    one, two = (slice(0, half), slice(half, None)) if layout == "half" else (slice(0, None, 2), slice(1, None, 2))
+    rotated = np.empty_like(values)
+    rotated[..., one] = values[..., one] * cos - values[..., two] * sin
+    rotated[..., two] = values[..., two] * cos + values[..., one] * sin
+    return rotated
 
 
 def _softmax(scores: Array) -> Array:
@@ -191,13 +221,6 @@ def _after_rope(tokens: Tokens, variant: Variant, side: int) -> Array:
         inside = (np.arange(width // 2) >= variant.pairs[0]) & (np.arange(width // 2) < variant.pairs[1])
         cos, sin = np.where(inside, cos, 1.0), np.where(inside, sin, 0.0)
     span = slice(tokens.first, tokens.first + width)
-    part, rotated = values[..., span], values.copy()
-    if variant.layout == "half":
-        one, two = slice(0, width // 2), slice(width // 2, width)
-    else:
-        one, two = slice(0, width, 2), slice(1, width, 2)
-    made = np.empty_like(part)
-    made[..., one] = part[..., one] * cos - part[..., two] * sin
-    made[..., two] = part[..., two] * cos + part[..., one] * sin
-    rotated[..., span] = made
+    rotated = values.copy()
+    rotated[..., span] = rotate(values[..., span], cos, sin, variant.layout)
     return rotated

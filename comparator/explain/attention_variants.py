@@ -14,8 +14,10 @@ from tapscope.comparator.explain.attention import (
     Variant,
     ahead,
     applied,
+    at_position,
     attend,
     causal,
+    everything,
     with_theta,
     within,
 )
@@ -125,7 +127,7 @@ def _masks(tokens: Tokens, rows: Array, window: int | None) -> Iterator[tuple[st
     yield "mask", text, ahead(-1), 0
     yield "mask", "target's mask is lost: it is not causal, later tokens are seen", _later, 0
     if (tokens.position == PADDED).any():
-        yield "mask", "target's mask is lost: later tokens and padding are seen", _everything, 0
+        yield "mask", "target's mask is lost: later tokens and padding are seen", everything, 0
         yield "mask", "target's mask lets padding be seen", _padding, 0
     text = "target's mask is aligned top-left: a step's first token sees the first key alone, its second two, …"
     yield "mask", text, _top_left, 0
@@ -144,15 +146,11 @@ def _hidden(tokens: Tokens, rows: Array) -> Iterator[tuple[str, Sees]]:
     yield "the token before the step (the last of the chunk before)", _before_step
     yield "the token before its own", _previous
     for position in range(min(MAX_POSITION, int(tokens.position[rows].max(initial=0)))):
-        yield f"position {position}", _at(position)
+        yield f"position {position}", at_position(position)
 
 
 def _later(tokens: Tokens, rows: Array, keys: Array) -> Array:
     return np.broadcast_to((tokens.position[keys] != PADDED)[None, :], (len(rows), len(keys)))
-
-
-def _everything(tokens: Tokens, rows: Array, keys: Array) -> Array:
-    return np.ones((len(rows), len(keys)), bool)
 
 
 def _padding(tokens: Tokens, rows: Array, keys: Array) -> Array:
@@ -190,13 +188,6 @@ def _previous(tokens: Tokens, rows: Array, keys: Array) -> Array:
     at = tokens.position[keys][None, :]
     is_previous: Array = (at == (tokens.position[rows] - 1)[:, None]) & (at != PADDED)
     return is_previous
-
-
-def _at(position: int) -> Sees:
-    def hidden(tokens: Tokens, rows: Array, keys: Array) -> Array:
-        return np.broadcast_to((tokens.position[keys] == position)[None, :], (len(rows), len(keys)))
-
-    return hidden
 
 
 def _without(variant: Variant, hidden: Sees) -> Sees:

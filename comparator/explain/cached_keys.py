@@ -7,15 +7,25 @@ change of the keys' channels is fitted by least squares, each score weighted by 
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from tapscope.comparator.explain.attention import Tokens, Variant, applied, attend, weights_of
-from tapscope.comparator.explain.cached_values import NARROW, candidate_token_sets, number, rows_that_differ, seen_by
+from tapscope.comparator.explain.cached_values import (
+    AS_READ,
+    NARROW,
+    candidate_token_sets,
+    channels_text,
+    number,
+    rows_that_differ,
+    seen_by,
+    with_channels,
+)
+from tapscope.comparator.explain.casts import cast_through
 from tapscope.comparator.explain.column_order import order_text
 from tapscope.comparator.explain.predictions import MAX_ROUNDING_RATIO
-from tapscope.comparator.explain.region_text import spans
 from tapscope.core import dtypes
 
 Array = np.ndarray[Any, Any]
@@ -99,12 +109,10 @@ def cached_key_changes(
     for search, some in ((_fitted_changes, questions), (_searched_changes, questions[:MAX_SEARCHED])):
         best = np.inf
         for span, scores in zip(some, known, strict=False):
-            where = f", {span.sentence}" if span.sentence else ""
             for change in search(held.key, scores, scores.token >= 0):
                 sentence, other = _refined(change, tokens, rows, wanted, replace(variant, where=span.covers))
                 best = min(best, float(np.nansum((attend(tokens, rows, other) - wanted) ** 2)))
-                text = f"keys {sentence} as attention reads them in target (KV cache){where}"
-                yield text, other, change.cost + bool(span.sentence)
+                yield f"keys {sentence} {AS_READ}{span.suffix}", other, change.cost + bool(span.sentence)
             if best <= limit and search is _searched_changes:
                 return
         if best <= limit:
@@ -116,7 +124,7 @@ def _of_all(keys: Array) -> Iterator[_Change]:
     yield _Change("are zero", np.zeros_like(keys), 1)
     yield _Change("are negated", -keys, 1)
     for name in NARROW:
-        yield _Change(f"are rounded to {dtypes.short(name)}", _cast(name)(keys), 1)
+        yield _Change(f"are rounded to {dtypes.short(name)}", cast_through(keys, name), 1)
 
 
 def _refined(change: _Change, tokens: Tokens, rows: Array, wanted: Array, variant: Variant) -> tuple[str, Variant]:
@@ -213,14 +221,15 @@ def _fitted_changes(keys: Array, scores: Scores, read: Array) -> Iterator[_Chang
         common = float(np.average(numbers, weights=np.abs(numbers)))
         if np.abs(numbers - common).max() > _MAX_SCATTER * abs(common) + 1e-3:
             continue
-        where = _describe_columns(columns, width)
+        where = channels_text(columns, width)
         if what == "add":
             more = _only(keys, columns, np.ones_like(keys))
             yield _Change(f"are baseline's {{}}{where}", keys, 3, common, more)
         else:
             yield from _scaled(keys, columns, 1.0 + common)
     for name in NARROW:
-        yield from _narrowed(keys, scores, query, wanted, f"are rounded to {dtypes.short(name)}", _cast(name))
+        sentence, cut = f"are rounded to {dtypes.short(name)}", partial(cast_through, name=name)
+        yield from _narrowed(keys, scores, query, wanted, sentence, cut)
 
 
 def _searched_changes(keys: Array, scores: Scores, read: Array) -> Iterator[_Change]:
@@ -245,12 +254,12 @@ def _searched_changes(keys: Array, scores: Scores, read: Array) -> Iterator[_Cha
 
 
 def _scaled(keys: Array, columns: Array, factor: float) -> Iterator[_Change]:
-    where = _describe_columns(columns, keys.shape[2])
+    where = channels_text(columns, keys.shape[2])
     for whole, sentence in ((0.0, "are zero"), (-1.0, "are negated")):
         if abs(factor - whole) < _MAX_SCATTER:
-            yield _Change(sentence + where, _with(keys, columns, whole * keys[..., columns]), 1)
+            yield _Change(sentence + where, with_channels(keys, columns, whole * keys[..., columns]), 1)
     more = _only(keys, columns, keys)
-    yield _Change(f"are {{}} × baseline's{where}", _with(keys, columns, 0.0), 3, factor, more)
+    yield _Change(f"are {{}} × baseline's{where}", with_channels(keys, columns, 0.0), 3, factor, more)
 
 
 def _few(keys: Array, scores: Scores, query: Array, wanted: Array) -> tuple[Array, Array, float]:
@@ -288,14 +297,14 @@ def _of_runs(keys: Array, scores: Scores, query: Array, wanted: Array) -> Iterat
         yield from _scaled(keys, runs[fit[0]], 1.0 + fit[1])
     if (fit := best(summed(query), is_fitted=True)) is not None:
         columns, more = runs[fit[0]], fit[1]
-        text = f"are baseline's {{}}{_describe_columns(columns, width)}"
+        text = f"are baseline's {{}}{channels_text(columns, width)}"
         yield _Change(text, keys, 3, more, _only(keys, columns, np.ones_like(keys)))
     for name in NARROW:
-        cut = _cast(name)
+        cut = partial(cast_through, name=name)
         if (fit := best(summed(query * (cut(scores.key) - scores.key)), is_fitted=False)) is not None:
             columns = runs[fit[0]]
-            sentence = f"are rounded to {dtypes.short(name)}{_describe_columns(columns, width)}"
-            yield _Change(sentence, _with(keys, columns, cut(keys[..., columns])), 1)
+            sentence = f"are rounded to {dtypes.short(name)}{channels_text(columns, width)}"
+            yield _Change(sentence, with_channels(keys, columns, cut(keys[..., columns])), 1)
     yield from _runs_moved(keys, scores, query, some, y, enough)
 
 
@@ -331,7 +340,7 @@ def _runs_moved(keys: Array, scores: Scores, query: Array, some: Array, y: Array
     if best and best[0][0] < enough and (len(best) < 2 or best[1][0] >= MIN_ENERGY_RATIO * best[0][0]):
         _, target, source = best[0]
         is_order, text = order_text(target, source)
-        yield _Change(f"{'have' if is_order else 'hold'} {text}", _with(keys, target, keys[..., source]), 3)
+        yield _Change(f"{'have' if is_order else 'hold'} {text}", with_channels(keys, target, keys[..., source]), 3)
 
 
 def _runs(width: int) -> list[Array]:
@@ -351,10 +360,6 @@ def _over_runs(columns: Array, runs: list[Array]) -> Array:
         inside[run, i] = 1.0
     sums: Array = columns @ inside
     return sums
-
-
-def _describe_columns(columns: Array, width: int) -> str:
-    return "" if len(columns) == width else f" in {spans('column', columns)} of each head"
 
 
 def _fitted(columns: Array, wanted: Array) -> tuple[Array, Array] | None:
@@ -390,8 +395,8 @@ def _narrowed(keys: Array, scores: Scores, query: Array, wanted: Array, sentence
     numbers = np.linalg.lstsq(columns / size, wanted, rcond=1e-10)[0] / size
     chosen = some[np.abs(numbers - 1.0) < 0.5]
     if len(chosen):
-        where = "" if len(chosen) == keys.shape[2] else f" in {spans('column', chosen)} of each head"
-        yield _Change(sentence + where, _with(keys, chosen, cut(keys[..., chosen])), 2)
+        where = channels_text(chosen, keys.shape[2])
+        yield _Change(sentence + where, with_channels(keys, chosen, cut(keys[..., chosen])), 2)
         yield _Change(sentence, cut(keys), 1)
 
 
@@ -399,10 +404,6 @@ def _residual(scores: Scores, query: Array, wanted: Array, cut: Any) -> float:
     columns = scores.centred(query * (cut(scores.key) - scores.key))
     numbers = np.linalg.lstsq(columns, wanted, rcond=1e-10)[0]
     return float(((wanted - columns @ numbers) ** 2).sum())
-
-
-def _cast(name: str) -> Any:
-    return lambda values: values.astype(np.float32).astype(dtypes.numpy_dtype(name)).astype(np.float64)
 
 
 def _clip(limit: float) -> Any:
@@ -439,7 +440,7 @@ def _moved(keys: Array, scores: Scores, query: Array, wanted: Array) -> Iterator
     target = np.array(sorted(holds))
     source = np.array([holds[c] for c in target])
     is_order, text = order_text(target, source)
-    yield _Change(f"{'have' if is_order else 'hold'} {text}", _with(keys, target, keys[..., source]), 3)
+    yield _Change(f"{'have' if is_order else 'hold'} {text}", with_channels(keys, target, keys[..., source]), 3)
 
 
 def _only(keys: Array, columns: Array, values: Array) -> Array:
@@ -447,9 +448,3 @@ def _only(keys: Array, columns: Array, values: Array) -> Array:
     kept = np.zeros_like(keys)
     kept[..., columns] = values[..., columns]
     return kept
-
-
-def _with(keys: Array, columns: Array, new: Any) -> Array:
-    changed = keys.copy()
-    changed[..., columns] = new
-    return changed

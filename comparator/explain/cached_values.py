@@ -4,7 +4,7 @@ Queries and keys determine the attention weights, so the output is linear in the
 tokens in question shows how their values changed, channel by channel.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -15,11 +15,14 @@ from tapscope.comparator.explain.attention import (
     Sees,
     Tokens,
     Variant,
+    at_position,
     attend,
     causal,
+    everything,
     weighted,
     weights_of,
 )
+from tapscope.comparator.explain.casts import cast_through
 from tapscope.comparator.explain.column_order import order_text
 from tapscope.comparator.explain.region_text import spans
 from tapscope.comparator.explain.search import searched
@@ -42,6 +45,8 @@ MAX_WEIGHTS = 1 << 24
 _MIN_NOISE_RATIO = 10.0
 """A row certainly differs beyond this many times the noise."""
 
+AS_READ = "as attention reads them in target (KV cache)"
+
 
 class TokenSet(NamedTuple):
     """Tokens whose keys or values may be wrong, by the row that reads them."""
@@ -49,6 +54,11 @@ class TokenSet(NamedTuple):
     sentence: str
     """``of position 0``; empty for all."""
     covers: Sees
+
+    @property
+    def suffix(self) -> str:
+        """``, of position 0``: the end of a sentence on these tokens."""
+        return f", {self.sentence}" if self.sentence else ""
 
 
 class Change(NamedTuple):
@@ -78,11 +88,6 @@ class Contribution(NamedTuple):
         return weighted(self.weights, values[:, self.reads])
 
 
-def everything(tokens: Tokens, rows: Array, keys: Array) -> Array:
-    """All tokens."""
-    return np.ones((len(rows), len(keys)), bool)
-
-
 def candidate_token_sets(tokens: Tokens, rows: Array, off: Array) -> Iterator[TokenSet]:
     """Sets of tokens, the simplest first: all, the row's own, the first, a step's first or last; of all steps, or
     of later ones. Every row that is ``off`` reads some tokens of a set; sets equal to a simpler one are left out."""
@@ -91,7 +96,7 @@ def candidate_token_sets(tokens: Tokens, rows: Array, off: Array) -> Iterator[To
     plain = [
         TokenSet("", everything),
         TokenSet("of the token's own position", _sees_own),
-        TokenSet("of position 0", _sees_first),
+        TokenSet("of position 0", at_position(0)),
         TokenSet("of the first token of each step", _of_step(tokens, 0)),
         TokenSet("of the last token of each step", _of_step(tokens, -1)),
         TokenSet("of each request's last token of each step", newest),
@@ -133,18 +138,9 @@ def _sees_own(tokens: Tokens, rows: Array, keys: Array) -> Array:
     return is_own
 
 
-def _sees_first(tokens: Tokens, rows: Array, keys: Array) -> Array:
-    return np.broadcast_to((tokens.position[keys] == 0)[None, :], (len(rows), len(keys)))
-
-
 def _of_step(tokens: Tokens, place: int) -> Sees:
     real = np.flatnonzero(tokens.position != PADDED)
-    chosen = [real[tokens.step[real] == step][place] for step in np.unique(tokens.step[real])]
-
-    def covers(tokens: Tokens, rows: Array, keys: Array) -> Array:
-        return np.broadcast_to(np.isin(keys, chosen)[None, :], (len(rows), len(keys)))
-
-    return covers
+    return _among([real[tokens.step[real] == step][place] for step in np.unique(tokens.step[real])])
 
 
 def _newest(tokens: Tokens) -> Sees:
@@ -154,8 +150,10 @@ def _newest(tokens: Tokens) -> Sees:
         place = int(tokens.request[i]), int(tokens.step[i])
         if place not in last or tokens.position[i] > tokens.position[last[place]]:
             last[place] = i
-    chosen = list(last.values())
+    return _among(list(last.values()))
 
+
+def _among(chosen: Sequence[int]) -> Sees:
     def covers(tokens: Tokens, rows: Array, keys: Array) -> Array:
         return np.broadcast_to(np.isin(keys, chosen)[None, :], (len(rows), len(keys)))
 
@@ -198,15 +196,11 @@ def cached_value_changes(
         share = weights.sum(axis=2).T[:, :, None]
         seen = Contribution(weights / size.transpose(1, 0, 2), reads, part / size, share / size, (part + error) / size)
         for change in _changes(tokens.value, seen, channels, is_plain=span.sentence in CLAMPED_TOKEN_SETS):
-            where = f", {span.sentence}" if span.sentence else ""
-            is_told = "column" in change.sentence or len(channels) == width
-            sentence = "" if is_told else f" in {spans('column', channels)} of each head"
-            text = f"values {change.sentence}{sentence} as attention reads them in target (KV cache){where}"
+            columns = "" if "column" in change.sentence else channels_text(channels, width)
+            text = f"values {change.sentence}{columns} {AS_READ}{span.suffix}"
             changed = replace(variant, other_value=change.values, where=span.covers)
             yield text, changed, change.cost + (span.covers is not everything)
-        for text, changed in _added_by_step(
-            tokens, rows, seen, channels, weights / size.transpose(1, 0, 2), variant, span
-        ):
+        for text, changed in _added_by_step(tokens, seen, channels, variant, span):
             yield text, changed, 4 + (span.covers is not everything)
 
 
@@ -221,27 +215,28 @@ def _damaged(error: Array, noise: float) -> Array:
 def _changes(values: Array, seen: Contribution, channels: Array, *, is_plain: bool) -> Iterator[Change]:
     """Possible changes of the ``values`` in some channels."""
     old, new, mine = seen.part[..., channels], seen.rest[..., channels], values[..., channels]
-    yield Change("are zero", _with(values, channels, 0.0), 1)
-    yield Change("are negated", _with(values, channels, -mine), 1)
+    yield Change("are zero", with_channels(values, channels, 0.0), 1)
+    yield Change("are negated", with_channels(values, channels, -mine), 1)
     for name in NARROW:
-        cast = mine.astype(np.float32).astype(dtypes.numpy_dtype(name)).astype(np.float64)
-        yield Change(f"are rounded to {dtypes.short(name)}", _with(values, channels, cast), 1)
+        yield Change(
+            f"are rounded to {dtypes.short(name)}", with_channels(values, channels, cast_through(mine, name)), 1
+        )
     energy = float((old**2).sum())
     if energy > 0.0:
         factor = float((old * new).sum()) / energy
-        yield Change(f"are {number(factor)} × baseline's", _with(values, channels, factor * mine), 2)
+        yield Change(f"are {number(factor)} × baseline's", with_channels(values, channels, factor * mine), 2)
     added = np.broadcast_to(seen.share, old.shape)
     energy = float((added**2).sum())
     if energy > 0.0:
         summand = float((added * (new - old)).sum()) / energy
         text = f"are baseline's {'+' if summand > 0 else '−'} {abs(summand):.4g}"
-        yield Change(text, _with(values, channels, mine + summand), 2)
+        yield Change(text, with_channels(values, channels, mine + summand), 2)
     source = _sources(seen.part, new)
     if (source != channels).any():
         moved = source != channels
         is_plain_order, text = order_text(channels[moved], source[moved])
         verb = "have" if is_plain_order else "hold"
-        yield Change(f"{verb} {text}", _with(values, channels, values[..., source]), 2)
+        yield Change(f"{verb} {text}", with_channels(values, channels, values[..., source]), 2)
     if is_plain and mine.any():
         largest = float(np.abs(mine).max())
 
@@ -249,7 +244,12 @@ def _changes(values: Array, seen: Contribution, channels: Array, *, is_plain: bo
             return float(((seen.of(np.clip(mine, -limit, limit)) - new) ** 2).sum())
 
         limit, _ = searched(off, 0.01 * largest, largest)
-        yield Change(f"are clamped at {limit:.4g}", _with(values, channels, np.clip(mine, -limit, limit)), 2)
+        yield Change(f"are clamped at {limit:.4g}", with_channels(values, channels, np.clip(mine, -limit, limit)), 2)
+
+
+def channels_text(channels: Array, width: int) -> str:
+    """`` in columns 0–3 of each head``; empty for all channels of heads of this ``width``."""
+    return "" if len(channels) == width else f" in {spans('column', channels)} of each head"
 
 
 def number(factor: float) -> str:
@@ -259,34 +259,30 @@ def number(factor: float) -> str:
 
 
 def _added_by_step(
-    tokens: Tokens, rows: Array, seen: Contribution, channels: Array, weights: Array, variant: Variant, span: TokenSet
+    tokens: Tokens, seen: Contribution, channels: Array, variant: Variant, span: TokenSet
 ) -> Iterator[tuple[str, Variant]]:
     """A separate offset per step, as an offset that depends on the call's input."""
-    steps = np.unique(tokens.step[weights.any(axis=(0, 1))])
+    steps = np.unique(tokens.step[seen.weights.any(axis=(0, 1))])
     extra = (seen.rest - seen.part)[..., channels]
     if not 1 < len(steps) <= MAX_ADDED or extra.size < PER_NUMBER * len(steps):
         return
-    shares = np.stack([weights[..., tokens.step == step].sum(axis=2).T for step in steps], axis=2)
+    shares = np.stack([seen.weights[..., tokens.step == step].sum(axis=2).T for step in steps], axis=2)
     numbers = np.linalg.lstsq(shares.reshape(-1, len(steps)), extra.mean(axis=2).ravel(), rcond=None)[0]
     if len(set(np.sign(numbers).tolist())) != 1:
         return
     added = np.zeros(len(tokens.step))
     for step, number_of in zip(steps, numbers, strict=True):
         added[tokens.step == step] = number_of
-    values = _with(tokens.value, channels, tokens.value[..., channels] + added[:, None, None])
+    values = with_channels(tokens.value, channels, tokens.value[..., channels] + added[:, None, None])
     low, high = sorted(np.abs(numbers).tolist())[:: len(numbers) - 1]
     sign = "+" if numbers[0] > 0 else "−"
-    where = "" if len(channels) == tokens.value.shape[2] else f" in {spans('column', channels)} of each head"
-    sentence = (
-        f"values are baseline's {sign} {low:.4g} to {high:.4g}, by step,{where} as attention reads them in target"
-    )
-    yield (
-        f"{sentence} (KV cache){f', {span.sentence}' if span.sentence else ''}",
-        replace(variant, other_value=values, where=span.covers),
-    )
+    columns = channels_text(channels, tokens.value.shape[2])
+    text = f"values are baseline's {sign} {low:.4g} to {high:.4g}, by step,{columns} {AS_READ}{span.suffix}"
+    yield text, replace(variant, other_value=values, where=span.covers)
 
 
-def _with(values: Array, channels: Array, new: Any) -> Array:
+def with_channels(values: Array, channels: Array, new: Any) -> Array:
+    """A copy of ``values`` [n, heads, width] with ``new`` in these channels of every head."""
     changed = values.copy()
     changed[..., channels] = new
     return changed

@@ -24,14 +24,14 @@ def casts(region: ErrorRegion) -> Iterator[Hypothesis]:
     before, after = region.before, region.after
     if region.sample.is_integer:
         for name in ("float32", "float16", "bfloat16"):
-            yield Hypothesis("cast", f"target = baseline cast through {dtypes.short(name)}", _through(before, name))
+            yield Hypothesis("cast", f"target = baseline cast through {dtypes.short(name)}", cast_through(before, name))
         yield Hypothesis("cast", "target = baseline cast through int32 (wrapped)", _wrapped(before))
         return
     for name in CAST_DTYPES:
         if dtypes.epsilon(name) <= max(map(dtypes.epsilon, region.sample.dtypes)):
             continue
         short = dtypes.short(name)
-        cast = _through(before, name)
+        cast = cast_through(before, name)
         yield Hypothesis("cast", f"target = baseline cast through {short}", cast)
         yield from _scaled(before, name)
         yield from _computed(before, after, cast, name)
@@ -60,7 +60,8 @@ def missing(before: Array, after: Array, noise: float) -> str:
     return f"target is {what} there and baseline is finite; all other values agree"
 
 
-def _through(values: Array, name: str) -> Array:
+def cast_through(values: Array, name: str) -> Array:
+    """``values`` in float64 after a cast to the dtype of this ``name`` and back."""
     with np.errstate(over="ignore", invalid="ignore"):
         return values.astype(np.float32).astype(dtypes.numpy_dtype(name)).astype(np.float64)
 
@@ -80,7 +81,7 @@ def _scaled(before: Array, name: str) -> Iterator[Hypothesis]:
         yield Hypothesis(
             "cast",
             f"target = baseline cast through {dtypes.short(name)} with {what}",
-            _through(before * scale, name) / scale,
+            cast_through(before * scale, name) / scale,
         )
 
 
@@ -88,7 +89,7 @@ def _computed(before: Array, after: Array, cast: Array, name: str) -> Iterator[H
     """Every value of the target is representable in the narrow dtype, and the error is as large as computing in it
     makes it."""
     good = np.isfinite(after) & np.isfinite(before) & np.isfinite(cast)
-    if good.sum() < 4 * MIN_VALUES or not np.array_equal(_through(after, name)[good], after[good]):
+    if good.sum() < 4 * MIN_VALUES or not np.array_equal(cast_through(after, name)[good], after[good]):
         return
     if np.mean(cast[good] == before[good]) > 0.5:
         return  # the baseline is representable, too

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from tapscope.comparator.explain.attention import inverse_frequencies, rotate
 from tapscope.comparator.explain.error_region import ErrorRegion
 from tapscope.comparator.explain.hypothesis_test import Hypothesis
 
@@ -25,7 +26,7 @@ def rope_rotations(region: ErrorRegion, thetas: Sequence[float]) -> Iterator[Hyp
     for size in [n for n in region.head_dims if n % 2 == 0 and width % n == 0]:
         heads = sample.baseline[region.rows].reshape(len(region.rows), -1, size)
         for theta in dict.fromkeys((*thetas, *THETAS)):
-            angle = sample.position[region.rows][:, None] * theta ** (-np.arange(0, size, 2) / size)[None, :]
+            angle = sample.position[region.rows][:, None] * inverse_frequencies(theta, size // 2)[None, :]
             for sentence, values in _variants(heads, angle, theta, size):
                 flat = values.reshape(len(values), -1)[:, region.columns]
                 yield Hypothesis("rope", sentence, flat)
@@ -46,7 +47,7 @@ def _variants(heads: Array, angle: Array, theta: float, size: int) -> Iterator[t
             _rotated(plain, angle, other),
         )
         for shift in SHIFTS:
-            moved = shift * theta ** (-np.arange(0, size, 2) / size)[None, :]
+            moved = shift * inverse_frequencies(theta, size // 2)[None, :]
             more = "higher" if shift > 0 else "lower"
             text = f"target is rotated as if positions were {abs(shift)} {more} (RoPE, {layout} layout, {base})"
             yield text, _rotated(heads, moved, layout)
@@ -54,11 +55,4 @@ def _variants(heads: Array, angle: Array, theta: float, size: int) -> Iterator[t
 
 def _rotated(heads: Array, angle: Array, layout: str) -> Array:
     """[rows, heads, size] rotated by [rows or 1, size / 2] angles."""
-    cos, sin = np.cos(angle)[:, None, :], np.sin(angle)[:, None, :]
-    if layout == "half":
-        one, two = np.split(heads, 2, axis=-1)
-        return np.concatenate([one * cos - two * sin, two * cos + one * sin], axis=-1)
-    one, two = heads[..., 0::2], heads[..., 1::2]
-    rotated = np.empty_like(heads)
-    rotated[..., 0::2], rotated[..., 1::2] = one * cos - two * sin, two * cos + one * sin
-    return rotated
+    return rotate(heads, np.cos(angle)[:, None, :], np.sin(angle)[:, None, :], layout)

@@ -4,10 +4,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
 
+from tapscope.comparator.explain.attention import inverse_frequencies
 from tapscope.comparator.explain.attention_variants import USUAL_THETAS
+from tapscope.comparator.explain.casts import cast_through
 from tapscope.comparator.explain.error_region import ErrorRegion, find_error_region
 from tapscope.comparator.explain.predictions import Prediction, select_prediction
 from tapscope.comparator.explain.recorded_attention import SiteReader
@@ -50,6 +51,10 @@ class _TableFunction(NamedTuple):
     """([..., width] values, [..., width / 2] approximate angles) -> the nearest angles with these values."""
     is_pair: bool = False
     """Whether the second half of the columns holds another function than the first."""
+
+    def table(self, position: Array, frequencies: Array) -> Array:
+        """[rows, width] its values at these positions, for the angle per position of each pair."""
+        return self.make(position[:, None] * np.tile(frequencies, 2)[None, :])
 
     def columns(self, pairs: Array, size: int) -> Array:
         """The columns that hold these of ``size`` pairs, each function once."""
@@ -174,9 +179,9 @@ def _explained(
         values = sample.baseline, sample.target
         bases = [_theta(kind, *side, position, thetas) for side in zip(values, noises, strict=True)]
         candidates = list(_guesses(kind, region, own, other, bases, position))
-        made = {text: kind.make(at[:, None] * np.tile(turn, 2)[None, :]) for _, text, at, turn, _ in candidates}
+        made = {text: kind.table(at, turn) for _, text, at, turn, _ in candidates}
         level = _HOLDS_IN_COLUMN * max(noise, *noises)
-        made_of_own = kind.make(position[:, None] * np.tile(own, 2)[None, :])
+        made_of_own = kind.table(position, own)
         predictions = [
             Prediction(name, text, region.cut(made[text]), cost)
             for name, text, _, _, cost in candidates
@@ -251,7 +256,7 @@ def frequencies(
 
 
 def _fits(kind: _TableFunction, own: Array, position: Array, values: Array, noise: float) -> bool:
-    made = kind.make(position[:, None] * np.tile(own, 2)[None, :])
+    made = kind.table(position, own)
     off = float(((made - values) ** 2).sum()) / max(float((values**2).sum()), 1e-300)
     return bool(off**0.5 < 4 * noise)
 
@@ -267,34 +272,27 @@ def _guesses(
     """Candidates as (family, sentence, positions, frequencies, cost)."""
     base, new = bases
     yield "rope frequencies", _NOT_ROTATED, 0.0 * position, own, 0
-    for dtype, short in ((ml_dtypes.bfloat16, "bf16"), (np.float16, "fp16")):
-        yield "rope positions", f"positions are rounded to {short} in target's table", _cast(position, dtype), own, 0
-        text = f"inverse frequencies are rounded to {short} in target's table"
-        yield "rope frequencies", text, position, _cast(own, dtype), 0
+    for name in ("bfloat16", "float16"):
+        rounded = f"are rounded to {dtypes.short(name)} in target's table"
+        yield "rope positions", f"positions {rounded}", cast_through(position, name), own, 0
+        yield "rope frequencies", f"inverse frequencies {rounded}", position, cast_through(own, name), 0
     for shift in SHIFTS:
         more = f"{abs(shift)} {'higher' if shift > 0 else 'lower'}"
         yield "rope shift", f"positions are {more} in target's table", position + shift, own, 1
     if base is not None and new is not None:
         text = f"RoPE with theta {_format_theta(new)} in target against {_format_theta(base)} in baseline"
-        yield "rope theta", text, position, _inverse_frequencies(new, len(own)), 2
+        yield "rope theta", text, position, inverse_frequencies(new, len(own)), 2
     elif new is not None:
         text = f"RoPE's scaling is missing in target: its frequencies are those of theta {_format_theta(new)}"
-        yield "rope scaling", f"{text}, baseline's are scaled", position, _inverse_frequencies(new, len(own)), 2
+        yield "rope scaling", f"{text}, baseline's are scaled", position, inverse_frequencies(new, len(own)), 2
     elif base is not None and other is not None and len(np.unique(region.columns % len(own))) == len(own):
         text = f"RoPE's frequencies differ in target, baseline's are those of theta {_format_theta(base)} (scaling, …)"
         yield "rope scaling", text, position, other, 4
-    if (
-        factor := _factor(kind, region, own if base is None else _inverse_frequencies(base, len(own)), position)
-    ) is not None:
+    exact = own if base is None else inverse_frequencies(base, len(own))
+    if (factor := _factor(kind, region, exact, position)) is not None:
         of = f" (theta {_format_theta(base)})" if base is not None else ""
-        exact = own if base is None else _inverse_frequencies(base, len(own))
-        yield (
-            "rope scaling",
-            f"{_AT_SCALED_POSITIONS} {factor:.4g} times those of baseline{of}",
-            factor * position,
-            exact,
-            2,
-        )
+        text = f"{_AT_SCALED_POSITIONS} {factor:.4g} times those of baseline{of}"
+        yield "rope scaling", text, factor * position, exact, 2
     if other is None:
         return
     changed = np.unique(region.columns % len(own))
@@ -346,7 +344,7 @@ def _theta(kind: _TableFunction, values: Array, noise: float, position: Array, t
     size = values.shape[1] // 2
 
     def off(theta: float) -> float:
-        made = kind.make(position[:, None] * np.tile(_inverse_frequencies(theta, size), 2)[None, :])
+        made = kind.table(position, inverse_frequencies(theta, size))
         return float(np.sqrt(((made - values) ** 2).sum() / max(float((values**2).sum()), 1e-300)))
 
     usual = [theta for theta in dict.fromkeys((*thetas, *USUAL_THETAS)) if off(theta) < 4 * noise]
@@ -356,15 +354,5 @@ def _theta(kind: _TableFunction, values: Array, noise: float, position: Array, t
     return best if error < 4 * noise else None
 
 
-def _inverse_frequencies(theta: float, size: int) -> Array:
-    frequencies: Array = theta ** (-np.arange(size) / size)
-    return frequencies
-
-
 def _format_theta(theta: float) -> str:
     return f"{theta:.4g}"
-
-
-def _cast(values: Array, dtype: Any) -> Array:
-    rounded: Array = values.astype(np.float32).astype(dtype).astype(np.float64)
-    return rounded
