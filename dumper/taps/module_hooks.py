@@ -104,7 +104,7 @@ class ModuleHooks:
             wants: list[str] = [kind for kind in _KINDS if kind in tap.kinds and _wants(tap, kind, selection)]
             if collector is not None and not tap.fast:
                 tap.fast = _fast_paths(tap, collector)
-            tap.has_grads = any(_may_keep(tap, f"{kind}.grad", selection) for kind in wants)
+            tap.has_grads = any(tap.may_keep(f"{kind}.grad", selection) for kind in wants)
             if tap.has_grads and "in" in wants and "out" in set(tap.kinds).difference(wants):
                 wants.append("out")  # when its call returns, see GradientHooks.returned
             if self._parameters.add(tap, core, selection) or wants:
@@ -282,15 +282,7 @@ def _discard_problem(where: str, reason: str) -> None:
 def _wants(tap: Tap, kind: str, selection: Selection) -> bool:
     if kind == "tap" and selection.config.mode != "all":  # which explicit values pass, and these are of a module
         return False
-    return _may_keep(tap, kind, selection) or _may_keep(tap, f"{kind}.grad", selection)
-
-
-def _may_keep(tap: Tap, kind: str, selection: Selection) -> bool:
-    if not selection.may_keep_kind(kind):
-        return False
-    base, _, grad = kind.partition(".")
-    ports = [f"{port}.grad" if grad else port for port in tap.known_ports(base)]
-    return selection.may_keep(tap.site_path, kind, ports, unnamed=base == "in" and tap.is_open)
+    return tap.may_keep(kind, selection) or tap.may_keep(f"{kind}.grad", selection)
 
 
 def _first_port(tap: Tap) -> str:

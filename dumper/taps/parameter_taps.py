@@ -63,7 +63,8 @@ class ParameterTaps:
         Returns whether that is anything.
         """
         self._selection = selection
-        kinds = frozenset(kind for kind in ("param", "param.grad", "buffer") if _may_keep(tap, kind, selection))
+        held = {"param": tap.params, "param.grad": tap.params, "buffer": tap.buffers}
+        kinds = frozenset(kind for kind, names in held.items() if names and tap.may_keep(kind, selection))
         if kinds:
             self._holders.append(_Holder(tap, weakref.ref(module), kinds))
             self._kinds[tap.key] = kinds
@@ -222,11 +223,3 @@ def capture_model(
                     collector.capture_value(each, tensor, Firing(step, number, micro, pass_, tags))
                     num_captured += 1
     return num_captured
-
-
-def _may_keep(tap: Tap, kind: str, selection: Selection) -> bool:
-    if not selection.may_keep_kind(kind):
-        return False
-    base, _, grad = kind.partition(".")
-    ports = [f"{port}.grad" if grad else port for port in tap.known_ports(base)]
-    return bool(ports) and selection.may_keep(tap.site_path, kind, ports, unnamed=False)

@@ -113,6 +113,14 @@ class Tap:
                 names += [f"{kind}[{name}]" for name in (self.params if kind == "param" else self.buffers)]
         return names
 
+    def may_keep(self, kind: str, selection: Selection) -> bool:
+        """Whether any of its ports of ``kind`` (``in``, ``out.grad``, ``param``, ...) may be kept."""
+        if not selection.may_keep_kind(kind):
+            return False
+        base, _, grad = kind.partition(".")
+        ports = [f"{port}.grad" if grad else port for port in self.known_ports(base)]
+        return selection.may_keep(self.site_path, kind, ports, unnamed=base == "in" and self.is_open)
+
     def occurrence(self, serial: int, kind: str, micro: int) -> int:
         """Number this forward firing within the step and microbatch."""
         if serial != self.serial:
