@@ -20,7 +20,6 @@ from tapscope.dumper.pipeline.send_queue import SendQueue
 from tapscope.dumper.records.dedup_cache import DedupCache
 from tapscope.dumper.records.firing import Firing
 from tapscope.dumper.records.flatten import plain_value
-from tapscope.dumper.records.inflight_record import InflightRecord
 from tapscope.dumper.records.record_layout import NO_LAYOUT, RecordLayout
 from tapscope.dumper.records.record_lines import LinePayload, PendingLines, leave_out_sketches
 from tapscope.dumper.records.replay_plan import ReplayPlan
@@ -50,7 +49,7 @@ class Capturer:
         self._records = records = RecordQueue(queue, retention, counters, dedup)
         self.sketcher = Sketcher(counters.report)
         self._host = HostCapturer(records, rules, counters, dedup, self.sketcher)
-        self.device = DeviceCapturer(queue, records, rules, counters, dedup, self.sketcher)
+        self.device = DeviceCapturer(queue, records, rules, counters, self.sketcher)
         self.native = NativeRecordWriter(queue, records, counters, dedup, self.device)
         self._pending = PendingCollectives(counters)
         self._comparison: LiveComparison | None = None
@@ -203,8 +202,7 @@ class Capturer:
             if not port.announced:
                 self._records.announce(port)
             value = b'"value":' + encode_line(plain_value(leaf))
-            number, generation = self._records.next_number(), self.dedup.generation
-            self._records.put(InflightRecord(port, firing, number, NO_LAYOUT, value, generation))
+            self._records.put(self._records.new_record(port, firing, NO_LAYOUT, value))
             return
         unwrapped = DenseTensor(leaf) if is_plain(leaf) else unwrap(leaf)
         if isinstance(unwrapped, DenseTensor):

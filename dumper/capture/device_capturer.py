@@ -17,9 +17,7 @@ from tapscope.dumper.device.graph_fetch import fetch_here
 from tapscope.dumper.device.graph_memory import ROW_BYTES
 from tapscope.dumper.pipeline.send_queue import SendQueue
 from tapscope.dumper.records import sketcher
-from tapscope.dumper.records.dedup_cache import DedupCache
 from tapscope.dumper.records.firing import Firing, rule_context
-from tapscope.dumper.records.inflight_record import InflightRecord
 from tapscope.dumper.records.payload_slot import PayloadSlot
 from tapscope.dumper.records.record_layout import RecordLayout
 from tapscope.dumper.records.site_port import DeviceSketch, SitePort
@@ -42,7 +40,6 @@ class DeviceCapturer:
         records: RecordQueue,
         rules: RuleEvaluator,
         counters: StepCounters,
-        dedup: DedupCache,
         sketcher: Sketcher,
     ) -> None:
         self._sketcher = sketcher
@@ -50,7 +47,6 @@ class DeviceCapturer:
         self._records = records
         self._rules = rules
         self._counters = counters
-        self._dedup = dedup
         self.row_keys = DeviceRowKeys()
         """The keys of the rows of a step, on devices."""
         self._limit = 0
@@ -119,8 +115,7 @@ class DeviceCapturer:
             return self._rules.run_triggers(port, firing, layout, stats, lambda: context) or full
 
         copy = self._start(tensor, layout, slot, holds=holds, on_stats=on_stats if has_triggers else None)
-        payload = self._dedup.next_number() if holds else None
-        self._put(port, firing, layout, copy, payload, slot if holds else None)
+        self._put(port, firing, layout, copy, slot if holds else None)
 
     def watch(self, port: SitePort, firing: Firing, tensor: torch.Tensor, layout: RecordLayout) -> None:
         """The rules keep nothing: record the tensor in full if a trigger asks for it, once its statistics are here."""
@@ -136,10 +131,7 @@ class DeviceCapturer:
                 self._records.announce(port)
             if firing.step.ended:
                 self._counters.mark_late(firing.step)
-            number, dedup = self._records.next_number(), self._dedup
-            self._records.put(
-                InflightRecord(port, firing, number, layout, stats, dedup.generation, dedup.next_number(), slot)
-            )
+            self._records.put(self._records.new_record(port, firing, layout, stats, slot))
             return True
 
         self._start(tensor, layout, slot, holds=False, on_stats=on_stats)
@@ -264,8 +256,7 @@ class DeviceCapturer:
     def _put_sketch(
         self, port: SitePort, firing: Firing, layout: RecordLayout, copy: SketchCopy, slot: PayloadSlot
     ) -> None:
-        number, dedup = self._records.next_number(), self._dedup
-        record = InflightRecord(port, firing, number, layout, b"", dedup.generation, dedup.next_number(), slot)
+        record = self._records.new_record(port, firing, layout, b"", slot)
         record.stored, record.pending_copy = sketcher.SKETCH_LAYOUT, copy
         self._records.put(record)
 
@@ -274,7 +265,7 @@ class DeviceCapturer:
         row = self.worker().summarize(tensor, layout)
         if row is None:
             return False
-        self._put(port, firing, layout, row, None, None)
+        self._put(port, firing, layout, row, None)
         return True
 
     def _start(
@@ -296,16 +287,9 @@ class DeviceCapturer:
             raise
 
     def _put(
-        self,
-        port: SitePort,
-        firing: Firing,
-        layout: RecordLayout,
-        copy: AsyncCopy,
-        payload: int | None,
-        slot: PayloadSlot | None,
+        self, port: SitePort, firing: Firing, layout: RecordLayout, copy: AsyncCopy, slot: PayloadSlot | None
     ) -> None:
-        number, generation = self._records.next_number(), self._dedup.generation
-        record = InflightRecord(port, firing, number, layout, b"", generation, payload, slot)
+        record = self._records.new_record(port, firing, layout, b"", slot)
         record.pending_copy = copy
         self._records.put(record)
 

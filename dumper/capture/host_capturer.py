@@ -9,7 +9,6 @@ from tapscope.dumper.capture.rule_evaluator import RuleEvaluator, context_of
 from tapscope.dumper.records import sketcher
 from tapscope.dumper.records.dedup_cache import DedupCache
 from tapscope.dumper.records.firing import Firing
-from tapscope.dumper.records.inflight_record import InflightRecord
 from tapscope.dumper.records.record_layout import RecordLayout
 from tapscope.dumper.records.site_port import SitePort
 from tapscope.dumper.records.sketcher import SKETCH_LAYOUT, Sketcher
@@ -84,11 +83,10 @@ class HostCapturer:
             self._counters.count(firing.step, dropped=1)
             return
         sketcher.write(counters, slot)
-        records, dedup = self._records, self._dedup
-        content, number = stats + record_member(index.by_rows, counters), records.next_number()
-        record = InflightRecord(port, firing, number, layout, content, dedup.generation, dedup.next_number(), slot)
+        content = stats + record_member(index.by_rows, counters)
+        record = self._records.new_record(port, firing, layout, content, slot)
         record.stored = SKETCH_LAYOUT
-        records.put(record)
+        self._records.put(record)
 
     def watch(self, port: SitePort, firing: Firing, tensor: torch.Tensor, layout: RecordLayout) -> None:
         """The rules keep nothing: record the tensor in full if a trigger asks for it."""

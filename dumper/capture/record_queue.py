@@ -11,6 +11,7 @@ from tapscope.dumper.pipeline.send_queue import SendQueue
 from tapscope.dumper.records.dedup_cache import DedupCache
 from tapscope.dumper.records.firing import Firing
 from tapscope.dumper.records.inflight_record import InflightRecord
+from tapscope.dumper.records.payload_slot import PayloadSlot
 from tapscope.dumper.records.record_layout import RecordLayout
 from tapscope.dumper.records.site_port import SitePort
 from tapscope.dumper.records.snapshot import TensorSnapshot
@@ -99,6 +100,14 @@ class RecordQueue:
         record = InflightRecord(port, firing, next(self.numbers), layout, stats, dedup.generation, payload, slot)
         if self.put(record) and slot is not None and payload is not None:
             dedup.add_payload(digest, slot.nbytes, payload)
+
+    def new_record(
+        self, port: SitePort, firing: Firing, layout: RecordLayout, content: bytes, slot: PayloadSlot | None = None
+    ) -> InflightRecord:
+        """A record with the next number, to be queued by :meth:`put`; the bytes in ``slot`` are its own payload."""
+        number, dedup = self.next_number(), self._dedup
+        payload = None if slot is None else dedup.next_number()
+        return InflightRecord(port, firing, number, layout, content, dedup.generation, payload, slot)
 
     def put(self, record: InflightRecord) -> bool:
         """Queue a record; False when it was dropped."""
