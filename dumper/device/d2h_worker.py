@@ -97,8 +97,7 @@ class D2HWorker:
 
         Raises what :meth:`Device.start` does, and CopyFailed when closed; the slot is then still the caller's.
         """
-        if self._is_closing:
-            raise CopyFailed("the capture has ended")
+        self._require_open()
         if self._thread is None:
             self._start_thread()
         self._close_rows()
@@ -123,8 +122,7 @@ class D2HWorker:
 
     def summarize(self, tensor: torch.Tensor, layout: "RecordLayout") -> AsyncCopy | None:
         """Start to compute statistics on the device; None when it cannot. Raises as :meth:`start`."""
-        if self._is_closing:
-            raise CopyFailed("the capture has ended")
+        self._require_open()
         fetch = fetch_here()
         if fetch is not None and (fetched := fetch.stats_handle_of(tensor)) is not None:
             return self.fetched(layout, fetched)
@@ -140,8 +138,7 @@ class D2HWorker:
 
         Raises CopyFailed when closed.
         """
-        if self._is_closing:
-            raise CopyFailed("the capture has ended")
+        self._require_open()
         if self._thread is None:
             self._start_thread()
         copy = AsyncCopy(self, layout, None, None, None)
@@ -159,8 +156,7 @@ class D2HWorker:
     ) -> AsyncCopy | None:
         """As :meth:`summarize`, and start to compute the sketch: ``taken`` is called in the worker's thread with the
         address of its counters, [256] float32, which are there until it returns."""
-        if self._is_closing:
-            raise CopyFailed("the capture has ended")
+        self._require_open()
         return self._begin_row(layout, lambda: self._device.sketch(tensor, request), taken)
 
     def _begin_row(
@@ -193,8 +189,7 @@ class D2HWorker:
 
         Raises CopyFailed when closed, and RuntimeError when the device failed.
         """
-        if self._is_closing:
-            raise CopyFailed("the capture has ended")
+        self._require_open()
         if self._thread is None:
             self._start_thread()
         copy = AsyncCopy(self, layout, None, None, None)
@@ -211,6 +206,11 @@ class D2HWorker:
         """Memory for rows that the native writer has written, see :meth:`CudaDevice.block`."""
         assert isinstance(self._device, CudaDevice)
         return self._device.block(index, stream, sketches=sketches)
+
+    def _require_open(self) -> None:
+        """Raise CopyFailed when closed."""
+        if self._is_closing:
+            raise CopyFailed("the capture has ended")
 
     def _close_rows(self) -> None:
         """Start to copy the rows that were computed so far."""
