@@ -60,7 +60,7 @@ class Comparison(Struct, frozen=True):
         """
         opened = self._judged.screened.measured.matched.opened
         if not options.measures_as(opened.options):
-            raise ConfigError("these options compare other values: compare the runs again")
+            raise ConfigError("these options select other values; compare the runs again with them")
         with gc_paused(), ray_connection(options.ray):
             if not any(one.reasons for one in self._corrupt):
                 rules = compile_rules((*options.rules, *options.mapping.rules))

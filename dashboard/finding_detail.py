@@ -107,5 +107,6 @@ def value_lines(seen: TokenView, width: int) -> list[Text]:
 
     names = ("baseline", "target", "Δ")
     said = f"step {int(seen.steps[seen.worst])}, row {seen.labels[seen.worst]}"
-    said += ", the one that is off most" if seen.max_abs[seen.worst] or seen.errors[seen.worst] else ": no row is off"
+    differs = seen.max_abs[seen.worst] or seen.errors[seen.worst]
+    said += ", the one with the largest error" if differs else ": no row differs"
     return [Text(said, style=DIM), line("column", columns, DIM), *map(line, names, cells)]

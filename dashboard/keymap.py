@@ -85,7 +85,7 @@ KEYS: tuple[KeySpec, ...] = (
     KeySpec("go", ("colon",), "go", "go to a step by its number", "go"),
     KeySpec("previous_rank", ("left_curly_bracket", "less_than_sign"), "rank(-1)", "previous rank", "rank"),
     KeySpec("next_rank", ("right_curly_bracket", "greater_than_sign"), "rank(1)", "next rank", "rank"),
-    KeySpec("tail", ("t",), "tail", "follow an open run: read on as it grows, at its last step; again: stay", "tail"),
+    KeySpec("tail", ("t",), "tail", "follow a run that is being recorded, at its last step; again: stop", "tail"),
     KeySpec("live", ("L",), "live", "steps, rates, metrics and anomalies while the run is recorded", "live"),
     KeySpec(
         "capture", ("C",), "capture", "switch capture of the live job of --control: on, off, 4 steps, rules", "capture"
@@ -93,9 +93,9 @@ KEYS: tuple[KeySpec, ...] = (
     KeySpec("sort", ("s",), "sort", "sort records: in order, by |max|, by size (or click a column)", "sort"),
     KeySpec("columns", ("W",), "columns", "choose the columns of the list"),
     KeySpec("view", ("v",), "view", "tensor as statistics, histogram or values; its site over all steps", "view"),
-    KeySpec("zoom", ("enter",), "zoom", "the pane on the whole screen, and back", "zoom"),
-    KeySpec("map", ("m",), "run_map", "heat map of layers × steps: |max|, rms, values not finite, zeros", "map"),
-    KeySpec("modules", ("T",), "modules", "the modules with class, shape and error, and what they receive", "modules"),
+    KeySpec("zoom", ("enter",), "zoom", "show the pane on the whole screen, or go back", "zoom"),
+    KeySpec("map", ("m",), "run_map", "heat map of layers × steps: |max|, rms, non-finite values, zeros", "map"),
+    KeySpec("modules", ("T",), "modules", "modules with class, shape, error and producers of inputs", "modules"),
     KeySpec("cells", ("c",), "cells", "every value of the tensor, with a cursor over rows and columns", "values"),
     KeySpec("load", ("o",), "load", "load a tensor of more than 256 MB", "load"),
     KeySpec("copy", ("y",), "copy", "copy the command line that shows the same", "copy command"),
@@ -127,8 +127,8 @@ def _zoom() -> tuple[KeySpec, KeySpec]:
     )
 
 
-_UNFOLD_HELP = "heat map: the modules of a layer, then what is in a module, down to sites"
-_FOLD_HELP = "heat map: hide what is in the layer or module, or around the site"
+_UNFOLD_HELP = "heat map: unfold a layer into modules, a module into submodules and sites"
+_FOLD_HELP = "heat map: fold the layer or module, or the one that contains the site"
 
 DIFF_KEYS: tuple[KeySpec, ...] = (
     *map(_shared, ("up", "down", "page_up", "page_down", "first", "last", "next_pane", "previous_pane")),
@@ -208,11 +208,11 @@ MODULE_KEYS: tuple[KeySpec, ...] = (
 
 LIVE_KEYS: tuple[KeySpec, ...] = (
     *map(_shared, ("up", "down", "page_up", "page_down", "first", "last")),
-    KeySpec("pause", ("space",), "pause", "stay at this step, or show what comes", "pause"),
-    _shared("previous_step", "stay at the previous step"),
-    _shared("next_step", "the next step; after the last one show what comes"),
-    _shared("go", "stay at a step by its number"),
-    KeySpec("replay", ("p",), "replay", "show the steps from here on one after the other", "replay"),
+    KeySpec("pause", ("space",), "pause", "pause at this step, or follow new steps", "pause"),
+    _shared("previous_step", "pause at the previous step"),
+    _shared("next_step", "next step; after the last one, follow new steps"),
+    _shared("go", "pause at a step by its number"),
+    KeySpec("replay", ("p",), "replay", "replay the steps from here on", "replay"),
     *map(_shared, ("capture", "back", "help", "palette", "quit")),
 )
 """What can be pressed on the live screen."""
@@ -227,7 +227,7 @@ MAP_KEYS: tuple[KeySpec, ...] = (
     _shared("previous_rank", "previous rank; before the first: the largest of all ranks"),
     _shared("next_rank", "next rank; after the last: the largest of all ranks"),
     *_zoom(),
-    KeySpec("measure", ("m",), "measure", "|max|, rms, number of values not finite, number of zeros", "measure"),
+    KeySpec("measure", ("m",), "measure", "switch to |max|, rms, number of non-finite values, or zeros", "measure"),
     KeySpec("open_record", ("enter",), "zoom", "open the record with the largest measure of the line", "open"),
     _shared("find", "sites that match: parts of names, patterns with * and ?"),
     KeySpec("copy", ("y",), "copy", "copy the link of that record", "copy link"),
@@ -248,7 +248,7 @@ BOOKMARK_KEYS: tuple[KeySpec, ...] = (
 COLUMN_KEYS: tuple[KeySpec, ...] = (
     *map(_shared, ("up", "down", "page_up", "page_down", "first", "last")),
     KeySpec("toggle_column", ("space", "enter"), "toggle_column", "show or hide the column"),
-    KeySpec("usual_columns", ("d",), "usual_columns", "show the usual columns, as many as fit"),
+    KeySpec("usual_columns", ("d",), "usual_columns", "show the default columns, as many as fit"),
     *map(_shared, ("back", "quit")),
 )
 """What can be pressed on the list of columns."""

@@ -107,7 +107,7 @@ class StepAPI:
         Raises StepError for an invalid number, or outside a step.
         """
         if type(number) is not int or number < 0:
-            raise StepError(f"micro({number!r}): must be an integer from 0")
+            raise StepError(f"micro({number!r}): must be an integer ≥ 0")
         recording = self._recording
         return recording.steps.micro(number) if recording is not None else contextlib.nullcontext()
 

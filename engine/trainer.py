@@ -72,7 +72,7 @@ class Trainer:
         if self._group is None and self._rejoin is not None:
             self._rejoin()
         if self._group is None:
-            raise UsageError("join() makes the process group that update() sends in")
+            raise UsageError("call join() first: it creates the process group that update() broadcasts in")
         group, sent = self._group, {name: tensor.detach() for name, tensor in tensors}
         body: dict[str, Any] = {"names": list(sent), "shapes": [list(tensor.shape) for tensor in sent.values()]}
         body |= {"dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in sent.values()]}

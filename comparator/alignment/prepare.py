@@ -362,5 +362,5 @@ class MissingShards:
             return f"--ranks {compact_ranges(self._ranks or ())} excludes it"
         ledger = self._run.ledger()
         if missing := ledger.missing_ranks:
-            return f"{'rank' if len(missing) == 1 else 'ranks'} {compact_ranges(missing)} never came"
+            return f"{'rank' if len(missing) == 1 else 'ranks'} {compact_ranges(missing)} never connected"
         return "" if ledger.complete and not ledger.open_ranks else f"{self._run.name} is not complete"

@@ -69,11 +69,11 @@ class SampledPair(Struct, frozen=True):
             return f"the runs took tokens {one} and {two} {where}, of equal logits ({self.logits[0]:.3g})"
         if all(self.odd):
             reason = "sampling is random, and no seed was recorded"
-            return f"neither run took its likeliest token {where}, and they took others: {reason}"
+            return f"neither run took its most likely token {where}, and they took different ones: {reason}"
         side = int(self.odd[1])
         run, other = ("target", "baseline") if side else ("baseline", "target")
         taken = f"the {run} took token {self.tokens[side]} (logit {self.logits[side]:.3g}) {where}"
-        top = f"its likeliest is {self.best[side]} ({self.tops[side]:.3g}), which the {other} took"
+        top = f"its most likely token is {self.best[side]} ({self.tops[side]:.3g}), which the {other} took"
         return f"{taken}: {top}" if self.best[side] == self.tokens[1 - side] else f"{taken}: {top.partition(',')[0]}"
 
 

@@ -23,7 +23,7 @@ class LogitsAgreement(Struct, frozen=True):
     top1: float
     """Fraction of rows with the same largest logit; of equal ones the first counts."""
     topk: float
-    """Mean fraction of the :data:`TOP` largest that both sides have."""
+    """Mean fraction of the 5 largest that both sides have."""
     kl_mean: float
     """Kullback-Leibler divergence of softmax(target) from softmax(baseline), in nats, over rows."""
     kl_max: float

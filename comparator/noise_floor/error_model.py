@@ -123,7 +123,7 @@ class FloorEffect(Struct, frozen=True):
     """What one effect contributes to the floor of a site."""
 
     effect: str
-    """Its name, see the table in docs/explanation/noise-floor.md."""
+    """Its name, see the table in docs/reference/noise-floor-effects.md."""
     contribution: float
     """Its size, in :attr:`unit`."""
     unit: str

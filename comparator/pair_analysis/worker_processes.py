@@ -93,8 +93,8 @@ def _receive(connection: Connection, process: Any) -> tuple[int | None, Any]:
         process.join()
         how = f"signal {-process.exitcode}" if process.exitcode < 0 else f"exit code {process.exitcode}"
         raise DataError(
-            f"a worker process of --jobs ended before its results came ({how}; the kernel kills processes when memory "
-            "runs out): compare again with fewer --jobs"
+            f"a worker process of --jobs ended before it returned its results ({how}; the kernel kills processes when "
+            "memory runs out): compare again with fewer --jobs"
         ) from None
     if isinstance(answer, BaseException):
         raise answer

@@ -89,7 +89,8 @@ class PairSource(Struct, frozen=True):
             )
             matched = match_runs(open_runs(baseline, target, self.options, corrupt))
         if _digest(matched.pairs) != self.digest:
-            raise DataError(f"{self.paths[0]} or {self.paths[1]} holds other records there than for the caller")
+            runs = " or ".join(map(str, self.paths))
+            raise DataError(f"{runs} has different records on the worker than for the caller")
         return analyzer_of(matched), matched.pairs
 
 

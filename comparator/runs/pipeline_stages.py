@@ -89,7 +89,7 @@ def _without_virtual_stages(run: Run, given: NumberedRecords) -> NumberedRecords
         if (match := KINDS[0].pattern.match(key.site)) is None:
             held.add(key.site.rpartition(":")[0])
         elif layers.setdefault(int(match[2]), stage[key.rank, key.model]) != stage[key.rank, key.model]:
-            note = f"{run.name}: its virtual stages have the same layer numbers, and were kept apart"
+            note = f"{run.name}: its virtual stages have the same layer numbers, and were kept separate"
             return structs.replace(given, notes=(*given.notes, note))
     by_key: dict[Key, Record] = {}
     for record in name_stage_boundaries(given.records, lambda key: stage[key.rank, key.model], held):

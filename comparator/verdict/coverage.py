@@ -27,7 +27,7 @@ MODELS_DIFFER = "the models are configured differently"
 """Beginning of the sentence on different hyperparameters."""
 WEIGHTS_MAY_DIFFER = "the weights may differ"
 """Beginning of the sentence on parameters that a training did not record."""
-SAME_DIRECTORY = "baseline and target are one directory"
+SAME_DIRECTORY = "baseline and target are the same directory"
 """Note on a run compared with itself."""
 
 

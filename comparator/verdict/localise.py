@@ -72,9 +72,9 @@ class Divergence(Struct, frozen=True):
     alternatives: tuple[str, ...] = ()
     """Modules that may have added the error instead: the evidence hardly distinguishes them."""
     shared: tuple[str, ...] = ()
-    """Modules whose parameters, or their gradients, are affected by the same event, see :func:`group_by_event`."""
+    """Other modules whose parameters, or their gradients, are affected by the same event, such as an optimizer step."""
     tokens: tuple[TokenError, ...] = ()
-    """The rows above the floor in that step, in order, up to :data:`.token_rows.MAX_TOKENS`."""
+    """The rows above the floor in that step, in order, up to 8."""
     num_tokens: int = 0
     """Number of rows above the floor in all steps."""
 

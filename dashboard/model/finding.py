@@ -21,7 +21,7 @@ from tapscope.run_format.run import Run
 
 TESTS = {
     "median_row": "the typical row",
-    "p90_p98_row": "the rows that are off most",
+    "p90_p98_row": "the rows with the largest errors",
     "max_row": "the worst row",
     "scale": "a common scale",
     "channel": "one channel",

@@ -9,7 +9,7 @@ import { themeButton } from "./theme.js";
 import { api, box, button, html, nothing, render, select } from "./ui.js";
 
 const INTERVALS = [["0", "off"], ["10", "10 s"], ["60", "1 min"], ["300", "5 min"]];
-const FAILED = { diff: "These runs cannot be compared", run: "This run cannot be shown", tensor: "This tensor cannot be shown", open: "This link leads nowhere" };
+const FAILED = { diff: "These runs cannot be compared", run: "This run cannot be shown", tensor: "This tensor cannot be shown", open: "This link cannot be opened" };
 const root = document.getElementById("page");
 const [, kind, id] = location.pathname.split("/");
 const context = { id, query: new URLSearchParams(location.search), title, fail };

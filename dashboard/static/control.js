@@ -35,7 +35,7 @@ export async function controlPage(root) {
       <div class="controls">${button("On", () => send("on"))}${button("Off", () => send("off"))}
         <label>the next <input name="steps" type="number" min="1" max="1000000" value="4"> steps</label>${button("Capture", () => send(field("steps").value))}</div>
       <h2>Rules</h2>
-      <p class="dim">One rule a line, such as <code>layers.1:out=full</code>: a pattern of sites, and what is kept of them, which is <code>off</code>, <code>stats</code>, <code>sketch</code> or <code>full</code>.</p>
+      <p class="dim">One rule per line, such as <code>layers.1:out=full</code>: a site pattern and a capture level, which is <code>off</code>, <code>stats</code>, <code>sketch</code> or <code>full</code>.</p>
       <p><textarea name="rules" rows="6" cols="60" spellcheck="false" aria-label="Rules, one per line"></textarea></p>
       <div class="controls">${button("Apply rules", () => send(`rules ${field("rules").value.split("\n").join("; ")}`))}</div>`, root);
   }

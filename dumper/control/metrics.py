@@ -12,7 +12,7 @@ _COUNTERS = {
     "tapscope_records": ("total_records", "Records written."),
     "tapscope_lines": ("total_records", "Deprecated: tapscope_records."),
     "tapscope_payload_bytes": ("total_bytes", "Payload bytes written."),
-    "tapscope_values_dropped": ("dropped", "Values dropped because the pipeline was full or the recorder gone."),
+    "tapscope_values_dropped": ("dropped", "Values dropped because the pipeline was full, or the recorder had ended."),
     "tapscope_values_failed": ("failed", "Values that could not be captured."),
     "tapscope_values_compared": ("compared", "Tensors compared with the reference run."),
     "tapscope_diverged_steps": ("diverged_steps", "Steps that diverged from the reference run."),

@@ -230,7 +230,8 @@ class CudaDevice:
             except Exception as error:  # noqa: BLE001 - compilers fail in many ways, and values can still be copied
                 self._unserved.add(about)
                 what = "statistics" if request is None else "sketches"
-                _log.warning("tapscope: no %s of %s on the device, values are copied: %s", what, tensor.dtype, error)
+                text = "tapscope: the device cannot compute %s of %s, so the values are copied to the host: %s"
+                _log.warning(text, what, tensor.dtype, error)
                 return None
         return ticket
 
@@ -290,7 +291,7 @@ class CudaDevice:
             memory = torch.frombuffer((ctypes.c_ubyte * ring.nbytes).from_address(ring.address), dtype=torch.uint8)
             torch.cuda.check_error(_runtime().cudaHostRegister(ring.address, ring.nbytes, _PORTABLE))
         except Exception as error:  # noqa: BLE001 - drivers and sandboxes refuse in many ways
-            _log.info("tapscope: the ring cannot be page-locked, so every value is copied once more: %s", error)
+            _log.info("tapscope: the ring cannot be page-locked, so every value needs one more copy: %s", error)
         else:
             self._pinned = memory
 

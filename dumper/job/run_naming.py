@@ -46,7 +46,7 @@ class RunLocation:
         object.__setattr__(self, "dir", Path(self.dir))
         name = self.exp_name
         if name is not None and (not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\0" in name):
-            raise ConfigError(f"exp_name={name!r}: must be a plain name without '/', or None for one with the time")
+            raise ConfigError(f"exp_name={name!r}: must be a plain name without '/', or None for a name with the time")
         if not isinstance(self.cleanup_previous, bool):
             raise ConfigError(f"cleanup_previous={self.cleanup_previous!r}: must be true or false")
 

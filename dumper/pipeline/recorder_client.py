@@ -103,5 +103,5 @@ class RecorderClient:
         self.take_answer(wait=True)
         sender = self._sender
         if sender is None:
-            return self.queue.dead or "the recorder did not come up in time"
+            return self.queue.dead or "the recorder did not start in time"
         return sender.close(Message("close", {"current_step": self._step, "load": sender.load()}))

@@ -119,7 +119,7 @@ class RetentionPolicy:
         """Why a value was dropped."""
         if self.is_holding and self._flight is not None:
             return f"a step is larger than flight_recorder_bytes={self._flight.limit}"
-        return "the pipeline is full or the recorder gone"
+        return "the pipeline is full, or the recorder has ended"
 
     def charge(self, record: InflightRecord) -> None:
         """Charge a record to the budgets, if it is sent now."""

@@ -53,7 +53,7 @@ class InjectionRule:
         except (SiteError, ValueError) as error:
             raise RuleError(f"inject: {text!r}: {error}") from None
         if equals and any(character in site + stored for character in "*?"):
-            raise RuleError(f"inject: {text!r}: a glob stands alone; SITE=STORED names one site of each")
+            raise RuleError(f"inject: {text!r}: a glob cannot have =STORED; SITE=STORED names one site in each run")
         requests = tuple(name for name in given.get("request", "").split(",") if name)
         return cls(site, stored if equals else None, steps, requests)
 

@@ -146,7 +146,7 @@ def _positive(values: Sequence[Any]) -> int:
     if isinstance(value, str) and value.isdecimal() and len(value) < 19:
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError("must be an integer from 1")
+        raise ValueError("must be an integer ≥ 1")
     return value
 
 

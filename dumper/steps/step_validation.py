@@ -40,7 +40,7 @@ def _runs(rows: Any) -> tuple[RowSpan, ...]:
         if not all(
             type(each) is int and each >= 0 for each in (run.position, run.count, run.visit, run.slot, run.branch)
         ):
-            raise StepError(f"rows: {run!r}: position, count, visit, slot and branch must be integers from 0")
+            raise StepError(f"rows: {run!r}: position, count, visit, slot and branch must be integers ≥ 0")
     return spans
 
 

@@ -146,7 +146,7 @@ class DecodeGraphs:
                         "lower kv_cache_memory_bytes, or set cuda_graphs='off'"
                     ) from error
                 _log.warning(
-                    "out of memory while capturing the CUDA graph of %d rows: such steps run without a graph; "
+                    "out of memory while capturing the CUDA graph of %d rows: steps of this size run without a graph; "
                     "lower kv_cache_memory_bytes, or set cuda_graphs='off'",
                     size,
                 )
@@ -347,7 +347,7 @@ class DecodeGraphs:
             return self._capture(size, observer, is_alone=True)
         except torch.cuda.OutOfMemoryError:
             _log.warning(
-                "out of memory while capturing the CUDA graph of %d rows with taps: such steps run eagerly; "
+                "out of memory while capturing the CUDA graph of %d rows with taps: steps of this size run eagerly; "
                 "select fewer sites, capture statistics only, or lower kv_cache_memory_bytes",
                 size,
             )

@@ -85,7 +85,8 @@ def _eagle(folder: Path, target: ModelConfig, setting: str, *, is_eagle3: bool) 
     for what in ("hidden_size", "vocab_size"):
         found, wanted = getattr(head, what), getattr(target, what)
         if found != wanted:
-            raise ConfigError(f"{setting}: its {what} is {found}, and the target's {wanted}; use a head of this target")
+            unlike = f"its {what} is {found}, but the target's is {wanted}"
+            raise ConfigError(f"{setting}: {unlike}; use a head of this target")
     with open_checkpoint(folder) as checkpoint:
         names = checkpoint.names
         has_hidden_norm = any(name.endswith("hidden_norm.weight") for name in names)
@@ -123,7 +124,7 @@ def _token_ids(offsets: torch.Tensor | None, reader: ConfigReader, vocab_size: i
     num_ids = len(set(found.tolist()))
     if int(found.min()) < 0 or int(found.max()) >= vocab_size or num_ids < size:
         raise CheckpointError(
-            f"{reader.path.parent}: d2t must map {size} tokens to different ids below {vocab_size}, and maps them to "
+            f"{reader.path.parent}: d2t must map {size} tokens to different ids below {vocab_size}, but maps them to "
             f"{num_ids} from {int(found.min())} to {int(found.max())}"
         )
     return found
@@ -139,5 +140,5 @@ def _aux_layers(reader: ConfigReader, target: ModelConfig, setting: str) -> tupl
         raise reader.fail("eagle_config", "eagle_aux_hidden_state_layer_ids must be a list of layers")
     found = found if given is None else [layer + 1 for layer in found]
     if not all(0 <= layer <= layers for layer in found):
-        raise ConfigError(f"{setting}: it reads the inputs of layers {found}, and the target has {layers} layers")
+        raise ConfigError(f"{setting}: it reads the inputs of layers {found}, but the target has {layers} layers")
     return tuple(found)

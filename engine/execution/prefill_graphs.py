@@ -111,7 +111,7 @@ class PrefillGraphs(DecodeGraphs):
             what = f"out of memory while capturing the CUDA graph of {size} tokens with prompts"
             if tp.size > 1 and not is_alone:
                 raise ConfigError(f"rank {tp.rank}: {what}; {remedy}") from error
-            _log.warning("%s: such steps run without a graph; %s", what, remedy)
+            _log.warning("%s: steps of this size run without a graph; %s", what, remedy)
             self._without_memory.add(size)
         except RuntimeError:
             tp.check()

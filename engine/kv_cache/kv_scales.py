@@ -75,9 +75,9 @@ def warn_of_scales(folder: WeightSource, kv_dtype: str, scales: Mapping[int, Lay
     """Log a warning if an e4m3 cache has no scales, or if scales are unused and the user did not choose the dtype."""
     if kv_dtype == "fp8_e4m3" and not scales:
         _log.warning(
-            "%s has no scales for an FP8 KV cache: using 1.0, so keys and values beyond 448 are clamped. Better: a "
-            "checkpoint with k_scale and v_scale in each layer, as llm-compressor and ModelOpt calibrate, a file "
-            "of scales (quantization_param_path), kv_cache_dtype='fp8_e5m2' (range 57344), or 'bfloat16'",
+            "%s has no scales for an FP8 KV cache, so 1.0 is used, and keys and values beyond 448 are clamped. To "
+            "avoid this, use a checkpoint with k_scale and v_scale in each layer (from llm-compressor or ModelOpt), a "
+            "file of scales (quantization_param_path), kv_cache_dtype='fp8_e5m2' (range 57344), or 'bfloat16'",
             folder,
         )
     if kv_dtype in ("fp8_e4m3", "fp8_e5m2") or is_asked:

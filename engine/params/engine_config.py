@@ -94,7 +94,7 @@ class EngineConfig:
     quantization: Literal["fp8"] | None = None
     """``fp8`` rounds the weights of linear layers to e4m3 with one scale per output channel; None keeps them."""
     exclude_modules: tuple[str, ...] = ()
-    """Globs of module paths that ``quantization`` skips, such as ``*.down_proj``; see :meth:`build`."""
+    """Globs of module paths that ``quantization`` skips, such as ``*.down_proj``; a string lists them with commas."""
     quantized_layers: Literal["auto", "weight_only", "dequantize"] = "auto"
     """``auto``: linear layers and experts of a quantized checkpoint stay 8- or 4-bit, inputs are quantized where its
     config says so; ``weight_only``: the same without quantized inputs; ``dequantize``: weights become ``dtype``."""

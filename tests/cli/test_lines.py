@@ -119,7 +119,7 @@ def test_diff_of_a_run_with_itself_is_reported(here: Path, tmp_path: Path, capsy
     assert main(["diff", "base", str(tmp_path / "link")]) == 0
     *_, what, _, why, _ = capsys.readouterr().out.splitlines()
     assert what == "what      agrees with itself"
-    assert why == "why       baseline and target are one directory"
+    assert why == "why       baseline and target are the same directory"
     shutil.copytree("base", tmp_path / "copy")
     assert main(["diff", "base", str(tmp_path / "copy")]) == 0
     assert (

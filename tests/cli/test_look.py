@@ -287,7 +287,7 @@ def test_info_of_an_incomplete_run_exits_1_and_names_what_is_missing(tmp_path, c
             counts.seen += 2
     assert cli.main(["info", str(path)]) == 1
     out = capsys.readouterr().out
-    assert "complete   NO; 4 values dropped (the pipeline was full or the recorder gone)\n" in out
+    assert "complete   NO; 4 values dropped (the pipeline was full, or the recorder had ended)\n" in out
     assert "events     config  rank 0  epoch=3 step=1\n" in out
     assert "anomalies  none: no site holds NaN, infinity or only zeros\n" in out
 

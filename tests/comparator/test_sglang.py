@@ -178,7 +178,7 @@ def test_sglang_unreadable_files_are_reported_and_the_rest_compared(
     assert not (tmp_path / "executed").exists()
     for file in (tmp_path / "dump").glob("*good*"):
         file.unlink()
-    with pytest.raises(RunCorruptError, match="SGLang dump without one readable value"):
+    with pytest.raises(RunCorruptError, match="SGLang dump without a readable value"):
         open_run(tmp_path / "dump")
 
 

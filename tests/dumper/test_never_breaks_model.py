@@ -506,7 +506,7 @@ def test_dumper_what_is_no_model_and_what_are_no_rows_is_reported(tmp_path: Path
         ({"grid": 17}, "grid=17: must be a one-dimensional sequence of integers"),
         ({"grid": (1, -1)}, "must be the lengths of the token axes"),
         ({"rows": None}, "rows=None: must be a list"),
-        ({"rows": [RowSpan("a", -1, 3, 0, 0)]}, "must be integers from 0"),
+        ({"rows": [RowSpan("a", -1, 3, 0, 0)]}, "must be integers ≥ 0"),
         ({"rows": [RowSpan("a", 0, 5, 0, 2)], "grid": (2, 3)}, r"slot 6, but grid=\(2, 3\) has 6 slots"),
         ({"rows": [RowSpan("a", 0, 5, 0, 0)], "token_ids": [1, 2]}, "token_ids has 2 numbers, but rows has 5 rows"),
         ({"token_ids": ["a"]}, "token_ids=.*integers"),

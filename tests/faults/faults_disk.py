@@ -81,7 +81,7 @@ def files_limited(place: Path, rng: random.Random) -> None:
         wait_until(lambda: _says_lost(ranks), "the limit is reached")
         ranks.end()
         assert "File too large" in ranks.log()
-        check_damaged(ranks, "recording ended before rank 0 did, what it took later is not counted: ")
+        check_damaged(ranks, "recording ended before rank 0 did; what it captured later is not counted: ")
 
 
 @fault("run directory removed", 1, 20)
@@ -109,7 +109,7 @@ def directory_renamed(place: Path, rng: random.Random) -> None:
         ranks.end()
         if keep == "full":
             assert ranks.lost is not None
-            check_damaged(ranks, "recording ended before rank 0 did, what it took later is not counted: ")
+            check_damaged(ranks, "recording ended before rank 0 did; what it captured later is not counted: ")
         else:  # its files are open: all of it goes to the new place
             assert verify(ranks.run)[0] == 0
 
@@ -138,7 +138,7 @@ def directory_read_only(place: Path, rng: random.Random) -> None:
                 subprocess.run(["umount", "--lazy", folder, str(view)], check=True)
             else:
                 os.chmod(folder, 0o755)
-        check_damaged(ranks, "recording ended before rank 0 did, what it took later is not counted: ")
+        check_damaged(ranks, "recording ended before rank 0 did; what it captured later is not counted: ")
 
 
 @fault("slow disk", 1, 5)

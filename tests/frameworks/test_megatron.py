@@ -162,5 +162,5 @@ def test_virtual_stages_with_the_same_layer_numbers_are_kept_apart(tmp_path: Pat
     run = scheduled(chunks, tmp_path / "run")
     report = diff(run, run)
     assert report.exit_code == 0
-    assert "run: its virtual stages have the same layer numbers, and were kept apart" in report.coverage.warnings
+    assert "run: its virtual stages have the same layer numbers, and were kept separate" in report.coverage.warnings
     assert {f.site.partition(".")[0] for f in report.findings if ".layers." in f.site} == {"vp0", "vp1"}

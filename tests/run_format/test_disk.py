@@ -464,7 +464,7 @@ def test_writer_stores_shared_bytes_once_and_reports_missing_ones(tmp_path: Path
         assert (run.array(run.records[2]) == 0).all()
         event = run.events()[0]
         assert (event.kind, event.fields["where"], event.fields["step"]) == ("failed", "n:out", 1)
-        assert event.fields["reason"] == "it shares the bytes of payload 0, which never came"
+        assert event.fields["reason"] == "it shares the bytes of payload 0, which never arrived"
 
 
 def test_segment_is_valid_with_long_strange_and_duplicate_names(tmp_path: Path) -> None:

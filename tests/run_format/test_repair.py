@@ -156,7 +156,7 @@ def test_repair_removes_empty_segments_and_reports_damaged_ones(tmp_path: Path) 
     (done,) = repair_run(path)
     assert done.removed == ["seg-000001.safetensors", "seg-000002.safetensors"]
     assert done.sealed == []
-    assert "its first bytes are damaged or gone" in done.problems[0]
+    assert "its first bytes are damaged or missing" in done.problems[0]
     assert cli.main(["repair", str(path)]) == 1
 
 
@@ -292,7 +292,7 @@ def test_verify_reports_missing_records_by_rank(tmp_path: Path, capsys) -> None:
     out, err = capsys.readouterr()
     assert "rank 0     3 seen, 2 dropped, 0 failed, 0 lost; on disk 1 records, 1 with values (32 B)\n" in out
     assert "missing    died while recording: rank 2\n" in out
-    assert "missing    never came: rank 1\n" in out
+    assert "missing    never connected: rank 1\n" in out
     assert "segments without a header (rank 0 seg-000000.safetensors)" in out
     assert err.endswith(f"next: tapscope repair {path}\n")
     assert cli.main(["verify", str(path), "--json"]) == 1

@@ -41,7 +41,7 @@ def _text(path: Path) -> str:
         with reading(path) as file:
             data = file.read(MAX_BYTES + 1)
         if len(data) > MAX_BYTES:
-            raise ConfigError(f"{path} is longer than {MAX_BYTES // 1024} KiB; such a file is a few lines")
+            raise ConfigError(f"{path} is longer than {MAX_BYTES // 1024} KiB, the limit for such files")
         return data.decode()
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None

@@ -80,7 +80,7 @@ def decode_object(content: bytes) -> dict[str, Any]:
 def _unique(pairs: list[tuple[str, Any]]) -> None:
     names = [name for name, _ in pairs]
     if len(set(names)) < len(names):
-        raise ValueError(f"member {next(n for n in names if names.count(n) > 1)!r} comes twice")
+        raise ValueError(f"member {next(n for n in names if names.count(n) > 1)!r} is given twice")
 
 
 def _is_deep(value: Any) -> bool:

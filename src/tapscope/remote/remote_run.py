@@ -37,4 +37,4 @@ def require_remote(url: str) -> None:
     """Raise what :func:`open_remote` raises where nothing is at a URL; reads nothing else."""
     remote = RemoteFiles(url)
     if not remote.call(lambda: remote.filesystem().exists(remote.root)):
-        raise RunNotFoundError(f"{url}: nothing is there")
+        raise RunNotFoundError(f"{url}: no such file or directory")

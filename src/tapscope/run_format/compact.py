@@ -129,10 +129,10 @@ def _write_checked(plain: Records, others: list[tuple[Record, dict[str, Any]]], 
         same = written == joined([plain, Records(record for record, _ in others)])
     except ValueError as error:
         path.unlink(missing_ok=True)
-        raise RunCorruptError(f"{path}: {error}; the run is as it was") from None
+        raise RunCorruptError(f"{path}: {error}; the run is unchanged") from None
     if not same:
         path.unlink()
-        raise RunCorruptError(f"{path}: the table does not give the records back; the run is as it was")
+        raise RunCorruptError(f"{path}: the table does not reproduce the records; the run is unchanged")
 
 
 def _replace(folder: Path, temporary: Path, table: Path, index: Path, rest: bytes) -> None:

@@ -79,7 +79,8 @@ def _account_for_rank(account: Ledger, run: "Run", rank: int) -> None:
         account.lost_ranks.append(rank)
     elif "lost" in ending:
         reason = ending["lost"].fields.get("reason", "the reason was not recorded")
-        account.cut_off.append(f"recording ended before rank {rank} did, what it took later is not counted: {reason}")
+        sentence = f"recording ended before rank {rank} did; what it captured later is not counted: {reason}"
+        account.cut_off.append(sentence)
     elif "close" not in ending and "repaired" in ending:  # so no process writes there any more
         account.cut_off.append(f"rank {rank} did not close: it or its recorder was killed; the run was repaired since")
     elif "close" not in ending:

@@ -95,7 +95,7 @@ class LineWriter:
 def without_bytes(line: bytes, number: int) -> bytes:
     """The event that reports why a record has no entry."""
     about = json.loads(line)
-    reason = f"it shares the bytes of payload {number}, which never came"
+    reason = f"it shares the bytes of payload {number}, which never arrived"
     return encode_line(event_line("failed", where=about.get("site"), reason=reason, step=about.get("step"), late=True))
 
 

@@ -351,15 +351,15 @@ class Ledger(Struct):
         """The missing data, one short sentence each."""
         facts = [
             (self.empty, f"no records: {self.empty}"),
-            (self.dropped, f"{self.dropped:,} values dropped (the pipeline was full or the recorder gone)"),
+            (self.dropped, f"{self.dropped:,} values dropped (the pipeline was full, or the recorder had ended)"),
             (self.failed, f"{self.failed:,} values could not be captured"),
             (self.lost, f"{self.lost:,} values lost between hook and disk"),
             (len(self.unfinished_steps), f"unfinished steps (rank, step): {some(self.unfinished_steps)}"),
             (len(self.aborted_steps), f"steps ended by an exception: {some(self.aborted_steps)}"),
-            (len(self.uneven_ranks), f"not all the steps of the others: {_ranks(self.uneven_ranks)}"),
+            (len(self.uneven_ranks), f"lack steps that other ranks have: {_ranks(self.uneven_ranks)}"),
             (len(self.lost_ranks), f"died while recording: {_ranks(self.lost_ranks)}"),
             (len(self.killed_ranks), f"their recorder was killed: {_ranks(self.killed_ranks)}"),
-            (len(self.missing_ranks), f"never came: {_ranks(self.missing_ranks)}"),
+            (len(self.missing_ranks), f"never connected: {_ranks(self.missing_ranks)}"),
             (len(self.interrupted_ranks), f"cut short by an exception or a signal: {_ranks(self.interrupted_ranks)}"),
             (len(self.open_ranks), f"still recording, or killed with its recorder: {_ranks(self.open_ranks)}"),
             (len(self.budgets), f"a budget ended the capture: {some(self.budgets)}"),

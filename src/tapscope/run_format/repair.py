@@ -71,7 +71,7 @@ def repair_run(path: Path, *, check: bool = False, advance: Callable[[int], obje
             try:
                 done.append(repair_rank(folder, check=check))
             except OSError as error:
-                raise RunCorruptError(f"{folder} cannot be repaired: {error}; nothing of it is lost") from None
+                raise RunCorruptError(f"{folder} cannot be repaired: {error}; nothing was lost") from None
             advance(1)
         if not check:
             with suppress(OSError):  # which is not part of the run
@@ -112,7 +112,7 @@ def _cut_torn_line(index: BinaryIO, folder: Path, repair: Repair, *, check: bool
     size = index.seek(0, os.SEEK_END)
     whole = _end_of_last_line(index, size)
     if size - whole > _MAX_TORN:
-        raise OSError(errno.EFBIG, f"more than {_MAX_TORN:,} bytes come after its last whole line", index.name)
+        raise OSError(errno.EFBIG, f"more than {_MAX_TORN:,} bytes follow its last complete line", index.name)
     repair.torn_bytes = size - whole
     if check or not repair.torn_bytes:
         return
@@ -150,7 +150,7 @@ def _seal(path: Path, records_in: Callable[[str], Iterable[Record]], repair: Rep
     try:
         size, reserved, header_of = read_head(path)
     except OSError as error:
-        repair.problems.append(f"{path}: cannot be read: {error.strerror or error}; it stays as it is")
+        repair.problems.append(f"{path}: cannot be read: {error.strerror or error}; the file is unchanged")
         return
     if header_of is not None:
         return
@@ -160,7 +160,7 @@ def _seal(path: Path, records_in: Callable[[str], Iterable[Record]], repair: Rep
         _remove_empty(path, repair, check=check)
         return
     if not 0 < reserved < size or any((stored := rec.payload) and stored[0].offset < start for rec in records):
-        repair.problems.append(f"{path}: its first bytes are damaged or gone; it stays as it is")
+        repair.problems.append(f"{path}: its first bytes are damaged or missing; the file is unchanged")
         return
     header, orphans = _header(path, records, start, size, repair)
     if len(header) > reserved:

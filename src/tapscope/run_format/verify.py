@@ -212,7 +212,7 @@ def _check_record(run: Run, record: Record, report: RankReport, digest: Digest, 
     hashed = record.hash is not None and run.hash_version == HASH_VERSION
     report.num_hashed += hashed
     if hashed and known != record.hash:
-        report.damaged.append(Corruption(record, f"its bytes have hash {known}, recorded was {record.hash}"))
+        report.damaged.append(Corruption(record, f"its bytes have hash {known}, but {record.hash} was recorded"))
 
 
 def _check_sketch(run: Run, record: Record, report: RankReport) -> None:
@@ -226,7 +226,8 @@ def _check_sketch(run: Run, record: Record, report: RankReport) -> None:
     report.nbytes += counters.nbytes
     assert record.sketch is not None
     if (crc32 := zlib.crc32(counters.tobytes())) != record.sketch.crc32:
-        report.damaged.append(Corruption(record, f"its sketch has crc32 {crc32}, recorded was {record.sketch.crc32}"))
+        problem = f"its sketch has crc32 {crc32}, but {record.sketch.crc32} was recorded"
+        report.damaged.append(Corruption(record, problem))
 
 
 def _check_segments(run: Run, places: Array, report: RankReport) -> None:

@@ -228,7 +228,7 @@ def read_dump(folder: Path) -> Dump:
         reader.add(name, tags_of[name])
     if not any(index.records for index in dump.ranks.values()):
         problems = [problem for index in dump.ranks.values() for problem in index.problems]
-        raise RunCorruptError(f"{folder} is an SGLang dump without one readable value: {(problems or ['no file'])[0]}")
+        raise RunCorruptError(f"{folder} is an SGLang dump without a readable value: {(problems or ['no file'])[0]}")
     reader.finish()
     return dump
 

@@ -96,7 +96,7 @@ def test_near_ties_fork_at_equal_logits_blames_the_sampler(tmp_path: Path, last:
             f"the {side} took token 2 (logit 1) after position 2 of request a"
             in report.first_divergence.finding.notes[0]
         )
-        assert "its likeliest is 1 (4)" in report.first_divergence.finding.notes[0]
+        assert "its most likely token is 1 (4)" in report.first_divergence.finding.notes[0]
 
 
 def test_near_ties_fork_of_recorded_tokens_at_equal_logits_blames_the_sampler(tmp_path: Path) -> None:

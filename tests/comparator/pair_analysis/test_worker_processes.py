@@ -81,7 +81,7 @@ def test_a_killed_worker_is_one_sentence(
     assert main(["diff", *runs, "--jobs", "2"]) == 3
     out, err = capsys.readouterr()
     assert not out
-    assert err.startswith("tapscope: error: a worker process of --jobs ended before its results came (signal 9; ")
+    assert err.startswith("tapscope: error: a worker process of --jobs ended before it returned its results (signal 9;")
     assert err.count("\n") == 1
 
 

@@ -70,7 +70,7 @@ def test_other_data_or_another_version_at_a_worker_is_one_sentence(runs: list[st
     source = PairSource.of(matched_runs(runs))
     _, error = measure_batches(structs.replace(source, id="1", digest=""), 0, [1])
     assert isinstance(error, DataError)
-    assert "holds other records there than for the caller" in str(error)
+    assert "has different records on the worker than for the caller" in str(error)
     _, error = measure_batches(structs.replace(source, id="2", version="0.0"), 0, [1])
     assert isinstance(error, ConfigError)
     assert f"Ray worker on {socket.gethostname()}: it has tapscope" in str(error)

@@ -304,11 +304,11 @@ def test_corrupt_records_shards_of_a_missing_rank_make_the_data_partial(damaged:
     report, allowed = diff(*damaged), diff(*damaged, allow_partial=True)
     assert (report.exit_code, allowed.exit_code, report.num_bad) == (1, 0, 0)
     assert len(report.findings) < len(whole.findings)
-    assert "t: never came: rank 1" in report.coverage.partial
-    assert any(s.endswith("shard 1 is missing: rank 1 never came") for s in report.coverage.warnings)
+    assert "t: never connected: rank 1" in report.coverage.partial
+    assert any(s.endswith("shard 1 is missing: rank 1 never connected") for s in report.coverage.warnings)
     what, _, why, following = answer(allowed)
     assert what == "what      agrees where compared, but the data are partial (allowed)"
-    assert why.startswith("why       t: never came: rank 1")
+    assert why.startswith("why       t: never connected: rank 1")
     assert following == f"next      tapscope info {damaged[1]}"
     assert answer(diff(damaged[1], damaged[0]))[3] == following  # the run that lacks it, on whichever side
 

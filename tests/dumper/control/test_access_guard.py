@@ -289,7 +289,7 @@ def _chunked(job: Job, chunk: bytes, times: int) -> int:
     [
         (b'{"keep": NaN}', "not valid JSON"),
         (b'{"keep": 1e999}', "not valid JSON: Number out of range"),
-        (b'{"keep": "off", "keep": "full"}', "'keep' comes twice"),
+        (b'{"keep": "off", "keep": "full"}', "'keep' is given twice"),
         (b'{"keep": "\\ud800"}', "not valid JSON"),
         (b'{"keep": "\xff"}', "not valid JSON"),
         (b"[" * 100_000, "nested too deeply"),

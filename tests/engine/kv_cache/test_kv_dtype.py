@@ -312,7 +312,7 @@ def test_kv_scales_default_to_one_with_one_warning(tmp_path: Path, caplog: pytes
     ranks = ThreadRanks(path, tmp_path / "store", 2, kv_cache_dtype="fp8")
     assert [runner.cache_config.dtype for runner in ranks.runners] == ["fp8_e4m3"] * 2
     ranks.close()
-    assert caplog.text.count("has no scales for an FP8 KV cache: using 1.0") == 1
+    assert caplog.text.count("has no scales for an FP8 KV cache, so 1.0 is used") == 1
     assert "k_scale and v_scale" in caplog.text
     assert "bfloat16" in caplog.text
     caplog.clear()

@@ -74,7 +74,7 @@ def test_trainer_process_updates_a_running_server(tmp_path: Path, tp: int) -> No
     with served(old, tp=tp) as url, httpx.Client(base_url=url, timeout=90) as client, trainer_of(url) as trainer:
         before = _tokens(client)
         assert before != expected
-        assert "join() makes the process group" in trainer.do("update", str(new), None, "v1")["error"]
+        assert "call join() first: it creates the process group" in trainer.do("update", str(new), None, "v1")["error"]
         assert trainer.do("join") is None
         assert set(trainer.do("compare", str(new), None).values()) == {"other values"}
         refused = trainer.do("update", str(new), ["model.norm.weight", "nowhere.weight"], "v1")["error"]

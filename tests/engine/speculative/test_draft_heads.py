@@ -583,8 +583,8 @@ def test_a_step_that_the_head_waits_for_does_nothing_with_earlier_ones() -> None
 @pytest.mark.parametrize(
     ("algorithm", "changes", "message"),
     [
-        ("EAGLE", {"hidden_size": 32}, "its hidden_size is 32, and the target's 64; use a head of this target"),
-        ("EAGLE3", {"vocab_size": 600}, "its vocab_size is 600, and the target's 512; use a head of this target"),
+        ("EAGLE", {"hidden_size": 32}, "its hidden_size is 32, but the target's is 64; use a head of this target"),
+        ("EAGLE3", {"vocab_size": 600}, "its vocab_size is 600, but the target's is 512; use a head of this target"),
         ("EAGLE", {"architectures": ["Qwen2ForCausalLM"]}, "its architecture is 'Qwen2ForCausalLM'; supported: Llama"),
         ("EAGLE", {"architectures": 3}, "its architecture is 3; supported: Llama"),
         ("EAGLE3", {"draft_vocab_size": 200}, r"draft_vocab_size is 200; the checkpoint's d2t has shape \[300\]"),
@@ -592,7 +592,7 @@ def test_a_step_that_the_head_waits_for_does_nothing_with_earlier_ones() -> None
         (
             "EAGLE3",
             {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 9]}},
-            r"it reads the inputs of layers \[1, 2, 10\], and the target has 3 layers",
+            r"it reads the inputs of layers \[1, 2, 10\], but the target has 3 layers",
         ),
     ],
 )
@@ -624,5 +624,5 @@ def test_wrong_kinds_of_heads_are_refused(heads: Heads, tmp_path: Path) -> None:
     head = make_eagle3(tmp_path / "head", llama)
     weights = load_file(head / "model.safetensors")
     save_file(weights | {"d2t": weights["d2t"] + 400}, head / "model.safetensors", {"format": "pt"})
-    with pytest.raises(CheckpointError, match="d2t must map 300 tokens to different ids below 512, and maps"):
+    with pytest.raises(CheckpointError, match="d2t must map 300 tokens to different ids below 512, but maps"):
         LLM(llama, speculative_algorithm="EAGLE3", speculative_draft_model_path=head)

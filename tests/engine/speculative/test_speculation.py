@@ -389,7 +389,7 @@ def test_draft_checkpoint_with_another_vocabulary_is_refused(path: Path, tmp_pat
     other = make_checkpoint(tmp_path / "other", "llama", vocab_size=600)
     options: dict[str, Any] = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": other}
     (other / "tokenizer.json").unlink()
-    with pytest.raises(ConfigError, match="its vocabulary has 600 tokens, and the target's 512; use a draft with"):
+    with pytest.raises(ConfigError, match="its vocabulary has 600 tokens, but the target's has 512; use a draft with"):
         LLM(path, **options)
     content = json.loads((path / "tokenizer.json").read_text(encoding="utf-8"))
     vocab = content["model"]["vocab"]
