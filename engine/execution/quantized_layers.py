@@ -43,13 +43,7 @@ def allocate_linear_weights(
         with open_checkpoint(folder, getattr(model, "checkpoint_prefixes", {})) as checkpoint:
             choice = _Choice(checkpoint, quantizer, frozenset(checkpoint.names))
             for path, module in linears:
-                if module.may_stay_quantized:
-                    slices = [part for part in module.weight_slices(path) if part.is_matrix]
-                    if (kept := choice.kept(slices)) is not None:
-                        module.keep_quantized(kept, device)
-                        scheme = choice.scheme(slices, kept)
-                        if quantizes_inputs and scheme is not None and choice.has_scales(path, scheme, slices):
-                            module.quantize_input(scheme, choice.static_scales(scheme, slices))
+                _keep_linear(choice, path, module, device, quantizes_inputs=quantizes_inputs)
             for path, moe in experts:
                 _keep_experts(choice, path, moe, device, quantizes_inputs=quantizes_inputs)
             if model.tp.rank == 0:
@@ -70,6 +64,19 @@ def _allocated(weight: torch.Tensor, device: torch.device) -> nn.Parameter:
     # Not with empty_like, which imports sympy (0.3 s of start-up) when it is given a tensor of the device "meta".
     data = torch.empty_strided(weight.size(), weight.stride(), dtype=weight.dtype, device=device)
     return nn.Parameter(data, requires_grad=False)
+
+
+def _keep_linear(choice: "_Choice", path: str, module: Linear, device: torch.device, *, quantizes_inputs: bool) -> None:
+    """A linear layer keeps codes where all its tensors are quantized alike."""
+    if not module.may_stay_quantized:
+        return
+    slices = [part for part in module.weight_slices(path) if part.is_matrix]
+    if (kept := choice.kept(slices)) is None:
+        return
+    module.keep_quantized(kept, device)
+    scheme = choice.scheme(slices, kept)
+    if quantizes_inputs and scheme is not None and choice.has_scales(path, scheme, slices):
+        module.quantize_input(scheme, choice.static_scales(scheme, slices))
 
 
 def _keep_experts(
