@@ -192,19 +192,12 @@ class SamplingFields(RequestModel, kw_only=True, frozen=True):
         return truncated_length(self.truncate_prompt_tokens, max_tokens or 1, model)
 
 
-_SAME: tuple[str, ...] = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-)
-_SAME += ("n", "logit_bias", "stop", "stop_token_ids", "ignore_eos", "skip_special_tokens", "stop_regex")
-_OURS = {name: name for name in _SAME}
-_OURS |= {"min_tokens": "min_new_tokens", "include_stop_str_in_output": "include_stop_str_in_output"}
+_SAME = (
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
+    "n", "logit_bias", "stop", "stop_token_ids", "ignore_eos", "skip_special_tokens", "stop_regex",
+    "include_stop_str_in_output",
+)  # fmt: skip
+_OURS = {name: name for name in _SAME} | {"min_tokens": "min_new_tokens"}
 
 
 def truncated_length(limit: int | None, num_new: int, model: ServedModel) -> int | None:

@@ -29,8 +29,8 @@ SPAWN_CONTEXT = multiprocessing.get_context("spawn")
 POLL_MS = 100
 FINAL_MESSAGE_S = 1.0  # how long the last message of a dying worker may take to arrive
 _CLOSE_S = 10.0  # how long a worker may take to close its observer
-_MAIN_GUARD_HINT = '; a script that creates an LLM with tp or dp > 1 must do so under `if __name__ == "__main__":`'
 _ABANDONED_S = 2.0  # the same for a worker that is out of step and may hang
+_MAIN_GUARD_HINT = '; a script that creates an LLM with tp or dp > 1 must do so under `if __name__ == "__main__":`'
 
 
 class WorkerProcesses:
