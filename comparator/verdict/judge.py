@@ -387,9 +387,9 @@ def _by_cast(result: PairResult, order: int, source: str) -> Finding:
     by: dict[str, Any] = {"error": error, "floor": floor, "test": "weights", "judged_by": "cast", "inputs": source}
     if error <= floor:
         return _finding(result, order, Verdict.CLOSE, **by)
-    what = f"of which a cast explains {floor:.1e}" if floor else "and no cast explains it, because the dtypes are equal"
+    cast = f"a cast explains {floor:.1e}" if floor else "no cast explains it, because the dtypes are equal"
     count, total = result.metrics.num_elements - result.metrics.num_equal, result.metrics.num_elements
-    note = f"{count:,} of {total:,} elements differ by up to {error:.2e} relative to their magnitude, {what}"
+    note = f"{count:,} of {total:,} elements differ, by up to {error:.2e} of their magnitude; {cast}"
     ratio = error / floor if floor else math.inf
     return _finding(result, order, Verdict.DIFFERS, added_error_ratio=ratio, notes=(note,), **by)
 

@@ -307,12 +307,12 @@ def test_show_and_info_count_non_tensor_values(tmp_path, capsys):
     assert "records    4: 1 with values (32 B), 3 non-tensors\n" in capsys.readouterr().out
     assert cli.main(["show", str(path), "m:in[use_cache]"]) == 0
     out = capsys.readouterr().out
-    assert "no tensor: bool True\n" in out
+    assert "not a tensor: bool True\n" in out
     assert "Not a tensor" in out
     assert cli.main(["show", str(path), "m:in[cache]"]) == 0
-    assert "no tensor: object a.B, of which only the class was kept\n" in capsys.readouterr().out
+    assert "not a tensor: object a.B, only the class was recorded\n" in capsys.readouterr().out
     assert cli.main(["show", str(path), "m:in[text]"]) == 0
-    assert "no tensor: str 'x\\n' (first 2 of 9,000 characters)\n" in capsys.readouterr().out
+    assert "not a tensor: str 'x\\n' (first 2 of 9,000 characters)\n" in capsys.readouterr().out
 
 
 def test_info_does_not_report_non_tensor_values_as_damage(tmp_path):

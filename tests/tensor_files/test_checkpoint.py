@@ -88,7 +88,7 @@ def test_checkpoint_diff_of_equal_dtypes_allows_no_difference(run_cli: Cli, shar
     bits[3, 4] += 1
     code, out, _ = run_cli("diff", sharded, write(tmp_path / "changed", changed, sharded))
     assert code == 1
-    assert "1 of 2,048 elements differ by up to" in out
+    assert "1 of 2,048 elements differ, by up to" in out
     assert "no cast explains it, because the dtypes are equal" in out
 
 

@@ -143,7 +143,7 @@ class BisectCommand:
         def agrees(switched: frozenset[str]) -> bool:
             nonlocal num_runs
             num_runs += 1
-            diagnostics.note(f"run {num_runs}: {len(switched)} of {plural(len(names), 'module')} switched")
+            diagnostics.note(f"run {num_runs}: {len(switched)} of {plural(len(names), _UNITS[what])} switched")
             with switched_to(switched), computed(model, f"{args.output}=full") as folder, open_run(folder) as run:
                 answer = compare_open_runs(baseline, run, options).report.num_bad == 0
             if state is not None:

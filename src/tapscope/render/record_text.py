@@ -46,7 +46,7 @@ def title_facts(record: Record, num_firings: int, phase: str) -> list[str]:
 def what_lines(record: Record, rows: RowMap | None, width: int) -> list[Text]:
     """Dtype, shape, bytes, dims, requests of the rows, and the part of the tensor."""
     if record.dtype is None:
-        return [Text(f"no tensor: {_value_words(record.value)}"), *flow(part(record), width)]
+        return [Text(f"not a tensor: {_value_words(record.value)}"), *flow(part(record), width)]
     items = [("", f"{dtypes.short(record.dtype)} {shape(record.shape)}"), ("dims", dims_words(record))]
     if record.entry is not None:
         items.insert(1, ("", size(record.nbytes)))
@@ -70,7 +70,7 @@ def _value_words(value: Any) -> str:
     elif "text" in value:
         words += f" {value.get('class')} {value['text']}"
     elif "class" in value:
-        words += f" {value['class']}, of which only the class was kept"
+        words += f" {value['class']}, only the class was recorded"
     cut = value.get("cut")
     return f"{words} (first {count(len(value['value']))} of {count(cut)} characters)" if cut else words
 

@@ -355,7 +355,7 @@ class Ledger(Struct):
             (self.failed, f"{self.failed:,} values could not be captured"),
             (self.lost, f"{self.lost:,} values lost between hook and disk"),
             (len(self.unfinished_steps), f"unfinished steps (rank, step): {some(self.unfinished_steps)}"),
-            (len(self.aborted_steps), f"steps ended by an exception: {some(self.aborted_steps)}"),
+            (len(self.aborted_steps), f"steps ended by an exception (rank, step, error): {some(self.aborted_steps)}"),
             (len(self.uneven_ranks), f"lack steps that other ranks have: {_ranks(self.uneven_ranks)}"),
             (len(self.lost_ranks), f"died while recording: {_ranks(self.lost_ranks)}"),
             (len(self.killed_ranks), f"their recorder was killed: {_ranks(self.killed_ranks)}"),
