@@ -14,14 +14,12 @@ from tapscope.core.gc_control import gc_paused
 from tapscope.core.wire import Message
 from tapscope.engine.params.sampling_params import SamplingParams
 from tapscope.engine.requests.output import Output, OutputAssembler
+from tapscope.engine.requests.prompts import Prompt
 from tapscope.engine.runners.latency_metrics import LatencyMetrics, RequestTimer
 from tapscope.engine.runners.prefix_index import Block, blocks_of
 from tapscope.engine.runners.replica_client import Replica
 from tapscope.engine.runners.replica_router import choose
 from tapscope.engine.text.tokenizer import Tokenizer
-
-Prompt = str | Sequence[int]
-"""A string, or token ids."""
 
 T = TypeVar("T")
 
