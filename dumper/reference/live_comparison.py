@@ -11,7 +11,7 @@ import numpy as np
 
 from tapscope.core import dtypes
 from tapscope.core.errors import ConfigError, TapscopeError
-from tapscope.core.formatting import plural
+from tapscope.core.formatting import finite_or_none, plural
 from tapscope.core.observe import RankInfo
 from tapscope.dumper.records.firing import Firing
 from tapscope.dumper.records.record_layout import RecordLayout
@@ -98,7 +98,7 @@ class LiveComparison:
             "num_compared": self.num_compared,
             "num_skipped": self.num_skipped,
             "num_diverged_steps": self.num_diverged_steps,
-            "first_divergence": None if fields is None else {k: _finite(v) for k, v in fields.items()},
+            "first_divergence": finite_or_none(fields),
             "skipped": [f"{plural(n, 'tensor')}: {why}" for why, n in self.skipped.most_common(5)],
         }
 
@@ -272,7 +272,3 @@ def _bytes_of(record: Record) -> tuple[Any, ...]:
     """Which values a record of one rank has; records of equal ones share them."""
     assert record.entry is not None
     return record.entry.file, record.entry.offset, record.dtype, record.shape, record.rows
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and value - value != 0 else value

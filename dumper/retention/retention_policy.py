@@ -2,13 +2,13 @@
 
 import logging
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from msgspec import structs
 
 from tapscope.core.errors import ConfigError
+from tapscope.core.formatting import finite_or_none
 from tapscope.core.wire import Message
 from tapscope.dumper.config import DumperConfig, OnDivergence
 from tapscope.dumper.job import exit_hooks
@@ -135,7 +135,7 @@ class RetentionPolicy:
         self._num_divergences += 1
         if self._num_divergences <= _MAX_DIVERGENCES:
             self._put_event("divergence", **structs.asdict(divergence))
-        self._queue.append(Message("divergence", {"found": _plain(structs.asdict(divergence))}))
+        self._queue.append(Message("divergence", {"found": finite_or_none(structs.asdict(divergence))}))
         self._queue.flush()
         keep, stop = self._on_divergence != "report", self._on_divergence == "stop"
         reason = f"divergence from the reference at {divergence.site}, step {divergence.step}, rank {divergence.rank}"
@@ -246,18 +246,7 @@ class RetentionPolicy:
             self._put_event("unreleased", **fields)
 
     def _put_event(self, kind: str, **fields: Any) -> None:
-        self._queue.append(encode_line(event_line(kind, **_plain(fields))))
-
-
-def _plain(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON has no infinities: a statistic that overflowed becomes null."""
-    return {name: _finite(value) for name, value in fields.items()}
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _finite(each) for name, each in value.items()}
-    return None if isinstance(value, float) and value - value != 0 else value
+        self._queue.append(encode_line(event_line(kind, **finite_or_none(fields))))
 
 
 def _span(steps: list[int]) -> str:

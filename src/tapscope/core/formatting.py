@@ -115,19 +115,20 @@ def json_line(item: dict[str, Any]) -> str:
     try:
         line = _ENCODE(item)
     except ValueError:
-        line = _ENCODE(_finite(item))
+        line = _ENCODE(finite_or_none(item))
     return _each_unsafe(lambda match: f"\\u{ord(match[0]):04x}", line) if _is_unsafe(line) else line
 
 
 _ENCODE = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 
 
-def _finite(value: Any) -> Any:
+def finite_or_none(value: Any) -> Any:
+    """``value``, with None for numbers in it that are not finite, as JSON has none; tuples become lists."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {str(key): _finite(item) for key, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
+        return {str(key): finite_or_none(item) for key, item in value.items()}
+    return [finite_or_none(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def did_you_mean(word: str, known: Iterable[str], synonyms: Mapping[str, str] = MappingProxyType({})) -> str:
