@@ -32,7 +32,8 @@ def infer_layouts(layouts: _Layouts, wholes: _Wholes, rows: tuple[SideRows, Side
         layouts = left, right
     if any(layout.problem for layout in layouts) or not all(rows) or layouts[0].has_key_axis:
         return layouts
-    unclear = [_is_unclear(layout, side[0]) for layout, side in zip(layouts, wholes, strict=True)]
+    firsts = [(layout, side[0], known) for layout, side, known in zip(layouts, wholes, rows, strict=True)]
+    unclear = [_is_unclear(layout, whole) or _is_per_sequence(layout, whole, known) for layout, whole, known in firsts]
     if not any(unclear) and _fit(layouts, wholes):
         return layouts
     if all(unclear) and len({whole.shape for side in wholes for whole in side}) == 1:
@@ -103,6 +104,15 @@ def _is_unclear(layout: Layout, whole: AssembledTensor) -> bool:
     """Whether ``[batch, sequence, heads, d]`` was inferred although ``[batch, heads, sequence, d]`` fits as well."""
     shape, last = whole.shape, layout.axes[-1] if layout.axes else 0
     return layout.source == "inferred" and shape[last] != 1 and shape[last] in shape[last + 1 : -1]
+
+
+def _is_per_sequence(layout: Layout, whole: AssembledTensor, rows: SideRows) -> bool:
+    """Whether the step has one token of each sequence, and ``[batch, n, d]`` n rows of each: an encoder's output, or
+    what cross-attention computes from it."""
+    grid, shape = rows.of(whole.records[0]), whole.shape
+    if grid is None or len(grid.grid) != 2 or grid.grid[1] != 1:
+        return False
+    return layout == Layout((0,), "inferred") and len(shape) > 2 and 1 not in shape[1:]
 
 
 def _fit(layouts: _Layouts, wholes: _Wholes) -> bool:

@@ -124,7 +124,7 @@ def _odd(report: "Report") -> Finding | None:
 
 def _up_to_fork(report: "Report") -> str:
     """Where greedy runs diverge in their tokens: later rows depend on different tokens and are not compared."""
-    forks, unseen = report.coverage.forks, sum(report.coverage.num_rows_forked)
+    forks, unseen = report.coverage.forks, max(report.coverage.num_rows_forked)
     if not forks or not unseen:
         return ""
     first = min(forks, key=lambda fork: fork.position)

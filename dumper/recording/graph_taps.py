@@ -17,14 +17,17 @@ from tapscope.dumper.records.flatten import Leaves
 from tapscope.dumper.records.replay_plan import LearnedRecord, ReplayPlan, is_available
 from tapscope.dumper.records.site_port import SitePort
 from tapscope.dumper.records.sketcher import DevicePlace
-from tapscope.dumper.steps.input_rows import CACHE_ARGUMENTS
+from tapscope.dumper.steps.input_rows import CACHE_ARGUMENTS, DECODER_ARGUMENTS
 from tapscope.dumper.steps.open_step import OpenStep
 from tapscope.dumper.steps.row_slicing import SlicedTensor, rows_per_token
 from tapscope.dumper.taps.collector import Collector, leaves_of
 from tapscope.dumper.taps.taps import ReplayMark, Tap
 
 _log = logging.getLogger("tapscope")
-_ROW_ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "cache_position", *CACHE_ARGUMENTS)
+_ROW_ARGUMENTS = (
+    *("input_ids", "attention_mask", "position_ids", "cache_position"),
+    *(*CACHE_ARGUMENTS, *DECODER_ARGUMENTS),
+)
 
 
 class GraphModel(Protocol):

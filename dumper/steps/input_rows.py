@@ -13,6 +13,12 @@ from tapscope.core.token_rows import padded_step
 Array = np.ndarray[Any, Any]
 CACHE_ARGUMENTS = ("past_key_values", "cache")
 """Names of the key-value cache among a forward's arguments: transformers renamed it in 5.24."""
+DECODER_ARGUMENTS = {
+    "decoder_input_ids": "input_ids",
+    "decoder_attention_mask": "attention_mask",
+    "decoder_position_ids": "position_ids",
+}
+"""Argument of an encoder-decoder model for its decoder -> the same argument of a decoder-only model."""
 LOGITS = "logits"
 """Row set of the rows whose logits are computed, where these are not all."""
 
@@ -44,11 +50,33 @@ def is_integer(dtype: torch.dtype) -> bool:
     return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
 
 
-def input_rows(args: Sequence[Any], kwargs: Mapping[str, Any]) -> InputRows | None:
-    """The row information; None without 2-D ``input_ids`` of integers: the rows are then unknown."""
+def row_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The arguments that describe the rows, among them ``input_ids`` [batch, sequence]; None without such token ids.
+
+    A call without ``input_ids`` computes the rows of ``decoder_input_ids``: ``generate()`` of an encoder-decoder model
+    computes the encoder's output once, and Whisper's encoder has no tokens. Compiled code may call it.
+    """
     ids = kwargs.get("input_ids", args[0] if args else None)
-    if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or not is_integer(ids.dtype):
+    if _is_token_ids(ids):
+        return {**kwargs, "input_ids": ids}
+    if not _is_token_ids(kwargs.get("decoder_input_ids")):
         return None
+    named = dict(kwargs)
+    for name, plain in DECODER_ARGUMENTS.items():
+        named[plain] = kwargs.get(name)
+    return named
+
+
+def _is_token_ids(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.ndim == 2 and is_integer(value.dtype)
+
+
+def input_rows(args: Sequence[Any], kwargs: Mapping[str, Any]) -> InputRows | None:
+    """The row information; None if no token ids are among the arguments: the rows are then unknown."""
+    named = row_arguments(args, kwargs)
+    if named is None:
+        return None
+    kwargs, ids = named, named["input_ids"]
     batch, length = ids.shape
     tensors = {"ids": ids}
     mask = kwargs.get("attention_mask")

@@ -22,7 +22,7 @@ from torch import Tensor
 from tapscope.core.errors import RecorderError
 from tapscope.dumper.job.compiled_regions import at_compile_time
 from tapscope.dumper.records.flatten import Leaves, OpaqueObject, path_part
-from tapscope.dumper.steps.input_rows import cache_of, is_integer
+from tapscope.dumper.steps.input_rows import cache_of, row_arguments
 
 if TYPE_CHECKING:
     from tapscope.dumper.selection.selection import Selection
@@ -231,9 +231,10 @@ def _emit_call(key: str, event: str, state: str, tensors: list[Tensor], numbers:
 def _collect_rows(
     args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor], numbers: list[int], names: list[str]
 ) -> None:
-    ids = kwargs.get("input_ids", args[0] if args else None)
-    if type(ids) is not Tensor or ids.ndim != 2 or not is_integer(ids.dtype):
+    named = row_arguments(args, kwargs)
+    if named is None or type(named["input_ids"]) is not Tensor:
         return
+    kwargs, ids = named, named["input_ids"]
     tensors.append(ids.detach())
     names.append("input_ids")
     has_positions = False

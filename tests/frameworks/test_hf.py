@@ -19,6 +19,8 @@ from transformers import (
     Qwen2_5_VLForConditionalGeneration,
     Trainer,
     TrainingArguments,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
 )
 
 from tapscope.cli import main
@@ -272,3 +274,59 @@ def test_vision_tower_called_by_the_host_is_a_step_of_its_own(tmp_path: Path) ->
     report = compare(tmp_path / "run", see(tmp_path / "flipped", is_apart=True, is_flipped=True))
     assert report.first_divergence is not None
     assert report.first_divergence.site == "model.visual:in[hidden_states]"
+
+
+WHISPER = {
+    "vocab_size": 61,
+    "d_model": 32,
+    "num_mel_bins": 8,
+    "max_source_positions": 20,
+    "max_target_positions": 12,
+    "encoder_layers": 1,
+    "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 48,
+    "decoder_layers": 1,
+    "decoder_attention_heads": 2,
+    "decoder_ffn_dim": 48,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 1,
+    "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+}
+
+
+def hear(out: Path, *, scale: float = 1.0, bias: int | None = None, dtype: torch.dtype = torch.float32) -> Path:
+    """A Whisper transcribes two sounds; ``scale`` is a bug in one value channel of cross-attention, and from its third
+    token on it prefers the token ``bias``."""
+    torch.manual_seed(0)
+    model = WhisperForConditionalGeneration(WhisperConfig(**WHISPER)).eval()
+    with torch.no_grad():
+        model.model.decoder.layers[0].encoder_attn.v_proj.weight[5] *= scale
+    sounds = torch.randn(2, 8, 40, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+    def preferred(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores if bias is None or ids.shape[1] < 3 else scores.index_fill(1, torch.tensor([bias]), 99.0)
+
+    with torch.no_grad(), Dumper(model.to(dtype), out, keep="full"):
+        model.generate(sounds, max_new_tokens=4, eos_token_id=None, logits_processor=[preferred])
+    return out
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning:transformers.*")
+def test_encoder_decoder_generate_has_the_rows_of_its_decoder(tmp_path: Path) -> None:
+    reference = hear(tmp_path / "reference")
+    with open_run(reference) as run:
+        rows = [[(span.request, span.position) for span in run.steps[step][0].info.rows] for step in run.steps]
+    assert rows == [[], *([("0", n), ("1", n)] for n in range(4))]
+    forked = compare(reference, hear(tmp_path / "forked", bias=7, dtype=torch.bfloat16))
+    assert [finding.site for finding in forked.findings if finding.verdict.is_bad] == ["sampler:out"]
+    assert {(fork.request, fork.position) for fork in forked.coverage.forks} == {("0", 3), ("1", 3)}
+
+
+def test_cross_attention_of_decoding_steps_is_compared_by_channel(tmp_path: Path) -> None:
+    report = compare(hear(tmp_path / "reference"), hear(tmp_path / "wrong", scale=1.3))
+    assert report.first_divergence is not None
+    assert report.first_divergence.site == "model.decoder.layers.0.encoder_attn.v_proj:out"
+    assert "in column 5: target = 1.3 × baseline" in str(report)
