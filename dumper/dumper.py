@@ -289,3 +289,13 @@ class Dumper(DumpAPI, StepAPI):
         For the warm-up before a capture, where its values mean nothing; kernels of taps are compiled in it.
         """
         return cuda_graphs.rehearsal()
+
+    def all_taps(self) -> AbstractContextManager[Any]:
+        """Taps for statistics of every input and output are in place inside, and what fires is not recorded.
+
+        For a host that compiles, when it starts, the kernels of the steps that a later configuration taps. Call it
+        between two steps.
+        """
+        return self.capture_output(
+            mode="all", keep="stats", rules=(), filter=None, triggers=(), inject=(), console=False
+        )

@@ -447,30 +447,16 @@ def _complete(device: torch.device, make: Callable[[], Any]) -> Any:
     return made
 
 
+@functools.cache
 def _prepare_sketch(device: torch.device, dtype: torch.dtype) -> bool:
     """Compile and load what sketches of a type need, before a capture launches it; False where none serves it."""
-    from tapscope.kernels.triton.sketch import TYPES  # needs Triton
+    from tapscope.kernels.triton import sketch_table  # needs Triton
+    from tapscope.kernels.triton.sketch import TYPES
 
     if dtype not in TYPES:
         return False
-    for is_whole in (True, False):
-        _compile_sketch(device, dtype, is_whole)
+    call_apart(lambda: _complete(device, lambda: sketch_table.launch_every_kernel(device, dtype)))
     return True
-
-
-@functools.cache
-def _compile_sketch(device: torch.device, dtype: torch.dtype, is_whole: bool) -> None:
-    from tapscope.kernels.triton.sketch import COUNTERS, Part, Sketches, most_programs  # needs Triton
-    from tapscope.kernels.triton.sketch_table import Request, sketch_many
-
-    def run() -> None:
-        width = COUNTERS if is_whole else 1
-        values, out = torch.zeros(1, width, dtype=dtype, device=device), torch.zeros(COUNTERS, device=device)
-        keys, part = torch.zeros(1, dtype=torch.int64, device=device), Part(1, width, 0, 0, width)
-        sketches = Sketches(device, 1, most_programs(device))
-        sketch_many(sketches, [Request(values, keys, part, out.data_ptr())], lambda table: table.to(device))
-
-    call_apart(lambda: _complete(device, run))
 
 
 def _warm(device: torch.device) -> None:

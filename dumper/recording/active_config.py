@@ -12,6 +12,7 @@ from tapscope.core.observe import RankInfo, StepInfo
 from tapscope.core.site import Glob, describe_modules
 from tapscope.core.wire import Message
 from tapscope.dumper.config import RUNTIME_FIELDS, DumperConfig
+from tapscope.dumper.device import tap_kernels
 from tapscope.dumper.pipeline.console_sink import ConsoleSink
 from tapscope.dumper.pipeline.in_memory_sink import InMemorySink
 from tapscope.dumper.pipeline.recorder_client import RecorderClient
@@ -160,8 +161,9 @@ class ActiveConfig:
         config = config or self.config
         info, usage = self.info, self.expressions
         selection = Selection(config, rank=info.rank, coords=info.coords, requests=requests, usage=usage)
+        self._compile_kernels(config)
         self._collector.select(selection)
-        sketches = config.keep == "sketch" or any(rule.keep == "sketch" for rule in config.rules)
+        sketches = "sketch" in _levels(config)
         self._collector.capturer.sketcher.place(info.mesh, info.coords, is_wanted=sketches)
         if config.console:
             self._collector.counters.sink = ConsoleSink(self._collector.counters.sink, self.info.rank)
@@ -169,10 +171,22 @@ class ActiveConfig:
         if self.injection is not None:
             self.injection.place(config.inject if config.enabled else (), self._models.modules, self._collector)
         assert self.steps is not None
-        wanted = config.keep != "off" or config.triggers or any(rule.keep != "off" for rule in config.rules)
+        wanted = config.triggers or _levels(config) != {"off"}
         may_keep = config.enabled and bool(wanted)
         latest = lambda: self.explicit_dump  # noqa: E731
         self.explicit_dump = ExplicitDump(self._collector, self.steps, selection, latest) if may_keep else None
+
+    def _compile_kernels(self, config: DumperConfig) -> None:
+        """Compile kernels that taps may launch: not while everything is recorded in full, which needs none.
+
+        With ``keep="off"`` too, so that the first step is not delayed once statistics are switched on.
+        """
+        levels, info = _levels(config), self.info
+        if levels != {"full"}:
+            sketches = "sketch" in levels
+            tap_kernels.compile_ahead(
+                self._models.modules, sketches=sketches, rank=info.rank, world_size=info.world_size
+            )
 
     def put_config_event(self) -> None:
         """Write the configuration in force into the run."""
@@ -239,6 +253,11 @@ class ActiveConfig:
         self.put_config_event()
         if self._client is not None:
             self._client.set_position(capture_steps_left=self._capture_steps_left)
+
+
+def _levels(config: DumperConfig) -> set[Keep]:
+    """The capture levels of sites that some rule matches, and of the others."""
+    return {config.keep, *(rule.keep for rule in config.rules)}
 
 
 def _suggestion(glob: str, ports: Mapping[str, Sequence[str]]) -> str:

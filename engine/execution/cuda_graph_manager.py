@@ -8,6 +8,7 @@ from typing import Any, Self
 
 import torch
 
+from tapscope.core.observe import GraphObserver
 from tapscope.engine.distributed.tensor_parallel import TensorParallel
 from tapscope.engine.execution.batch_invariant import what_needs_host
 from tapscope.engine.execution.decode_graphs import DecodeGraphs, buckets
@@ -122,6 +123,21 @@ class CUDAGraphManager:
             names += compiled.names
         if names:
             _log.info("compiled %d Triton kernels in %.1f s", len(names), time.perf_counter() - began)
+
+    def compile_tapped(self, device: torch.device, observer: GraphObserver) -> None:
+        """As :meth:`compile_kernels`, what steps launch while all taps of ``observer`` are in place.
+
+        Modules that hooks watch are not fused with others, which takes other kernels.
+        """
+        began, sizes = time.perf_counter(), self.decode.sizes
+        with triton.compiled_ahead(device, self._tp.rank, self._tp.size) as compiled:
+            if compiled is not None:
+                with observer.all_taps():
+                    self.decode.compile_kernels({sizes[0], sizes[-1]}, observer)
+        if compiled is not None and compiled.names:
+            _log.info(
+                "compiled %d Triton kernels of tapped steps in %.1f s", len(compiled.names), time.perf_counter() - began
+            )
 
     def measure(self, num_tap_sets: int) -> int:
         """Bytes that all graphs will take, also those captured later and with ``num_tap_sets`` sets of taps.

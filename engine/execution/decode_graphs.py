@@ -38,7 +38,6 @@ from tapscope.engine.layers.grouped_linear import in_one_launch
 from tapscope.engine.models.decoder import CausalLM, ModelOutput
 from tapscope.engine.models.draft_head import DraftHead
 from tapscope.engine.requests.step_plan import StepPlan
-from tapscope.kernels import triton
 
 MAX_TAP_SETS = 3
 """Sets of taps whose graphs are kept."""
@@ -108,7 +107,6 @@ class DecodeGraphs:
         self._pool: Any = None
         self._stream: Any = stream
         self._without_memory: set[int] = set()  # buckets that are not captured again
-        self._lacks_kernels_of_taps = True
         self._in_use = threading.Lock()
         self._is_released = False
         names = "chosen", "aux_hidden_states"  # of routers, and of decoders for EAGLE-3
@@ -192,6 +190,7 @@ class DecodeGraphs:
     def compile_kernels(self, sizes: Collection[int], observer: GraphObserver | None = None) -> None:
         """Compile the kernels of steps of ``sizes`` rows; inside :func:`.compiled_ahead`, which leaves out launches.
 
+        ``observer``: whose taps are in place, if they are.
         A graph is captured and destroyed, so that the device computes nothing from inputs that are missing. Other ranks
         are not needed.
         """
@@ -338,12 +337,6 @@ class DecodeGraphs:
     @torch.no_grad()
     def _capture_tapped(self, size: int, observer: GraphObserver) -> CapturedGraph | None:
         try:
-            if self._lacks_kernels_of_taps:  # as far as is known
-                device, tp = next(self._model.parameters()).device, self._model.tp
-                with triton.compiled_ahead(device, tp.rank, tp.size) as compiled:
-                    if compiled is not None:
-                        self.compile_kernels([size], observer)
-                self._lacks_kernels_of_taps = bool(compiled and compiled.names)
             return self._capture(size, observer, is_alone=True)
         except torch.cuda.OutOfMemoryError:
             _log.warning(

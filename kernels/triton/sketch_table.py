@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tapscope.kernels.triton.launch import Launcher
 from tapscope.kernels.triton.launch_table import place_in, places_of
-from tapscope.kernels.triton.sketch import NUM_WARPS, Part, Sketches, write_partial
+from tapscope.kernels.triton.sketch import COUNTERS, NUM_WARPS, Part, Sketches, most_programs, write_partial
 
 _Constants = tuple[tuple[str, object], ...]
 _Rows = list[tuple[int, ...]]  # number of programs, and arguments
@@ -56,6 +56,19 @@ def sketch_many(sketches: Sketches, requests: Iterable[Request], upload: Callabl
     tables += _launch_all(rows, upload)
     sketches.merge(count)
     return tables
+
+
+def launch_every_kernel(device: torch.device, dtype: torch.dtype) -> None:
+    """Launch every kernel that :func:`sketch_many` and :meth:`Sketches.add` may need for ``dtype``, one of
+    :data:`.sketch.TYPES`: inside :func:`.compiled_ahead`, where that compiles them, or so that they are loaded before a
+    capture."""
+    sketches = Sketches(device, 1, most_programs(device))
+    keys, out = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(COUNTERS, device=device)
+    for width in (COUNTERS, 1):  # whole blocks, and other columns
+        values, part = torch.zeros(1, width, dtype=dtype, device=device), Part(1, width, 0, 0, width)
+        sketch_many(sketches, [Request(values, keys, part, out.data_ptr())], lambda table: table.to(device))
+        sketches.add(values, keys, part, 0, out.data_ptr())
+        sketches.merge(1)
 
 
 def _launch_all(rows: dict[_Constants, _Rows], upload: Callable[[Tensor], Tensor]) -> list[Tensor]:

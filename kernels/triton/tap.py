@@ -129,7 +129,7 @@ def summarize(tensor: Tensor, row: Tensor | None = None) -> Tensor:
     if share.programs > 1:
         partial = torch.empty(share.programs, PART_WIDTH, dtype=torch.int64, device=flat.device)
     args = flat.data_ptr(), flat.numel(), None, None, keys_on(flat.device), partial, result
-    constants = _constants(flat.dtype, share.group, share.merged, False, False)
+    constants = _constants(flat.dtype, share.group, share.merged)
     _launch_summarize(flat.device, (share.programs, 1, 1), args, constants, num_warps=_NUM_WARPS)
     return result
 
@@ -144,7 +144,7 @@ def row_launch(tensor: Tensor, *, after_sketch: bool = False) -> DriverLaunch | 
         return None
     share, keys = _share(tensor), keys_on(tensor.device)
     args = tensor.data_ptr(), tensor.numel(), None, None, keys, keys, keys  # rows and partial results are like these
-    constants = _constants(tensor.dtype, share.group, share.merged, True, after_sketch)
+    constants = _begun_constants(tensor.dtype, share, after_sketch)
     direct = _launch_begin.direct(tensor.device, args, constants, num_warps=_NUM_WARPS)
     if direct is None or direct.places != (0, 1, 4, 5, 6):
         return None
@@ -178,7 +178,7 @@ def begin(tensor: Tensor, row: Tensor, parts: Parts, *, after_sketch: bool = Fal
     share = _share(flat)
     args = flat.data_ptr(), flat.numel(), None, None, keys_on(flat.device), parts.memory[parts.used :], row
     is_after_sketch = after_sketch and flat.data_ptr() == tensor.data_ptr()  # otherwise a copy has come between
-    constants = _constants(flat.dtype, share.group, share.merged, True, is_after_sketch)
+    constants = _begun_constants(flat.dtype, share, is_after_sketch)
     _launch_begin(flat.device, (share.programs, 1, 1), args, constants, num_warps=_NUM_WARPS)
     parts.used += share.programs if share.programs > 1 else 0
 
@@ -255,7 +255,7 @@ def summarize_many(plan: Plan, table: Tensor, places: Tensor) -> None:
             )
     partial = torch.empty(len(places), PART_WIDTH, dtype=torch.int64, device=table.device)
     args = 0, 0, table, places, keys_on(table.device), partial, None
-    constants = _constants(plan.dtype, plan.group, _MERGED_OF_TABLE, False, False)
+    constants = _constants(plan.dtype, plan.group, _MERGED_OF_TABLE)
     _launch_summarize(table.device, (len(places), 1, 1), args, constants, num_warps=_NUM_WARPS)
 
 
@@ -283,6 +283,21 @@ def row_gap(tensor: Tensor) -> tuple[int, int, int] | None:
     words = width * size // 8
     shift = (words - 1).bit_length() - 1
     return gap, -(-(1 << 32 + shift) // words), shift
+
+
+def launch_every_kernel(device: torch.device, dtype: torch.dtype, *, after_sketch: bool = False) -> None:
+    """Launch every kernel that :func:`begin`, :func:`merge` and :func:`summarize_many` may need for ``dtype``.
+
+    Inside :func:`.compiled_ahead`, where that compiles them. ``after_sketch`` as of :func:`begin`.
+    """
+    size = torch.empty(0, dtype=dtype).element_size()
+    begun, row = torch.zeros(2, 1, WIDTH, dtype=torch.int64, device=device)
+    for blocks in (1, 2, _GROUP * num_sms(device)):  # one program, several, several that take groups
+        tensor = torch.zeros(blocks * BLOCK_BYTES // size, dtype=dtype, device=device)
+        begin(tensor, begun[0], Parts(device, blocks), after_sketch=after_sketch)
+        merge(begun)
+        plan = plan_of([tensor], [row[0]])
+        summarize_many(plan, plan.table.to(device), plan.places.to(device))
 
 
 def prepare(device: torch.device) -> None:
@@ -341,7 +356,9 @@ def _group_of(blocks: Sequence[int], sms: int) -> int:
 
 
 @functools.lru_cache(maxsize=256)
-def _constants(dtype: torch.dtype, group: int, merged: int, is_begun: bool, is_after_sketch: bool) -> dict[str, Any]:
+def _constants(
+    dtype: torch.dtype, group: int, merged: int, is_begun: bool = False, is_after_sketch: bool = False
+) -> dict[str, Any]:
     """Constants of the kernel; partial results are added up ``merged`` at a time."""
     form = FORMATS[dtype]
     return {
@@ -350,6 +367,14 @@ def _constants(dtype: torch.dtype, group: int, merged: int, is_begun: bool, is_a
         "GROUP": group, "LANES": 64 * _NUM_WARPS // group, "BLOCK": merged,
         "IS_BEGUN": is_begun, "IS_AFTER_SKETCH": is_after_sketch, "IS_OVERLAPPED": False,
     }  # fmt: skip
+
+
+def _begun_constants(dtype: torch.dtype, share: _Share, is_after_sketch: bool) -> dict[str, Any]:
+    """Constants of the kernel where :func:`merge` adds up partial results.
+
+    Tensors of any number of programs above one then share a kernel.
+    """
+    return _constants(dtype, share.group, 1 if share.programs == 1 else _MERGED, True, is_after_sketch)
 
 
 @triton.jit(do_not_specialize=["address", "count"])

@@ -1,4 +1,4 @@
-"""A start with an empty Triton cache compiles in threads what a server needs; requests then find it."""
+"""A start with an empty Triton cache compiles in threads what a server needs; requests then find it, also with taps."""
 
 import os
 import subprocess
@@ -16,21 +16,30 @@ from triton import knobs
 from tapscope.engine import LLM, SamplingParams
 from tapscope.dumper import make_observer
 from tapscope.dumper.config import DumperConfig
-from functools import partial
 
 compiled = []
 logging.basicConfig(level=logging.INFO)
 knobs.compilation.listener = lambda *, src, cache_hit, **_: cache_hit or compiled.append(
     (src.name, threading.current_thread() is threading.main_thread())
 )
-observer = partial(make_observer, out=sys.argv[2], config=DumperConfig(keep="off"))
-with LLM(sys.argv[1], device="cuda", observer=observer) as llm:
+observers = []
+
+def observe(*args):
+    observers.append(make_observer(*args, out=sys.argv[2], config=DumperConfig(keep="off")))
+    return observers[0]
+
+def generate(prompts):
+    compiled.clear()
+    print([each.token_ids for each in llm.generate(prompts, sampled)])
+    print("later:", *[name for name, _ in compiled])
+
+with LLM(sys.argv[1], device="cuda", observer=observe) as llm:
     print(sum(not is_main for _, is_main in compiled), "in threads")
     print("in turn:", *[name for name, is_main in compiled if is_main])
-    compiled.clear()
     sampled = SamplingParams(max_new_tokens=4, temperature=1.0, top_p=0.9, seed=1)
-    print([each.token_ids for each in llm.generate([[5, 6, 7], list(range(40))] * 9, sampled)])
-    print("later:", *[name for name, _ in compiled])
+    generate([[5, 6, 7], list(range(40))] * 9)
+    observers[0].configure(keep="stats")
+    generate([[8, 6, 7], list(range(1, 41))] * 9)
 """
 
 
@@ -48,8 +57,9 @@ def test_cold_start_compiles_in_threads(tmp_path: Path, family: str) -> None:
         assert done.returncode == 0, done.stderr[-3000:]
         assert "first launch" not in done.stderr
         outputs.append(done.stdout.splitlines())
-    (in_threads, in_turn, tokens, _), warm = outputs
+    (in_threads, in_turn, tokens, _, tapped, tapped_later), warm = outputs
     print(family, *outputs[0], sep="\n")
     assert int(in_threads.split()[0]) > 10
     assert len(in_turn.split()) - 2 < int(in_threads.split()[0]) / 3
-    assert warm == ["0 in threads", "in turn:", tokens, "later:"]
+    assert tapped_later == "later:"
+    assert warm == ["0 in threads", "in turn:", tokens, "later:", tapped, "later:"]

@@ -154,6 +154,11 @@ class GraphObserver(Protocol):
         """Taps inside do not record: the host warms up the next graph to capture."""
         ...
 
+    def all_taps(self) -> AbstractContextManager[Any]:
+        """Every tap is in place inside, whatever the configuration, and nothing is recorded: for a host that compiles
+        the kernels of tapped steps when it starts."""
+        ...
+
 
 @runtime_checkable
 class ModelObserver(Protocol):

@@ -156,7 +156,7 @@ def _run(launch: _Launch, monkeypatch: pytest.MonkeyPatch) -> None:
         else (
             tap._summarize_kernel,
             [*given[:2], None, None, *(_int64_at(address, 2048) for address in given[2:5])],
-            tap._constants(torch.float32, 1, tap._Share(launch.programs, 1).merged, True, True),
+            tap._begun_constants(torch.float32, tap._Share(launch.programs, 1), True),
         )
     )
     kernel[(launch.programs, 1, 1)](*arguments, **constants, num_warps=4)
