@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
 
 import torch
@@ -106,38 +106,27 @@ class CUDAGraphManager:
             model.tp.capture_collectives(apart=is_observed or prefill is not None)
         return cls(model.tp, decode, prefill)
 
-    def compile_kernels(self, device: torch.device) -> None:
+    def compile_kernels(self, device: torch.device, observer: GraphObserver | None = None) -> None:
         """Compile the kernels of all buckets in parallel, where the first steps would do so one after the other.
 
-        Those of the smallest and the largest bucket come first: if they were compiled in an earlier start, so were the
-        others. Ranks share the work.
+        With ``observer``, those of decoding steps while all of its taps are in place: modules that hooks watch are not
+        fused with others, which takes other kernels. Those of the smallest and the largest bucket come first: if they
+        were compiled in an earlier start, so were the others. Ranks share the work.
         """
         began, names, tp = time.perf_counter(), [], self._tp
-        kinds = [self.decode] if self.prefill is None else [self.decode, self.prefill]
-        for ends in (True, False):
-            with triton.compiled_ahead(device, tp.rank, tp.size) as compiled:
-                for each in kinds if compiled is not None else ():
-                    each.compile_kernels({each.sizes[0], each.sizes[-1]} if ends else each.sizes[1:-1])
-            if compiled is None or not compiled.names:
-                break
-            names += compiled.names
+        kinds = [self.decode] if self.prefill is None or observer is not None else [self.decode, self.prefill]
+        with nullcontext() if observer is None else observer.all_taps():
+            for ends in (True, False):
+                with triton.compiled_ahead(device, tp.rank, tp.size) as compiled:
+                    for each in kinds if compiled is not None else ():
+                        sizes = {each.sizes[0], each.sizes[-1]} if ends else each.sizes[1:-1]
+                        each.compile_kernels(sizes, observer)
+                if compiled is None or not compiled.names:
+                    break
+                names += compiled.names
         if names:
-            _log.info("compiled %d Triton kernels in %.1f s", len(names), time.perf_counter() - began)
-
-    def compile_tapped(self, device: torch.device, observer: GraphObserver) -> None:
-        """As :meth:`compile_kernels`, what steps launch while all taps of ``observer`` are in place.
-
-        Modules that hooks watch are not fused with others, which takes other kernels.
-        """
-        began, sizes = time.perf_counter(), self.decode.sizes
-        with triton.compiled_ahead(device, self._tp.rank, self._tp.size) as compiled:
-            if compiled is not None:
-                with observer.all_taps():
-                    self.decode.compile_kernels({sizes[0], sizes[-1]}, observer)
-        if compiled is not None and compiled.names:
-            _log.info(
-                "compiled %d Triton kernels of tapped steps in %.1f s", len(compiled.names), time.perf_counter() - began
-            )
+            what = "" if observer is None else " of steps with taps"
+            _log.info("compiled %d Triton kernels%s in %.1f s", len(names), what, time.perf_counter() - began)
 
     def measure(self, num_tap_sets: int) -> int:
         """Bytes that all graphs will take, also those captured later and with ``num_tap_sets`` sets of taps.

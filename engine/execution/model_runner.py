@@ -154,7 +154,7 @@ class ModelRunner:
             with self.startup_timer.stage("observer"):
                 self.observer = observer(self.model, self.rank_info(config, model_config))
                 if self.graphs is not None and isinstance(self.observer, GraphObserver):
-                    self.graphs.compile_tapped(self.device, self.observer)
+                    self.graphs.compile_kernels(self.device, self.observer)
 
     def _load_model(self, config: EngineConfig, build: Callable[[], CausalLM], tp: TensorParallel) -> None:
         remedy = "use more ranks (tp), a smaller dtype, or quantized weights"

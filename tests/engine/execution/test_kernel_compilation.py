@@ -24,8 +24,21 @@ class Graphs:
     def __init__(self) -> None:
         self.compiled: list[list[int]] = []
 
-    def compile_kernels(self, sizes: Collection[int]) -> None:
+    def compile_kernels(self, sizes: Collection[int], observer: Any) -> None:
+        assert observer is None or observer.is_tapping
         self.compiled.append(sorted(sizes))
+
+
+class Observer:
+    """Keeps whether its taps are in place."""
+
+    is_tapping = False
+
+    @contextmanager
+    def all_taps(self) -> Iterator[None]:
+        self.is_tapping = True
+        yield
+        self.is_tapping = False
 
 
 @pytest.fixture
@@ -43,8 +56,8 @@ def cache_misses(monkeypatch: pytest.MonkeyPatch) -> list[list[str] | None]:
     return found
 
 
-def compile_kernels(*graphs: Any) -> None:
-    CUDAGraphManager(TensorParallel(1, 2), *graphs).compile_kernels(torch.device("cuda"))
+def compile_kernels(*graphs: Any, observer: Any = None) -> None:
+    CUDAGraphManager(TensorParallel(1, 2), *graphs).compile_kernels(torch.device("cuda"), observer)
 
 
 @pytest.mark.parametrize(
@@ -72,6 +85,19 @@ def test_buckets_between_are_compiled_if_the_cache_lacks_kernels(
     assert (f"compiled {count} Triton kernels in" in caplog.text) == (count > 0)
 
 
+def test_kernels_of_steps_with_taps_are_those_of_decoding(
+    cache_misses: list[list[str] | None], caplog: pytest.LogCaptureFixture
+) -> None:
+    cache_misses += [["a"], ["b", "c"]]
+    decode, prefill, observer = Graphs(), Graphs(), Observer()
+    with caplog.at_level("INFO"):
+        compile_kernels(decode, prefill, observer=observer)
+    assert decode.compiled == [[1, 8], [2, 4]]
+    assert prefill.compiled == []
+    assert not observer.is_tapping
+    assert "compiled 3 Triton kernels of steps with taps in" in caplog.text
+
+
 @pytest.mark.parametrize("where", ["capture", "kernel"])
 def test_failure_is_reported_in_one_line_and_the_start_goes_on(
     where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -84,7 +110,7 @@ def test_failure_is_reported_in_one_line_and_the_start_goes_on(
     def fail(*_: Any) -> None:
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    def compile_one(sizes: Collection[int]) -> None:
+    def compile_one(sizes: Collection[int], observer: Any) -> None:
         if where == "capture":
             fail()
         active_mode.get().submit("kernel", lambda: None, fail)
