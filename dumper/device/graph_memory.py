@@ -455,7 +455,7 @@ def _prepare_sketch(device: torch.device, dtype: torch.dtype) -> bool:
 
     if dtype not in TYPES:
         return False
-    call_apart(lambda: _complete(device, lambda: sketch_table.launch_every_kernel(device, dtype)))
+    call_apart(lambda: _complete(device, lambda: sketch_table.launch_variants(device, dtype)))
     return True
 
 

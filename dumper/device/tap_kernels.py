@@ -45,17 +45,17 @@ def _compile(device: torch.device, kinds: Iterable[_Kind], rank: int, world_size
     with cuda.device(device), torch.inference_mode(False), triton.compiled_ahead(device, rank, world_size) as compiled:
         if compiled is not None:
             for _, dtype, is_sketch in kinds:
-                launch_every_kernel(device, dtype, is_sketch=is_sketch)
+                launch_variants(device, dtype, is_sketch=is_sketch)
     if compiled is not None and compiled.names:
         _log.info("compiled %d Triton kernels of taps in %.1f s", len(compiled.names), time.perf_counter() - began)
 
 
-def launch_every_kernel(device: torch.device, dtype: torch.dtype, *, is_sketch: bool) -> None:
+def launch_variants(device: torch.device, dtype: torch.dtype, *, is_sketch: bool) -> None:
     """Launch what statistics of ``dtype`` may need, or with ``is_sketch`` what sketches need in addition."""
     from tapscope.kernels.triton import sketch, sketch_table, tap  # need Triton
 
     if is_sketch and dtype in sketch.TYPES:
-        sketch_table.launch_every_kernel(device, dtype)
-        tap.launch_every_kernel(device, dtype, after_sketch=True)
+        sketch_table.launch_variants(device, dtype)
+        tap.launch_variants(device, dtype, after_sketch=True)
     elif not is_sketch and dtype in tap.FORMATS:
-        tap.launch_every_kernel(device, dtype)
+        tap.launch_variants(device, dtype)

@@ -1,7 +1,7 @@
 """Kernels compiled in parallel: launches are left out, and threads compile what they would need.
 
 Triton compiles a kernel when it is first launched, 0.1 to 2 s each, one after the other. Most of that is in LLVM and
-ptxas, which run without Python's lock.
+ptxas, which run without Python's lock. Triton up to 3.6 also compiles a launcher in C for each kernel, in 0.2 s.
 
 Ranks of one host need the same kernels and have one cache on disk. Each compiles its share first, and then goes through
 those of the others, which it finds in the cache if they were as fast. No rank waits for another.
@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from triton import knobs
+from triton.runtime import driver
 
 from tapscope.kernels.triton import is_interpreted
 
@@ -64,7 +65,7 @@ def compiled_ahead(rank: int = 0, size: int = 1) -> Iterator[CompiledKernels]:
     num_threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
     try:
         with ThreadPoolExecutor(num_threads) as threads:
-            jobs = ShareFirst(threads, rank, size)
+            jobs = _KernelJobs(threads, rank, size)
             with AsyncCompileMode(jobs, ignore_errors=True):
                 compiling_threads.add(ident)
                 try:
@@ -101,6 +102,20 @@ class ShareFirst(Executor):
         wait(self._started)
         for each in self._others:
             each.start()
+
+
+class _KernelJobs(ShareFirst):
+    """Jobs that compile kernels: each also leaves the kernel's launcher in Triton's cache."""
+
+    def submit(self, compile_kernel: Callable[[], Any], /) -> Future[Any]:  # type: ignore[override]
+        """Future of the kernel, see :meth:`ShareFirst.submit`."""
+
+        def job() -> Any:
+            kernel = compile_kernel()
+            driver.active.launcher_cls(kernel.src, kernel.metadata)
+            return kernel
+
+        return super().submit(job)
 
 
 class _Deferred(Future[Any]):

@@ -58,7 +58,7 @@ def sketch_many(sketches: Sketches, requests: Iterable[Request], upload: Callabl
     return tables
 
 
-def launch_every_kernel(device: torch.device, dtype: torch.dtype) -> None:
+def launch_variants(device: torch.device, dtype: torch.dtype) -> None:
     """Launch every kernel that :func:`sketch_many` and :meth:`Sketches.add` may need for ``dtype``, one of
     :data:`.sketch.TYPES`: inside :func:`.compiled_ahead`, where that compiles them, or so that they are loaded before a
     capture."""

@@ -285,7 +285,7 @@ def row_gap(tensor: Tensor) -> tuple[int, int, int] | None:
     return gap, -(-(1 << 32 + shift) // words), shift
 
 
-def launch_every_kernel(device: torch.device, dtype: torch.dtype, *, after_sketch: bool = False) -> None:
+def launch_variants(device: torch.device, dtype: torch.dtype, *, after_sketch: bool = False) -> None:
     """Launch every kernel that :func:`begin`, :func:`merge` and :func:`summarize_many` may need for ``dtype``.
 
     Inside :func:`.compiled_ahead`, where that compiles them. ``after_sketch`` as of :func:`begin`.

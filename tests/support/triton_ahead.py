@@ -1,5 +1,6 @@
 """A program: prints why tensors on the CPU are refused, compiles the kernels that choose tokens in parallel for a GPU
-that is not there, and prints their names. Then it does so again, as another rank, with all of them in Triton's cache.
+that is not there, and prints their names and how many launchers were built. Then it does so again, as another rank,
+with all kernels in Triton's cache.
 """
 
 from types import SimpleNamespace
@@ -13,7 +14,9 @@ from triton.runtime.jit import JITFunction
 from tapscope.core.errors import UsageError
 from tapscope.kernels.triton import activation, compile_ahead, launch, sampling
 
+launchers = []
 DRIVER = SimpleNamespace(
+    launcher_cls=lambda src, metadata: launchers.append(src.name),
     get_current_device=lambda: 0,
     get_current_stream=lambda device: 0,
     get_current_target=lambda: GPUTarget("cuda", 90, 32),
@@ -35,6 +38,6 @@ if __name__ == "__main__":
         for rank in range(2):
             with compile_ahead.compiled_ahead(rank, 2) as compiled:
                 draw()
-            print(*sorted(compiled.names), flush=True)
+            print(*sorted(compiled.names), len(launchers), flush=True)
             for kernel in [each for each in vars(sampling).values() if isinstance(each, JITFunction)]:
                 kernel.device_caches.clear()

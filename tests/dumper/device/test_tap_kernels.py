@@ -61,7 +61,7 @@ def tap_tensors(dtype: torch.dtype, *, sketches: bool) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_kernels_compiled_ahead_serve_tensors_of_every_size(launched: set[Any], dtype: torch.dtype, sketches: bool):
     for is_sketch in {False, sketches}:
-        tap_kernels.launch_every_kernel(CPU, dtype, is_sketch=is_sketch)
+        tap_kernels.launch_variants(CPU, dtype, is_sketch=is_sketch)
     ahead = set(launched)
     launched.clear()
     tap_tensors(dtype, sketches=sketches)
@@ -71,7 +71,7 @@ def test_kernels_compiled_ahead_serve_tensors_of_every_size(launched: set[Any], 
 
 def test_types_without_kernels_are_left_out(launched: set[Any]) -> None:
     for dtype, is_sketch in ((torch.int64, True), (torch.float8_e8m0fnu, False), (torch.complex64, False)):
-        tap_kernels.launch_every_kernel(CPU, dtype, is_sketch=is_sketch)
+        tap_kernels.launch_variants(CPU, dtype, is_sketch=is_sketch)
     assert not launched
 
 

@@ -113,8 +113,10 @@ def test_failure_is_reported_in_one_line_and_the_start_goes_on(
     def compile_one(sizes: Collection[int], observer: Any) -> None:
         if where == "capture":
             fail()
-        active_mode.get().submit("kernel", lambda: None, fail)
+        active_mode.get().submit("kernel", lambda: SimpleNamespace(src=None, metadata=None), fail)
 
+    without_gpu = SimpleNamespace(active=SimpleNamespace(launcher_cls=lambda *_: None))
+    monkeypatch.setattr(compile_ahead, "driver", without_gpu)
     monkeypatch.setattr(triton, "why_not", lambda device: None)
     monkeypatch.setattr(compile_ahead, "is_available", lambda: True)
     before = knobs.compilation.listener
