@@ -76,9 +76,9 @@ def _over_heads(region: ErrorRegion, values: Array) -> Iterator[Hypothesis]:
         heads = np.sqrt((values.reshape(len(values), -1, size) ** 2).mean(axis=2) + MIN_DIVISOR)
         factor = np.repeat(heads / np.sqrt((values**2).mean(axis=1, keepdims=True) + MIN_DIVISOR), size, axis=1)
         factor = factor[:, region.columns]
-        text = f"target normalises all heads of a token together, baseline each of {size} channels"
+        text = f"target normalizes all heads of a token together, baseline each of {size} channels"
         yield Hypothesis("norm heads", text, region.before * factor)
-        text = f"target normalises each head of {size} channels, baseline all heads of a token together"
+        text = f"target normalizes each head of {size} channels, baseline all heads of a token together"
         yield Hypothesis("norm heads", text, region.before / factor)
 
 

@@ -86,7 +86,7 @@ def predictions(one: RouterOutput, two: RouterOutput, noise: float, rows: Array)
         return
     plain = factor * _weights(two, is_sigmoid, is_normal)
     other = _weights(two, is_sigmoid, not is_normal)
-    text = "not normalised, they do not sum to 1" if is_normal else "normalised, they sum to 1, baseline's do not"
+    text = "not normalized, they do not sum to 1" if is_normal else "normalized, they sum to 1, baseline's do not"
     yield Prediction("router", f"the router's weights are {text} in target", factor * other, 0)
     names = ("sigmoid", "softmax") if is_sigmoid else ("softmax", "sigmoid")
     text = f"the router takes a {names[1]} of its scores in target, baseline a {names[0]}"

@@ -309,9 +309,9 @@ def name_exception(name: str, cls: str) -> str:
     if cls == "Conv1D" and ":param[weight]" in name:
         return "not compared: a Conv1D stores its weight transposed"
     if cls in IDENTITIES and _NORM.search(name):
-        return "not compared: a copy of its input, not a norm; the next linear normalises"
+        return "not compared: a copy of its input, not a norm; the next linear normalizes"
     if "LayerNorm" in cls and "Linear" in cls and ":in[" in name:
-        return "not compared: this linear normalises its input first; the other run's takes the output of a norm"
+        return "not compared: this linear normalizes its input first; the other run's takes the output of a norm"
     return ""
 
 

@@ -15,7 +15,7 @@ CONDITIONS = {
     DIFFERS: "a site differs by more than rounding or a tolerance explains",
     NONFINITE: "NaN or infinity in one run only",
     SHAPE: "a pair of sites cannot be compared",
-    PARTIAL: "data is missing or lost",
+    PARTIAL: "data are missing or lost",
     MISSING: "a site is in one run only",
     INEXACT: "a value is not equal, even within rounding",
     WARNING: "the report has a warning",

@@ -62,7 +62,7 @@ class CompareOptions(Struct, frozen=True, kw_only=True):
     allow_differ: tuple[str, ...] = ()
     """Globs of sites that may differ: they are compared and reported, but do not fail the comparison."""
     allow_missing: tuple[str, ...] = ()
-    """Globs of sites, or of records of a site, that one run may lack: reported, but the data is not partial for it."""
+    """Globs of sites, or of records of a site, that one run may lack: reported, not counted as partial data."""
     verify: bool = False
     """Read every payload and check it against its recorded hash first; otherwise equal hashes count as equal values."""
     tokenizer: Path | None = None

@@ -41,7 +41,7 @@ MIN_TITLE = 24
 CELL_WORDS = """
 Rows read 0:5 for position 5 of request 0, with the id of the token where it is known.
 Darker cells differ more, relative to the largest difference around. Bold: not finite.
-The map joins neighbours by their maximum: 1 to 9 from the smallest to the largest on a log scale, % not finite,
+The map joins neighbors by their maximum: 1 to 9 from the smallest to the largest on a log scale, % not finite,
 = equal, of one run ∅ zero."""
 
 

@@ -86,7 +86,7 @@ def _qwen3_5(reader: ConfigReader, shared: Fields) -> Fields:
 
 
 def _qwen3_5_moe(reader: ConfigReader, shared: Fields) -> Fields:
-    reader.refuse("norm_topk_prob", (True,), "Qwen3.5 normalises the experts' weights")
+    reader.refuse("norm_topk_prob", (True,), "Qwen3.5 normalizes the experts' weights")
     return _qwen3_5(reader, shared) | {"moe": qwen3_5_experts(reader, shared["num_layers"])}
 
 

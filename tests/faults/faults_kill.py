@@ -43,7 +43,7 @@ def recorder_killed(place: Path, rng: random.Random) -> None:
         ranks.kill_recorder()
         time.sleep(rng.uniform(0.0, 0.3))
         ranks.end()
-        check_damaged(ranks, "their recorder was killed")
+        check_damaged(ranks, "recorder was killed")
 
 
 @fault("a rank killed", 1, 50)
@@ -88,7 +88,7 @@ def everything_killed(place: Path, rng: random.Random) -> None:
         for each in rng.sample([*(process.pid for process in ranks.processes), recorder], 3):
             os.kill(each, signal.SIGKILL)
         ranks.end(0, 1)
-        check_damaged(ranks, "their recorder was killed")
+        check_damaged(ranks, "recorder was killed")
 
 
 @fault("recorder killed while it starts", 1, 20)
@@ -106,7 +106,7 @@ def recorder_killed_at_birth(place: Path, rng: random.Random) -> None:
         elif ranks.lost is None:  # it died before the rank had said hello, and another one was started
             check_whole(ranks)
         else:
-            check_damaged(ranks, "their recorder was killed")
+            check_damaged(ranks, "recorder was killed")
 
 
 @fault("a rank killed while it opens", 1, 20)

@@ -133,7 +133,7 @@ def _add_judgement(parser: argparse.ArgumentParser) -> None:
         "(default: the one of the run's model, if it is a local directory)",
     )
     judge.add_argument(
-        "--allow-partial", action="store_true", help="exit 0 if data is partial but everything compared agrees"
+        "--allow-partial", action="store_true", help="exit 0 if the data are partial but everything compared agrees"
     )
     judge.add_argument(
         "--fail-on",

@@ -134,7 +134,7 @@ def _check_explained(report: Report, globs: Sequence[str]) -> None:
         if known is None:
             raise ConfigError(f"--explain-floor {glob} matches no compared site; tapscope ls lists the sites of a run")
         why = f"is {known.verdict}, judged by {known.judged_by}" if known.judged_by else f"is {known.verdict}"
-        raise ConfigError(f"--explain-floor {glob}: {known.site} {why}: no modelled floor decided")
+        raise ConfigError(f"--explain-floor {glob}: {known.site} {why}, so it has no noise floor to explain")
 
 
 def _print(report: Report, top: int | None, sqnr: int) -> None:

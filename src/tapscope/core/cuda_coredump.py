@@ -24,7 +24,7 @@ def enable_cuda_coredumps(directory: str | os.PathLike[str], environ: MutableMap
     """Make a CUDA error of this process, or of its children, write a core dump of the GPU; returns the file's pattern.
 
     ``%h``, ``%p`` and ``%t`` stand for host, process and time. ``cuda-gdb -ex 'target cudacore FILE'`` opens the file.
-    Call it before CUDA is initialised; ``environ`` may be the environment of a process to start instead of ours.
+    Call it before CUDA is initialized; ``environ`` may be the environment of a process to start instead of ours.
     Variables that are set already keep their values, see NVIDIA's CUDA-GDB manual, "GPU core dump support".
     Raises ConfigError if the directory cannot be created.
     """
@@ -39,5 +39,5 @@ def enable_cuda_coredumps(directory: str | os.PathLike[str], environ: MutableMap
             _log.warning("tapscope: %s is set already and stays %s", name, target[name])
     torch = sys.modules.get("torch")
     if environ is None and torch is not None and torch.cuda.is_initialized():
-        _log.warning("tapscope: CUDA is initialised already, so this process writes no core dump; enable them earlier")
+        _log.warning("tapscope: CUDA is initialized already, so this process writes no core dump; enable them earlier")
     return target[_FILE]

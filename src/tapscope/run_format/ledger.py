@@ -358,7 +358,7 @@ class Ledger(Struct):
             (len(self.aborted_steps), f"steps ended by an exception (rank, step, error): {some(self.aborted_steps)}"),
             (len(self.uneven_ranks), f"lack steps that other ranks have: {_ranks(self.uneven_ranks)}"),
             (len(self.lost_ranks), f"died while recording: {_ranks(self.lost_ranks)}"),
-            (len(self.killed_ranks), f"their recorder was killed: {_ranks(self.killed_ranks)}"),
+            (len(self.killed_ranks), f"recorder was killed: {_ranks(self.killed_ranks)}"),
             (len(self.missing_ranks), f"never connected: {_ranks(self.missing_ranks)}"),
             (len(self.interrupted_ranks), f"cut short by an exception or a signal: {_ranks(self.interrupted_ranks)}"),
             (len(self.open_ranks), f"still recording, or killed with its recorder: {_ranks(self.open_ranks)}"),

@@ -235,7 +235,7 @@ def normal(scores: Array) -> Array:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda scores: 1.5 * scores, "not normalised, they do not sum to 1"),
+        (lambda scores: 1.5 * scores, "not normalized, they do not sum to 1"),
         (lambda scores: normal(scores) / 1.5, "0.6667 × baseline's: the scaling factor 1.5 is missing"),
         (
             lambda scores: np.where(np.arange(3) == 0, 1.5, 0.0) + 0 * scores,

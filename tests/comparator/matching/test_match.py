@@ -171,7 +171,7 @@ def test_match_norm_fused_into_its_linear(tmp_path: Path) -> None:
     }
     notes = {f.site: f.notes for f in report.findings if f.verdict is Verdict.ONLY_TARGET}
     assert "a copy of its input" in notes["decoder.layers.0.input_layernorm:out"][0]
-    assert "normalises its input first" in notes["decoder.layers.0.self_attention.linear_qkv:in[x]"][0]
+    assert "normalizes its input first" in notes["decoder.layers.0.self_attention.linear_qkv:in[x]"][0]
 
 
 def test_match_excludes_inverted_megatron_masks(tmp_path: Path) -> None:

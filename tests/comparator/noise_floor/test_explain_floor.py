@@ -77,7 +77,9 @@ def test_explain_floor_json_lists_effects_of_the_chosen_site(runs: Path, capsys:
     assert set(found[SITE][0]) == {"effect", "contribution", "unit", "floor_without", "explanation"}
 
 
-@pytest.mark.parametrize(("glob", "said"), [("nothing", "matches no compared site"), (":in[*]", "no modelled floor")])
+@pytest.mark.parametrize(
+    ("glob", "said"), [("nothing", "matches no compared site"), (":in[*]", "no noise floor to explain")]
+)
 def test_explain_floor_site_without_a_modelled_floor_is_an_error(
     runs: Path, capsys: pytest.CaptureFixture[str], glob: str, said: str
 ) -> None:

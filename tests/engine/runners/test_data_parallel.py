@@ -246,7 +246,7 @@ def test_server_replaces_a_lost_recorder_and_exits_with_a_hung_replica(models: l
         code, said = _ended(server)
     assert (code, WORDS in said, "tapscope stops recording" in said) == (4, True, True)
     with open_run(server.run) as run:
-        assert "their recorder was killed: ranks 0, 1" in " ".join(run.ledger().sentences())
+        assert "recorder was killed: ranks 0, 1" in " ".join(run.ledger().sentences())
     with open_run(server.run.with_name("run-2")) as run:
         assert "died while recording: rank 1" in run.ledger().sentences()
         assert (run.ledger().lost, run.ledger().dropped) == (0, 0)
