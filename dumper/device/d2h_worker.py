@@ -240,6 +240,10 @@ class D2HWorker:
         """Change the limit of staging memory."""
         self.staging.limit = limit
 
+    def hurry(self) -> None:
+        """Somebody waits for a copy."""
+        self._end_yield.set()
+
     def end_step(self) -> None:
         """A step ended: copies of values must not occupy the device's memory for long. Statistics can wait."""
         self._close_rows()

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 Complete = Callable[[StepInfo, Mapping[str, Array]], StepInfo]
+_LOOK_S = 1.0
 _DTYPES = {torch.int64: "int64", torch.int32: "int32", torch.bool: "bool"}
 
 
@@ -28,19 +29,25 @@ class LateRows:
         tensors: Mapping[str, torch.Tensor],
         outline: StepInfo,
         complete: Complete,
+        failed: Callable[[Exception], None],
         *,
         rows_are_late: bool = False,
     ) -> None:
-        """Start the copies; ``complete`` makes the step of the outline and the values. Raises as
-        :meth:`D2HWorker.start`."""
+        """Start the copies; ``complete`` makes the step of the outline and the values.
+
+        It is called once for each step whose values arrive, in the order of the steps, in the worker's thread; what it
+        raises is passed to ``failed``. Raises as :meth:`D2HWorker.start`.
+        """
         self.outline = outline
         """What is known before the values arrive."""
         self._worker = worker
         self._complete = complete
+        self._failed = failed
         self._values: dict[str, Array] = {}
         self._lock = threading.Lock()
         self._num_left = len(tensors)
         self._has_failed = False
+        self._has_arrived = threading.Event()
         self._info: StepInfo | None = None
         self.rows_are_late = rows_are_late
         """Whether the values tell which rows there are, not only their tokens."""
@@ -53,15 +60,20 @@ class LateRows:
     @property
     def is_ready(self) -> bool:
         """Whether :attr:`info` is complete."""
-        return self._num_left == 0 or self._worker.is_overdue
+        return self._has_arrived.is_set() or self._worker.is_overdue
 
     @property
     def info(self) -> StepInfo:
         """The step with its rows, or its outline when the device failed. Valid once :attr:`is_ready`."""
-        if self._info is None:
-            is_whole = self._num_left == 0 and not self._has_failed
-            self._info = self._complete(self.outline, self._values) if is_whole else self.outline
-        return self._info
+        with self._lock:
+            self._info = self._info or self.outline
+            return self._info
+
+    def wait(self) -> None:
+        """Wait until it :attr:`is_ready`: for a caller that needs the rows while the step runs."""
+        self._worker.hurry()
+        while not self._has_arrived.wait(_LOOK_S) and not self._worker.is_overdue:
+            pass
 
     def _start(self, name: str, tensor: torch.Tensor) -> None:
         if tensor.dtype not in _DTYPES:
@@ -69,8 +81,7 @@ class LateRows:
         dtype = _DTYPES[tensor.dtype]
         values = np.zeros(tuple(tensor.shape), dtype)
         if not values.size:
-            self._values[name] = values
-            self._num_left -= 1
+            self._arrived(name, values, is_whole=True)
             return
         slot = PayloadSlot(values.ctypes.data, values.nbytes, -1, None)
         layout = RecordLayout("", dtype, list(values.shape), values.size, values.nbytes)
@@ -82,10 +93,26 @@ class LateRows:
             return False
 
         def done(_: PayloadSlot) -> None:
-            with self._lock:
-                self._values[name] = values
-                self._has_failed = self._has_failed or not came
-                self._num_left -= 1
+            self._arrived(name, values, is_whole=came)
 
         # The thread that waits for it should not take the interpreter from the forward that begins
         self._worker.start(tensor, layout, slot, done, arrived, can_wait=True)
+
+    def _arrived(self, name: str, values: Array, *, is_whole: bool) -> None:
+        """The values of a tensor are here, or will not come; with the last of them, complete the step."""
+        with self._lock:
+            self._values[name] = values
+            self._has_failed = self._has_failed or not is_whole
+            self._num_left -= 1
+            if self._num_left:
+                return
+        info = self.outline
+        if not self._has_failed:
+            try:
+                info = self._complete(self.outline, self._values)
+            except Exception as error:  # noqa: BLE001 - values of an unknown model; the thread has to go on
+                self._failed(error)
+        with self._lock:
+            self._info = self._info or info
+        self._values.clear()
+        self._has_arrived.set()

@@ -384,14 +384,19 @@ class AttachedModel:
             if is_any_on_device(call.tensors):
                 complete, capturer = functools.partial(rows_from_values, call=call), recording.collector.capturer
                 is_late = call.tensors.keys() != {"ids"}
-                late = LateRows(capturer.device.worker(), call.tensors, outline, complete, rows_are_late=is_late)
+                worker, failed = capturer.device.worker(), functools.partial(self._report_rows, recording)
+                late = LateRows(worker, call.tensors, outline, complete, failed, rows_are_late=is_late)
                 if is_late and capturer.sketcher.is_wanted:
                     late.keys, late.keys_stream = keys_of_call(call), stream_of(call.tensors["ids"].device)
                 return outline, late
             return rows_from_values(outline, host_values(call.tensors), call=call), None
         except Exception as error:  # noqa: BLE001 - unknown arguments of an unknown model
-            recording.collector.counters.report("step", f"rows unknown: {type(error).__name__}: {error}")
+            self._report_rows(recording, error)
             return info, None
+
+    @staticmethod
+    def _report_rows(recording: StepHost, error: Exception) -> None:
+        recording.collector.counters.report("step", f"rows unknown: {type(error).__name__}: {error}")
 
     def _step_modules(self, model: nn.Module) -> frozenset[str]:
         """Paths of modules, other than the root, whose calls open a step."""
@@ -429,7 +434,8 @@ class AttachedModel:
         worker = recording.collector.capturer.device.worker()
         rows_are_late = batch.complete is not None
         outline = info if rows_are_late else replace(info, token_ids=())
-        return outline, LateRows(worker, tensors, outline, complete, rows_are_late=rows_are_late)
+        failed = functools.partial(self._report_rows, recording)
+        return outline, LateRows(worker, tensors, outline, complete, failed, rows_are_late=rows_are_late)
 
 
 def _outside_pools(name: str, value: Any) -> Any:

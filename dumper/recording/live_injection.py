@@ -10,6 +10,7 @@ from torch import nn
 from tapscope.core.errors import ConfigError
 from tapscope.core.observe import RankInfo, StepInfo
 from tapscope.core.site import Glob, parse
+from tapscope.dumper.device.late_rows import LateRows
 from tapscope.dumper.injection import Injector, StoredTensors, module_paths
 from tapscope.dumper.reference.followed_run import FollowedRun
 from tapscope.dumper.reference.request_mapping import RequestMapping
@@ -155,6 +156,8 @@ class LiveInjection:
 
     def _stored_rows(self, rule: InjectionRule, step: OpenStep) -> StepInfo | None:
         late = step.late_rows
+        if isinstance(late, LateRows):
+            late.wait()  # which values go where follows from its rows
         live = step.info if late is None else late.info if late.is_ready else late.outline
         if rule.requests:
             live = _only(live, rule.requests)

@@ -30,11 +30,12 @@ from vllm_worker import (
 
 from tapscope.comparator import compare
 from tapscope.core import dims
-from tapscope.core.framework_plugin import FrameworkPlugin, ModuleFacts
+from tapscope.core.framework_plugin import FrameworkPlugin, ModuleFacts, StepRows
 from tapscope.core.observe import StepInfo
 from tapscope.dumper import Dumper, api
 from tapscope.dumper.job.framework_plugins import PluginRegistry, registry
 from tapscope.dumper.process_dumper import ProcessDumper
+from tapscope.dumper.steps.input_rows import host_values
 from tapscope.frameworks import host, vllm
 from tapscope.sources import open_run
 
@@ -81,7 +82,7 @@ def serve(
         worker.sample_tokens(None)
     worker.execute_model(SchedulerOutput({}, finished_req_ids=set(PROMPTS)))
     if (session := vllm.session_of(model)) is not None:
-        assert [session._names, session._ends, session._high, session._rewinds] == [{}, {}, {}, {}]
+        assert session._requests == {}
     worker.execute_dummy_batch()
     return worker
 
@@ -183,10 +184,15 @@ def test_vllm_plugin_error_of_ours_leaves_the_worker_alone(
 
 
 def test_vllm_plugin_rows_of_recomputed_positions_are_another_visit() -> None:
-    session = vllm.WorkerSession(SimpleNamespace())
-    assert [(r.position, r.count, r.visit) for r in session._spans("a", 0, 4, 0)] == [(0, 4, 0)]
-    again = list(session._spans("a", 2, 4, 0))
+    request = vllm._Request("a")
+    assert [(r.position, r.count, r.visit) for r in request.spans(0, 4, 0)] == [(0, 4, 0)]
+    again = list(request.spans(2, 4, 0))
     assert [(r.position, r.count, r.visit, r.slot) for r in again] == [(2, 2, 1, 0), (4, 2, 0, 2)]
+
+
+def completed(rows: StepRows) -> StepInfo:
+    assert rows.complete is not None
+    return rows.complete(rows.info, host_values(rows.tensors))
 
 
 @pytest.mark.parametrize("is_second", [False, True], ids=["first runner", "second runner"])
@@ -216,8 +222,11 @@ def test_vllm_plugin_rows_after_rejected_drafts_have_the_positions_of_the_device
     positions = positions.expand(3, -1) + 100 if is_mrope else positions
     rows = session.rows(StepInfo(step=4), torch.zeros(8, dtype=torch.long), positions)
     assert rows is not None
-    assert [(r.request, r.position, r.count, r.slot) for r in rows.info.rows] == [("a", 13, 3, 0), ("b", 22, 3, 3)]
-    assert rows.info.row_sets == {"logits": (0, 1, 2, 3, 4, 5)}
+    assert [(r.request, r.position, r.count, r.slot) for r in rows.info.rows] == [("a", 13, 3, 0), ("b", 23, 3, 3)]
+    found = completed(rows)
+    assert [(r.request, r.position, r.count, r.slot) for r in found.rows] == [("a", 13, 3, 0), ("b", 22, 3, 3)]
+    assert found.row_sets == rows.info.row_sets == {"logits": (0, 1, 2, 3, 4, 5)}
+    assert found.token_ids == [0] * 6
 
 
 def test_vllm_plugin_rows_count_the_drafts_that_adaptive_verification_kept() -> None:
@@ -236,8 +245,9 @@ def test_vllm_plugin_rows_count_the_drafts_that_adaptive_verification_kept() -> 
     )
     rows = session.rows(StepInfo(step=4), torch.zeros(4, dtype=torch.long), torch.tensor([13, 14, 22, 23]))
     assert rows is not None
-    assert [(r.request, r.position, r.count, r.slot) for r in rows.info.rows] == [("a", 13, 2, 0), ("b", 22, 2, 2)]
-    assert rows.info.row_sets == {"logits": (0, 1, 3)}
+    found = completed(rows)
+    assert [(r.request, r.position, r.count, r.slot) for r in found.rows] == [("a", 13, 2, 0), ("b", 22, 2, 2)]
+    assert found.row_sets == rows.info.row_sets == {"logits": (0, 1, 3)}
 
 
 def test_vllm_plugin_half_of_a_batch_has_unknown_rows(caplog: pytest.LogCaptureFixture) -> None:
@@ -255,8 +265,8 @@ def test_vllm_plugin_half_of_a_batch_has_unknown_rows(caplog: pytest.LogCaptureF
 def test_vllm_plugin_two_live_requests_never_share_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch)
     session = vllm.WorkerSession(SimpleNamespace())
-    assert session._name("chat-00000001") == "chat"
-    assert session._name("chat-00000002") == "chat-00000002"
+    assert session._request("chat-00000001").name == "chat"
+    assert session._request("chat-00000002").name == "chat-00000002"
 
 
 class _Layer(nn.Module):

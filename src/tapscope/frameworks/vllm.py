@@ -6,11 +6,13 @@ nothing unless ``TAPSCOPE_ENABLED`` or ``TAPSCOPE_CONTROL`` is set; all other se
 
 import functools
 import importlib
+import itertools
 import logging
 import re
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from dataclasses import replace as replace_fields
 from typing import Any
 
@@ -89,6 +91,31 @@ def session_of(model: Any) -> "WorkerSession | None":
     return None if session is None else session()
 
 
+@dataclass(slots=True)
+class _Request:
+    """A request of a worker, and which of its rows were seen so far."""
+
+    name: str
+    end: int = 0
+    """Position after the last row that was scheduled."""
+    high: int = 0
+    """Position after the highest row that was ever scheduled."""
+    rewinds: int = 0
+
+    def spans(self, start: int, count: int, slot: int) -> Iterator[RowSpan]:
+        """Its rows in the next step; positions that were computed before (preemption, rejected drafts) count as a
+        visit."""
+        if start < self.end:
+            self.rewinds += 1
+        again = min(max(self.high - start, 0), count)
+        self.end = start + count
+        self.high = max(self.high, start + count)
+        if again:
+            yield RowSpan(self.name, start, again, self.rewinds, slot)
+        if again < count:
+            yield RowSpan(self.name, start + again, count - again, 0, slot + again)
+
+
 class WorkerSession:
     """The steps of one vLLM worker. One step is the forward, ``compute_logits`` and the sampler of one batch."""
 
@@ -99,10 +126,7 @@ class WorkerSession:
         self._scheduled: Any = None  # scheduler output of the open step
         self._batch: Any = None  # input batch of the open step, from the second model runner
         self._warming_up = False
-        self._names: dict[str, str] = {}  # internal request id -> external one
-        self._ends: dict[str, int] = {}  # request -> position after the last one that was scheduled
-        self._high: dict[str, int] = {}  # request -> position after the highest one that was ever scheduled
-        self._rewinds: dict[str, int] = {}
+        self._requests: dict[str, _Request] = {}  # by vLLM's internal id
         self.has_expert_parallelism = bool(
             getattr(getattr(worker, "parallel_config", None), "enable_expert_parallel", False)
         )
@@ -212,8 +236,7 @@ class WorkerSession:
     def _forget(self, finished: Iterable[str]) -> None:
         """Requests that ended since the previous batch; an empty batch reports them, too."""
         for request in finished:
-            for table in (self._names, self._ends, self._high, self._rewinds):
-                table.pop(request, None)
+            self._requests.pop(request, None)
 
     # ---- rows
 
@@ -222,20 +245,28 @@ class WorkerSession:
         ``positions`` [tokens] their positions, or [3, tokens] those of M-RoPE."""
         if self._scheduled is None or self._warming_up:
             return StepRows(info=replace(info, kind="warmup" if self._warming_up else "dummy"))
-        requests, planned, starts = self._in_order()
-        if ids is not None and ids.ndim == 1 and len(ids) < sum(planned) and not self._adapts:
+        names, counts, starts = self._in_order()
+        if ids is not None and ids.ndim == 1 and len(ids) < sum(counts) and not self._adapts:
             return None  # a part of the batch, see _warn_of_settings
-        counts, starts = self._on_device(planned, starts, positions) if self._assumes_acceptance else (planned, starts)
-        spans, slots, at = list[RowSpan](), list[int](), 0
-        for request, plan, count, start in zip(requests, planned, counts, starts, strict=True):
-            spans += self._spans(request, start, count, at)
-            drafts = len((getattr(self._scheduled, "scheduled_spec_decode_tokens", None) or {}).get(request, ()))
+        planned = counts
+        if self._adapts:  # the rows of each request are waited for: rules that select requests slice by them
+            counts = self._batch.query_start_loc[: len(counts) + 1].diff().tolist()
+        slots, at = list[int](), 0
+        for name, plan, count in zip(names, planned, counts, strict=True):
+            drafts = len((getattr(self._scheduled, "scheduled_spec_decode_tokens", None) or {}).get(name, ()))
             slots += range(at + max(plan - 1 - drafts, 0), at + count)
             at += count
         phase = "decode" if all(starts) and max(counts) == 1 else "mixed" if any(starts) else "prefill"
-        grid = (int(ids.shape[0]),) if ids is not None and getattr(ids, "ndim", 0) == 1 else (at,)
-        step = replace(info, phase=phase, grid=grid, rows=tuple(spans), row_sets={_LOGITS: tuple(slots)})
-        return StepRows(info=step, token_ids=ids)
+        ids = ids if getattr(ids, "ndim", 0) == 1 else None
+        grid = (at,) if ids is None else (len(ids),)
+        step = replace(info, phase=phase, grid=grid, row_sets={_LOGITS: tuple(slots)})
+        requests = [self._request(name) for name in names]
+        if not self._assumes_acceptance:
+            return StepRows(info=replace(step, rows=_spans(requests, counts, starts)), token_ids=ids)
+        outline = replace(step, rows=_spans([_Request(each.name) for each in requests], counts, starts))
+        tensors = {"ids": ids, **self._positions(len(names), positions)}
+        complete = functools.partial(_completed, requests=requests, counts=counts)
+        return StepRows(info=outline, tensors={k: v for k, v in tensors.items() if v is not None}, complete=complete)
 
     def _in_order(self) -> tuple[Sequence[str], list[int], list[int]]:
         """(request ids, rows of each, position of its first row), in the order of the packed rows."""
@@ -252,41 +283,47 @@ class WorkerSession:
         """Whether the device drops drafts that were scheduled, before the model runs."""
         return self._batch is not None and getattr(self._worker.model_runner, "adaptive_verification", None) is not None
 
-    def _on_device(self, counts: list[int], starts: list[int], positions: Any) -> tuple[list[int], list[int]]:
-        """The exact ``counts`` and ``starts``; waits for the device, as vLLM does without asynchronous scheduling."""
-        runner, batch = self._worker.model_runner, self._batch
-        if self._adapts:
-            counts = batch.query_start_loc[: len(counts) + 1].diff().tolist()
+    def _positions(self, num_requests: int, positions: Any) -> Mapping[str, Any]:
+        """Integers on the device: the position of each row, or, as those of M-RoPE are something else, how many
+        positions of each request were computed before."""
         if getattr(positions, "ndim", 0) == 1:
-            return counts, positions[[sum(counts[:index]) for index in range(len(counts))]].tolist()
+            return {"positions": positions}
+        runner, batch = self._worker.model_runner, self._batch
         if batch is not None:
-            computed = runner.req_states.num_computed_tokens.gpu[batch.idx_mapping]
-        else:
-            computed = runner.num_computed_tokens[: len(starts)]
-        return counts, computed.tolist()
+            return {"computed": runner.req_states.num_computed_tokens.gpu[batch.idx_mapping]}
+        return {"computed": runner.num_computed_tokens[:num_requests]}
 
-    def _spans(self, request: str, start: int, count: int, slot: int) -> Iterator[RowSpan]:
-        """The rows of a request; positions that were computed before (preemption, rejected drafts) count as a visit."""
-        name = self._name(request)
-        if start < self._ends.get(request, 0):
-            self._rewinds[request] = self._rewinds.get(request, 0) + 1
-        again = min(max(self._high.get(request, 0) - start, 0), count)
-        self._ends[request] = start + count
-        self._high[request] = max(self._high.get(request, 0), start + count)
-        if again:
-            yield RowSpan(name, start, again, self._rewinds.get(request, 0), slot)
-        if again < count:
-            yield RowSpan(name, start + again, count - again, 0, slot + again)
-
-    def _name(self, request: str) -> str:
-        """The id that the client gave: vLLM appends eight random characters. Two live requests never share a name."""
-        name = self._names.get(request)
-        if name is None:
+    def _request(self, request: str) -> _Request:
+        """A live request under the id that the client gave: vLLM appends eight random characters. Two live requests
+        never share a name."""
+        found = self._requests.get(request)
+        if found is None:
             name = _SUFFIX.sub("", request) if _has_suffixes() else request
-            if name in self._names.values():
+            if any(name == each.name for each in self._requests.values()):
                 name = request
-            self._names[request] = name
-        return name
+            found = self._requests[request] = _Request(name)
+        return found
+
+
+def _spans(requests: Sequence[_Request], counts: Sequence[int], starts: Sequence[int]) -> tuple[RowSpan, ...]:
+    """The packed rows of a step."""
+    rows = zip(requests, starts, counts, _firsts(counts), strict=True)
+    return tuple([span for request, *where in rows for span in request.spans(*where)])
+
+
+def _firsts(counts: Sequence[int]) -> list[int]:
+    """The first slot of each request."""
+    return [0, *itertools.accumulate(counts[:-1])]
+
+
+def _completed(
+    outline: StepInfo, values: Mapping[str, Any], *, requests: Sequence[_Request], counts: Sequence[int]
+) -> StepInfo:
+    """The step at the positions that the device has computed."""
+    positions, ids = values.get("positions"), values.get("ids", ())
+    starts = values["computed"] if positions is None else positions[_firsts(counts)]
+    tokens = _integers(ids[: sum(counts)]) if len(ids) >= sum(counts) else []
+    return replace(outline, rows=_spans(requests, counts, _integers(starts)), token_ids=tokens)
 
 
 def register() -> None:

@@ -2,6 +2,7 @@
 
 import struct
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,6 +32,7 @@ from tapscope.dumper.records.site_port import SitePort
 from tapscope.dumper.steps.row_slicing import SlicedTensor, slots_as_ranges
 from tapscope.dumper.taps.collector import Collector
 from tapscope.dumper.transport.shm_ring import ShmRing
+from tapscope.frameworks import vllm
 from tapscope.frameworks.megatron import MegatronPlugin
 from tapscope.kernels.native import sketch, summary
 from tapscope.run_format.run import Run
@@ -516,7 +518,7 @@ def test_d2h_worker_wakes_for_triggers_and_not_for_the_rows_of_a_step(monkeypatc
     monkeypatch.setattr(D2HWorker, "_start_thread", lambda self: None)
     worker = D2HWorker(SlowDevice(), SendQueue(1 << 24, 1.0, None), 1 << 20, lambda: None)
     outline = StepInfo(step=0, grid=(1, 3))
-    late = LateRows(worker, {"ids": torch.tensor([[3, 4, 5]])}, outline, lambda info, values: info)
+    late = LateRows(worker, {"ids": torch.tensor([[3, 4, 5]])}, outline, lambda info, values: info, print)
     assert not late.is_ready
     assert not worker._end_yield.is_set()
     layout = SitePort(":out", _static(), {}).layout(SlicedTensor(torch.ones(4)), None, lambda *_: None)
@@ -610,6 +612,103 @@ def test_d2h_worker_rows_of_packed_sequences_are_those_of_bounds_on_the_device(
     ((line,),) = (list(lines.values()) for lines in open_run(tmp_path / "far").steps.values())
     assert [(r.request, r.position, r.count, r.slot) for r in line.info.rows] == [("0", 0, 3, 0), ("1", 0, 4, 4)]
     assert (line.info.grid, tuple(line.info.token_ids)) == ((1, 8), (2, 3, 4, 5, 6, 7, 8))
+
+
+def _vllm_steps(model: nn.Module, dumper: Dumper) -> list[int]:
+    """Steps of vLLM under asynchronous scheduling, whose buffers are written again after each.
+
+    Request a has 2 drafts in each step; vLLM counts them as accepted until it learns that they were rejected. Returns
+    the first position of each step as it was known in the step.
+    """
+    known = []
+    batch = SimpleNamespace(req_ids=["a"], num_computed_tokens_cpu=np.zeros(1, np.int32))
+    config = SimpleNamespace(async_scheduling=True)
+    runner = SimpleNamespace(input_batch=batch)
+    worker = SimpleNamespace(speculative_config=object(), scheduler_config=config, model_runner=runner)
+    session = vllm.WorkerSession(worker)
+    session._dumper = dumper
+    vllm._sessions[model] = weakref.ref(session)
+    ids, positions = torch.zeros(4, dtype=torch.long), torch.zeros(4, dtype=torch.long)
+    for counted, exact, count in ((0, 0, 2), (0, 0, 4), (4, 4, 3), (7, 5, 3), (8, 8, 3)):
+        is_new = not counted
+        session._forget(["a"] if is_new else [])  # the second request has the id of the first one
+        batch.num_computed_tokens_cpu[0] = counted
+        ids[:count], positions[:count] = torch.arange(count) + 10, torch.arange(count) + exact
+        drafts = {} if is_new else {"a": [-1, -1]}
+        session._begin(
+            SimpleNamespace(
+                num_scheduled_tokens={"a": count}, total_num_scheduled_tokens=count, scheduled_spec_decode_tokens=drafts
+            )
+        )
+        model(input_ids=ids, positions=positions)
+        assert dumper.current_step is not None
+        known.append(dumper.current_step.rows[0].position)
+        session._end(None)
+        ids.zero_()
+        positions.zero_()
+    if dumper.config.flight_recorder_steps:
+        dumper.release()
+    return known
+
+
+class PackedTokens(nn.Module):
+    """Called as vLLM's models are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Identity()
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return self.inner(input_ids.float())
+
+
+@pytest.mark.parametrize("num_kept", [0, 2], ids=["all steps", "the last steps"])
+def test_d2h_worker_rows_of_vllm_with_rejected_drafts_are_read_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_kept: int
+) -> None:
+    settings: dict[str, Any] = {"keep": "full", "flight_recorder_steps": num_kept}
+    monkeypatch.setattr(registry, "_plugins", {})
+    registry.add("torch", vllm.VllmPlugin())
+    monkeypatch.setattr(vllm.VllmPlugin, "owns", lambda self, model: True)
+    with torch.no_grad(), Dumper(model := PackedTokens(), tmp_path / "here", **settings) as dumper:
+        assert _vllm_steps(model, dumper) == [0, 0, 4, 5, 8]
+    monkeypatch.setattr("tapscope.dumper.recording.attached_model.is_any_on_device", lambda tensors: True)
+    device, model = SlowDevice(), PackedTokens()
+    with torch.no_grad(), dumper_of(model, tmp_path / "far", device, **settings) as (dumper, _, _):
+        assert _vllm_steps(model, dumper) == [0, 0, 4, 7, 8]
+    far, near = open_run(tmp_path / "far"), open_run(tmp_path / "here")
+    assert _steps(far) == _steps(near)
+    assert far.ledger().complete
+    rows = [(r.position, r.count, r.visit) for _, spans, _, _ in _steps(far) for r in spans]
+    assert rows[-3:] == [(5, 2, 1), (7, 1, 0), (8, 3, 0)]
+    assert rows[:-3] == ([] if num_kept else [(0, 2, 0), (0, 4, 0), (4, 3, 0)])
+
+
+def test_late_rows_report_values_that_tell_no_rows(tmp_path: Path) -> None:
+    device, outline, problems = SlowDevice(), StepInfo(step=0, grid=(3,)), list[Exception]()
+    device.gate.set()
+    with dumper_of(Rows(), tmp_path / "run", device) as (_, _, worker):
+        tensors, steps = {"ids": torch.tensor([3, 4, 5])}, []
+        for divisor in (0, 1):
+            complete = lambda info, values, by=divisor: replace(info, token_ids=values["ids"].tolist()[:: 1 // by])  # noqa: E731
+            late = LateRows(worker, tensors, outline, complete, problems.append)
+            late.wait()
+            steps.append(late.info)
+    assert steps == [outline, replace(outline, token_ids=[3, 4, 5])]
+    assert [type(each) for each in problems] == [ZeroDivisionError]
+
+
+def test_d2h_worker_injection_waits_for_the_rows_of_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.no_grad(), Dumper(here := Rows(), tmp_path / "here", keep="full"):
+        expected = here(IDS, attention_mask=MASK)
+    monkeypatch.setattr("tapscope.dumper.recording.attached_model.is_any_on_device", lambda tensors: True)
+    device, model = SlowDevice(), Rows()
+    model.inner = nn.Tanh()  # stands for a bug
+    settings: dict[str, Any] = {"keep": "full", "inject": ["inner:out"], "inject_from": str(tmp_path / "here")}
+    with torch.no_grad(), dumper_of(model, tmp_path / "far", device, **settings):
+        threading.Timer(0.2, device.gate.set).start()
+        found = model(IDS, attention_mask=MASK)
+    assert torch.equal(found, expected)
 
 
 class Sketched(nn.Module):
