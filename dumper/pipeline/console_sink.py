@@ -3,7 +3,7 @@
 import contextlib
 import json
 import sys
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from tapscope.core.formatting import printable
 from tapscope.dumper.records.inflight_record import InflightRecord, Sink
@@ -17,16 +17,14 @@ _MAX_VALUE = 60
 
 
 class ConsoleSink:
-    """Prints every record that goes to another sink::
+    """Prints every record that goes to another sink to stderr::
 
     [tapscope rank 0 step 3] layers.3:tap[q] float32 [17, 512] mean 0.012 absmax 3.4 nan 0
     """
 
-    def __init__(self, sink: Sink, rank: int, stream: TextIO | None = None) -> None:
-        """``stream`` defaults to the current stderr."""
+    def __init__(self, sink: Sink, rank: int) -> None:
         self.sink = sink
         self._rank = rank
-        self._stream = stream
 
     def reserve(self, nbytes: int) -> PayloadSlot | None:
         """As the other sink does."""
@@ -49,7 +47,7 @@ class ConsoleSink:
     def _print(self, record: InflightRecord, ending: str) -> None:
         with contextlib.suppress(Exception):  # a closed terminal must not reach the model
             text = describe(record)
-            print(printable(f"[tapscope rank {self._rank} {text}{ending}"), file=self._stream or sys.stderr, flush=True)
+            print(printable(f"[tapscope rank {self._rank} {text}{ending}"), file=sys.stderr, flush=True)
 
 
 def describe(record: InflightRecord) -> str:

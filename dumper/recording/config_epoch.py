@@ -18,13 +18,13 @@ ReleasePast = Callable[[int], tuple[int, int]]
 class ConfigEpochs:
     """Changes that this rank has accepted, and which of them must be applied next."""
 
-    def __init__(self, check: Check, epoch: int = 0, *, release: ReleasePast | None = None) -> None:
+    def __init__(self, check: Check, *, release: ReleasePast | None = None) -> None:
         """``release`` is called in the sender's thread; a ConfigError that it raises becomes the answer."""
         self._check = check
         self._release = release
         self._prepared: dict[int, dict[str, Any]] = {}
         self._commits: dict[int, int] = {}  # epoch -> step from which it applies
-        self.applied = epoch
+        self.applied = 0
         """Epoch in force."""
 
     @property

@@ -50,9 +50,9 @@ class Collector:
     what reaches the disk.
     """
 
-    def __init__(self, queue: SendQueue, *, rank: int = 0, run: Path = Path()) -> None:
+    def __init__(self, queue: SendQueue, *, rank: int) -> None:
         self._queue = queue
-        self.retention = RetentionPolicy(queue, rank=rank, run=run)
+        self.retention = RetentionPolicy(queue, rank=rank)
         self.counters = StepCounters(self.retention)
         self.capturer = Capturer(queue, self.retention, self.counters)
         self.capture = self.capturer.capture

@@ -187,18 +187,15 @@ def capture_model(
     step: OpenStep,
     selection: Selection,
     *,
-    prefix: str = "",
-    values: bool = True,
-    grads: bool = True,
-    buffers: bool = True,
-    micro: int = 0,
-    tags: Mapping[str, Any] | None = None,
-    get_grad: Callable[[torch.Tensor], torch.Tensor | None] = lambda parameter: gradient_of(parameter),
+    prefix: str,
+    micro: int,
+    tags: Mapping[str, Any] | None,
+    get_grad: Callable[[torch.Tensor], torch.Tensor | None],
 ) -> int:
     """Capture the parameters, gradients and buffers of ``model`` now, as ``selection`` decides; returns their number.
 
     ``prefix`` is put before the module paths: ``actor``, or with a dot as in a state dict: ``actor.``. A second call in
-    one step is a second occurrence.
+    one step is a second occurrence. Raises TypeError for an object that is not a module.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"dump_model() takes a torch.nn.Module, not a {type(model).__name__}")
@@ -208,14 +205,12 @@ def capture_model(
         module = found_at[tap.path].core
         tap.global_path = ".".join(part for part in (prefix.rstrip("."), tap.global_path) if part)
         values_of: list[tuple[str, str, torch.Tensor]] = []
-        values_of += [("param", *each) for each in module.named_parameters(recurse=False) if values or grads]
-        values_of += [("buffer", *each) for each in module.named_buffers(recurse=False) if buffers]
+        values_of += [("param", *each) for each in module.named_parameters(recurse=False)]
+        values_of += [("buffer", *each) for each in module.named_buffers(recurse=False)]
         for kind, name, value in values_of:
             port = tap.port(kind, name, selection)
-            wanted: list[tuple[SitePort | None, Any, str]] = (
-                [(port, value, FORWARD)] if values or kind == "buffer" else []
-            )
-            if kind == "param" and grads:
+            wanted: list[tuple[SitePort | None, Any, str]] = [(port, value, FORWARD)]
+            if kind == "param":
                 wanted.append((port.grad, get_grad(value), BACKWARD))
             for each, tensor, pass_ in wanted:
                 if each is not None and each.may_keep and tensor is not None:

@@ -15,9 +15,9 @@ FEATURE_CHUNK = 16
 """Rows of a block of the chunked form with a decay per head, and with one per key feature."""
 
 
-def l2_normalised(x: Tensor, eps: float = 1e-6) -> Tensor:
-    """x / sqrt(|x|^2 + eps) over the last axis."""
-    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + eps)
+def l2_normalised(x: Tensor) -> Tensor:
+    """x / sqrt(|x|^2 + 1e-6) over the last axis."""
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
 
 
 def recurrent(
