@@ -54,7 +54,7 @@ class RunLocation:
     def from_env(cls, environ: Mapping[str, str]) -> dict[str, Any]:
         """The values of ``TAPSCOPE_DIR``, ``TAPSCOPE_EXP_NAME`` and ``TAPSCOPE_CLEANUP_PREVIOUS``.
 
-        Blank means unset.
+        Blank means unset. Raises ConfigError.
         """
         settings: dict[str, Any] = {}
         for name in FIELDS:

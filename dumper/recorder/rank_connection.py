@@ -71,7 +71,10 @@ class RankConnection:
         self.load = message.fields.get("load", self.load)
 
     def payloads(self, message: Message) -> list[tuple[int, int, str, str, list[int], memoryview]]:
-        """(line, number, name, dtype, shape, bytes) of every payload of a batch, from the ring or its own frame."""
+        """(line, number, name, dtype, shape, bytes) of every payload of a batch, from the ring or its own frame.
+
+        Raises RecorderError for a payload in a ring that is not mapped.
+        """
         frames = iter(message.frames[1:])
         items = []
         for line, number, name, dtype, shape, offset, nbytes in message["payloads"]:

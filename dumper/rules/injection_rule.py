@@ -31,7 +31,7 @@ class InjectionRule:
 
     @classmethod
     def parse(cls, text: object) -> "InjectionRule":
-        """The rule of ``text``, or ``text`` itself if it is a rule."""
+        """The rule of ``text``, or ``text`` itself if it is a rule; raises RuleError."""
         if isinstance(text, InjectionRule):
             return text
         if not isinstance(text, str) or not text.split():

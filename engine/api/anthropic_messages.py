@@ -103,7 +103,7 @@ def read_turns(turns: list[Turn]) -> list[Message]:
 
 
 def read_tools(tools: list[AnthropicTool], choice: AnthropicToolChoice | None) -> Tools:
-    """From ``tools`` and ``tool_choice``."""
+    """From ``tools`` and ``tool_choice``; raises RequestError."""
     definitions = tuple(map(_definition, tools))
     names = [tool.name for tool in tools]
     check_unique(names)

@@ -117,7 +117,7 @@ def read_prompts(
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[str, ...]]:
     """(token ids, strings) of a string, a list of ids, or a list of either; ids are decoded to strings.
 
-    Only the last ``max_tokens`` of each prompt are kept; None: all.
+    Only the last ``max_tokens`` of each prompt are kept; None: all. Raises RequestError.
     """
     kinds = set(map(type, given)) if isinstance(given, list) else {str}
     is_list = isinstance(given, list)

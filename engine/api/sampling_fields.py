@@ -272,7 +272,10 @@ def _structured_outputs(wanted: StructuredOutputs | None) -> dict[str, str]:
 
 
 def response_constraint(response_format: dict[str, Any] | None) -> dict[str, str]:
-    """The constraint of ``response_format`` as arguments for :func:`make_params`; empty without a constraint."""
+    """The constraint of ``response_format`` as arguments for :func:`make_params`; empty without a constraint.
+
+    Raises RequestError.
+    """
     if response_format is None:
         return {}
     wanted = read_as(ResponseFormat, response_format, "response_format")

@@ -94,7 +94,7 @@ ToolChoice = Annotated[
 
 
 def read_tools(tools: Sequence[dict[str, Any]], choice: "str | NamedToolChoice | None", *, is_parallel: bool) -> Tools:
-    """From ``tools``, ``tool_choice`` and ``parallel_tool_calls`` of an OpenAI body."""
+    """From ``tools``, ``tool_choice`` and ``parallel_tool_calls`` of an OpenAI body; raises RequestError."""
     names = [read_as(ToolDefinition, tool, f"tools[{i}]").function.name for i, tool in enumerate(tools)]
     check_unique(names)
     if isinstance(choice, NamedToolChoice):

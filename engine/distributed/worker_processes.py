@@ -40,6 +40,7 @@ class WorkerProcesses:
     """Whether workers are daemon processes, which cannot outlive this one and cannot have workers of their own."""
 
     def __init__(self) -> None:
+        """Raises UsageError where no socket can be created."""
         self.folder = make_tempdir()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)

@@ -48,7 +48,7 @@ def token_ids(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[int, ...]:
 def resolve_params(
     params: SamplingParams | None, max_new_tokens: int | None, ignore_eos: bool | None
 ) -> SamplingParams:
-    """``params``, or parameters made of the two shorthand arguments."""
+    """``params``, or parameters made of the two shorthand arguments; raises UsageError."""
     if params is not None and not isinstance(params, SamplingParams):
         raise UsageError(f"params is {type(params).__name__}; pass SamplingParams, or a list with one per prompt")
     short = {"max_new_tokens": max_new_tokens, "ignore_eos": ignore_eos}
@@ -73,7 +73,7 @@ def adapters_each(adapter: str | Sequence[str | None] | None, count: int) -> lis
 
 
 def one_per_prompt(name: str, values: Sequence[Any] | None, count: int) -> Sequence[Any]:
-    """``values``, of which there must be ``count``; as many times None for None."""
+    """``values``, or ``count`` times None for None; raises UsageError unless there are ``count``."""
     if values is None:
         return [None] * count
     if len(values) != count:

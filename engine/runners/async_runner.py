@@ -126,7 +126,10 @@ class AsyncRunner:
     async def stream(
         self, prompt: Prompt, params: SamplingParams, request_id: str | None, **options: Any
     ) -> AsyncGenerator[Output]:
-        """Complete one prompt; closing the generator early aborts it. ``options`` are further fields of Request."""
+        """Complete one prompt; closing the generator early aborts it. ``options`` are further fields of Request.
+
+        Raises UsageError.
+        """
         if params.n > 1:
             raise UsageError(f"n={params.n}: a stream yields one generation; start several streams instead")
         ids = token_ids(prompt, self._tokenizer)

@@ -162,7 +162,7 @@ class _FormatWriter:
         self._depth = self._size = 0
 
     def write(self, form: Format, ends: Ends, where: str) -> str:
-        """``form`` followed by one of ``ends``; ``where`` is its path in the tag."""
+        """``form`` followed by one of ``ends``; ``where`` is its path in the tag. Raises RequestError."""
         self._size += 1
         self._depth += 1
         if self._depth > _DEPTH or self._size > _SIZE:
