@@ -53,6 +53,8 @@ class Selection:
         ``requests`` are the capture levels that single requests ask for; ``usage`` records the results of expressions.
         """
         self.config = config
+        self._place: dict[str, Any] = {"rank": rank, "coords": coords, "requests": requests, "usage": usage}
+        self._by_model: dict[str, Selection] = {model: self}
         self._usage = usage or ExpressionUsage()
         self._requests = requests or {}
         self._rules = [CompiledRule.of(rule) for rule in config.rules]
@@ -70,6 +72,12 @@ class Selection:
         self._shared: dict[tuple[Any, ...], SiteDecision] = {}
         """Sites that the same plain rules decide share one decision."""
         self._kinds: dict[str, bool] = {}
+
+    def of_model(self, name: str) -> "Selection":
+        """The same decisions for the model called ``name``, of several of one dumper."""
+        if name not in self._by_model:
+            self._by_model[name] = Selection(self.config, model=name, **self._place)
+        return self._by_model[name]
 
     @classmethod
     def empty(cls) -> "Selection":

@@ -92,8 +92,8 @@ class ModuleHooks:
         if collector is not None:
             self.check(collector)
         self.remove()
-        self._selection = selection
         self._refresh()
+        self._selection = selection = selection.of_model(self._taps[0].model if self._taps else "")
         selection.heads, selection.vectors = heads(self._taps), vectors(self._taps)
         self._pickle_guard.begin(shell for refs in self._modules.values() if (shell := refs.shell()) is not None)
         for tap in self._taps:

@@ -151,6 +151,7 @@ class Tap:
         """The port of a leaf, made at its first firing: what is kept of its values and gradients is decided then."""
         port = self.ports.get((kind, path))
         if port is None:
+            selection = selection.of_model(self.model)
             name = self._port_name(kind, path)
             port = self._make_port(name, self._decision(kind, path, f"{self.site_path}:{name}", selection))
             if kind == "out" and self.has_inputs is False and self.tap_name is None:

@@ -353,6 +353,16 @@ def test_api_several_models_of_one_dumper_are_reported_separately(tmp_path: Path
     assert len({r.key for r in records}) == len(records) == 12
 
 
+@pytest.mark.parametrize("settings", [{"rules": ('*:out=full when=model == "actor"',)}, {"filter": 'model == "actor"'}])
+def test_api_condition_on_the_model_selects_one_of_several(tmp_path: Path, settings: dict[str, Any]) -> None:
+    models = {"actor": nn.Linear(2, 2), "draft": nn.Linear(2, 2)}
+    keep = "full" if "filter" in settings else "off"
+    with Dumper(models, tmp_path / "run", keep=keep, **settings) as dumper, dumper.step():
+        for model in models.values():
+            model(torch.ones(1, 2))
+    assert {record.key.model for record in open_run(tmp_path / "run").records} == {"actor"}
+
+
 def test_api_model_that_is_gone_leaves_no_trace(tmp_path: Path) -> None:
     import gc
     import weakref
