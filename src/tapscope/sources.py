@@ -131,6 +131,6 @@ def _refuse_checkpoints_within(path: Path) -> None:
     if len(names) > len(places):
         more = f" and {len(names) - 4} more" if len(names) > 4 else ""
         raise RunNotFoundError(
-            f"not a tapscope run: {path}: it contains {len(names)} checkpoints ({', '.join(names[:4])}{more}); "
+            f"{path} is not a tapscope run: it contains {len(names)} checkpoints ({', '.join(names[:4])}{more}); "
             f"give one of them, such as {path / names[0]}"
         )

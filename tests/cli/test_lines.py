@@ -129,9 +129,9 @@ def test_diff_of_a_run_with_itself_is_reported(here: Path, tmp_path: Path, capsy
 
 def test_cli_suggests_a_nearby_run_directory(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["diff", ".", "good"]) == 3
-    assert "not a tapscope run: .: it contains 2 runs (base, good); give one of them" in capsys.readouterr().err
+    assert ". is not a tapscope run: it contains 2 runs (base, good); give one of them" in capsys.readouterr().err
     assert main(["diff", "base/rank-00000", "good"]) == 3
-    assert "not a tapscope run: base/rank-00000: it is part of the run base" in capsys.readouterr().err
+    assert "base/rank-00000 is not a tapscope run: it is part of the run base" in capsys.readouterr().err
 
 
 def test_info_of_a_folder_of_runs_does_not_read_other_tensor_files_below_it(

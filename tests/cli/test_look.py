@@ -129,7 +129,7 @@ def test_ls_reports_an_empty_run(tmp_path, capsys):
 def test_missing_run_is_a_data_error(run_cli, verb):
     code, out, err = run_cli(verb, "nowhere")
     assert (code, out) == (3, "")
-    assert "not a tapscope run: nowhere: it does not exist" in err
+    assert "nowhere is not a tapscope run: it does not exist" in err
 
 
 def test_show_of_several_records_lists_them_and_how_to_choose(run_cli):

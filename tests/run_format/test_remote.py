@@ -221,7 +221,7 @@ def test_a_file_that_became_shorter_is_one_sentence(tmp_path: Path, capsys: Capt
         (
             "memory://store",
             3,
-            "not a tapscope run: memory://store: it contains 2 runs (base, target); give one of them",
+            "memory://store is not a tapscope run: it contains 2 runs (base, target); give one of them",
         ),
         ("nope://store", 2, "nope://store: unknown protocol 'nope'"),
         ("oci://store", 2, "oci://store: the driver is not installed (Install ocifs to access OCI Object Storage)"),

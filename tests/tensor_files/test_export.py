@@ -248,7 +248,7 @@ def test_export_refuses_a_directory_in_use(run_cli: Cli, sharded: Path, tmp_path
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["missing", "--to", "pt", "-o", "out"], "not a tapscope run: missing"),
+        (["missing", "--to", "pt", "-o", "out"], "missing is not a tapscope run"),
         (["run", "--to", "hdf5", "-o", "out"], "invalid choice: 'hdf5'"),
         (["run", "-o", "out"], "--to"),
         (["run", "--to", "pt", "-o", "out", "--site", "nothing*"], "no site matches"),

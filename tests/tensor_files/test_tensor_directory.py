@@ -274,7 +274,7 @@ def test_run_without_its_manifest_is_not_read_as_tensor_files(run_cli: Cli, tmp_
     (tmp_path / "run/run.json").unlink()
     code, _, err = run_cli("info", "run")
     assert code == 3
-    assert "not a tapscope run: run" in err
+    assert "run is not a tapscope run: " in err
 
 
 def test_directory_without_a_readable_file_is_one_sentence(run_cli: Cli, tmp_path: Path) -> None:

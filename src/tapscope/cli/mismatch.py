@@ -80,12 +80,9 @@ class MismatchCommand:
 
 def _print(result: "Mismatch", clip: float, top: int) -> None:
     total = result.total
-    what = (
-        "tokens" if not result.num_prompt else f"generated tokens, without {plural(result.num_prompt, 'prompt token')}"
-    )
-    output.write_line(
-        f"tokens    {total.num_tokens:,} {what}, of {plural(len(result.requests), 'request')}; {result.site}"
-    )
+    what = plural(total.num_tokens, "generated token" if result.num_prompt else "token")
+    without = f", without {plural(result.num_prompt, 'prompt token')}" if result.num_prompt else ""
+    output.write_line(f"tokens    {what}{without}, of {plural(len(result.requests), 'request')}; {result.site}")
     output.write_line(f"log p     |trainer - rollout|: mean {_nats(total.mean_abs)}, max {_nats(total.max_abs)}")
     low, median, high = total.ratio_percentiles
     output.write_line(

@@ -85,7 +85,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
             raise RunNotFoundError(
                 f"{path} is an SGLang dump: it can be looked at and compared, but not changed"
             ) from None
-        raise RunNotFoundError(f"not a tapscope run: {path}: {_instead(path)}") from None
+        raise RunNotFoundError(f"{path} is not a tapscope run: {_instead(path)}") from None
     except NotADirectoryError:
         raise RunNotFoundError(f"{path} is a file; a run is a directory with a {MANIFEST}") from None
     except (OSError, ValueError, RecursionError) as error:
