@@ -9,12 +9,12 @@ import itertools
 import math
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import SequenceMatcher
 from typing import Any
 
 import numpy as np
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from tapscope.comparator.matching.match import Pair
 from tapscope.comparator.runs.series import Series
@@ -31,8 +31,8 @@ _MIN_RUNNER_UP_GAP = 0.02
 """How much worse the second best candidate must be, if values are not equal."""
 _NAMES = 0.05
 """What similar names are worth in distance."""
-_DEPTH_PENALTY = 0.03
-"""What one level of nesting is worth in distance."""
+_HEIGHT_PENALTY = 0.03
+"""What one level of nested modules is worth in distance."""
 _MAX_ROWS_READ = 64
 """Rows that are read to find the order of the parts of a fused tensor."""
 _ADDITIVE = 0.02
@@ -69,6 +69,8 @@ class Group(Struct, frozen=True):
     """``out``, ``param`` or ``in``."""
     order: int
     num_sites: int
+    height: int = 0
+    """Levels of modules inside it. A module and its last submodule, which has one level less, have equal outputs."""
 
 
 class Rename(Struct, frozen=True):
@@ -171,9 +173,13 @@ def proposal(
         [pair.baseline for pair in pairs if pair.baseline and not pair.target],
         [pair.target for pair in pairs if pair.target and not pair.baseline],
     )
-    groups = _groups(alone[0], tokens[0]), _groups(alone[1], tokens[1])
-    renames, ambiguous = _renames(*groups)
-    done = {one.baseline for one in renames}, {one.target for one in renames}
+    sites = [pair.baseline.site for pair in pairs if pair.baseline], [pair.target.site for pair in pairs if pair.target]
+    heights = _heights(sites[0]), _heights(sites[1])
+    groups = _groups(alone[0], tokens[0], heights[0]), _groups(alone[1], tokens[1], heights[1])
+    found, ambiguous = _renames(*groups)
+    done = {one.baseline for one in found}, {one.target for one in found}
+    known = {(_group_of(p.baseline.site), _group_of(p.target.site)) for p in pairs if p.baseline and p.target}
+    renames = [one for one in found if (one.baseline, one.target) not in known]  # those match already, but for a port
     left = [[g for g in side if g.path not in names] for side, names in zip(groups, done, strict=True)]
     splits = []
     if with_splits:
@@ -195,7 +201,23 @@ def _tokens(run: Run) -> dict[int, int]:
 # ---- profiles
 
 
-def _groups(series: Sequence[Series], tokens: dict[int, int]) -> list[Group]:
+def _group_of(site: str) -> str:
+    """Path of the site's module with ``*`` for each number."""
+    return _NUMBER.sub("*", site.rpartition(":")[0])
+
+
+def _heights(sites: Iterable[str]) -> dict[str, int]:
+    """Path of a group -> levels of modules inside it."""
+    heights: dict[str, int] = {}
+    for path in set(map(_group_of, sites)):
+        parts = path.split(".")
+        for length in range(1, len(parts) + 1):
+            outer = ".".join(parts[:length])
+            heights[outer] = max(heights.get(outer, 0), len(parts) - length)
+    return heights
+
+
+def _groups(series: Sequence[Series], tokens: dict[int, int], heights: Mapping[str, int]) -> list[Group]:
     """The groups of unmatched sites, in execution order; modules without a name are left out."""
     by_template: dict[str, dict[tuple[int, ...], list[Profile]]] = defaultdict(lambda: defaultdict(list))
     order: dict[str, int] = {}
@@ -206,7 +228,10 @@ def _groups(series: Sequence[Series], tokens: dict[int, int]) -> list[Group]:
         template = _NUMBER.sub("*", path)
         by_template[template][profile.numbers].append(profile)
         order.setdefault(template, n)
-    return [_group(template, modules, order[template]) for template, modules in by_template.items()]
+    return [
+        structs.replace(_group(template, modules, order[template]), height=heights[template])
+        for template, modules in by_template.items()
+    ]
 
 
 def _group(template: str, modules: dict[tuple[int, ...], list[Profile]], order: int) -> Group:
@@ -288,10 +313,8 @@ def _renames(left: Sequence[Group], right: Sequence[Group]) -> tuple[list[Rename
             distance = _group_distance(a, b)
             if distance <= MAX_DISTANCE:
                 unlike = 1.0 - SequenceMatcher(None, a.path, b.path, autojunk=False).ratio()
-                deeper = abs(
-                    a.path.count(".") - b.path.count(".")
-                )  # a module and its last submodule have equal outputs
-                scores[i, j] = distance + _NAMES * unlike + _DEPTH_PENALTY * deeper, distance
+                higher = abs(a.height - b.height)
+                scores[i, j] = distance + _NAMES * unlike + _HEIGHT_PENALTY * higher, distance
     renames: list[Rename] = []
     undecided: dict[str, tuple[str, ...]] = {}
     open_left, open_right = set(range(len(left))), set(range(len(right)))

@@ -19,9 +19,13 @@ _DIMS = re.compile(r"--dims '((?:baseline|target):[^']+)'")
 
 
 def next_command(report: "Report") -> str:
-    """Show the culprit's values; else find out more about what could not be compared; else view both runs."""
+    """Match names, if few match; else show the culprit's values; else find out more about what could not be compared; else view both runs."""
     if again := _with_prefix_removed(report):
         return again
+    names_differ = any(sentence.endswith("sites have a counterpart") for sentence in report.coverage.partial)
+    map_command = shlex.join(["tapscope", "map", report.baseline.path, report.target.path, "-o", "names.yaml"])
+    if names_differ and report.coverage.proposed_map:
+        return map_command  # the culprit is probably a module without a counterpart
     divergence = report.first_divergence
     if divergence is not None and not (divergence.finding.test == "shape" and _hints(divergence.finding)):
         side, run = divergence.finding.target, report.target
@@ -36,9 +40,8 @@ def next_command(report: "Report") -> str:
         return shlex.join(["tapscope", "show", run.path, site, "--step", str(divergence.step), *which])
     if again := _with_dims_that_fit(report):
         return again
-    names_differ = any(sentence.endswith("sites have a counterpart") for sentence in report.coverage.partial)
     if names_differ or (report.coverage.proposed_map and report.coverage.partial):
-        return shlex.join(["tapscope", "map", report.baseline.path, report.target.path, "-o", "names.yaml"])
+        return map_command
     if report.num_bad or report.coverage.partial:
         return shlex.join(["tapscope", "info", _in_question(report).path])
     return shlex.join(["tapscope", "view", report.baseline.path, report.target.path, *flags(report.options)])

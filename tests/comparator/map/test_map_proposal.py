@@ -16,6 +16,7 @@ from tapscope.dumper import Dumper
 from tapscope.sources import open_run
 
 WIDTH, LAYERS = 32, 4
+NETS: dict[str, Any] = {}
 
 
 class Attention(nn.Module):
@@ -80,9 +81,23 @@ class Net(nn.Module):
         return x  # type: ignore[no-any-return]
 
 
+class Wrapper(nn.Module):
+    """Puts the net two levels deeper."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.outer = nn.Module()
+        self.outer.add_module("inner", net)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.outer.get_submodule("inner")(ids)
+        return out
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One model under two sets of names: ``mine`` in fp32; ``theirs`` in bf16; ``fused`` with one projection."""
+    """One model under two sets of names: ``mine`` in fp32; ``theirs`` in bf16; ``fused`` with one projection; ``nested``
+    inside other modules."""
     torch.manual_seed(0)
     path, table = tmp_path_factory.mktemp("map"), nn.Embedding(64, WIDTH)
     parts = [
@@ -99,7 +114,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "same": theirs,
         "theirs": copy.deepcopy(theirs).bfloat16(),
         "fused": copy.deepcopy(fused).bfloat16(),
+        "nested": Wrapper(theirs),
     }
+    NETS["theirs"] = theirs
     for name, model in models.items():
         with torch.no_grad(), Dumper(model, path / name, keep="full"):
             model(torch.arange(20)[None])
@@ -147,6 +164,32 @@ def test_map_file_makes_diff_agree(runs: Path, tmp_path: Path, capsys: pytest.Ca
     listed = capsys.readouterr().out
     assert "layers.2.attn.dense:out" in listed
     assert "tower.2.mixer.wo:out" in listed or target == "theirs"
+
+
+def test_map_of_nested_names_tells_a_module_from_its_last_submodule(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = {one.target: one.baseline for one in proposal(runs, "nested").renames}
+    assert names["outer.inner.tower.*.mixer"] == "layers.*.attn"
+    assert names["outer.inner.tower.*.mixer.dense"] == "layers.*.attn.dense"
+    both = [str(runs / "mine"), str(runs / "nested")]
+    assert main(["map", *both, "-o", str(tmp_path / "names.yaml")]) == 0
+    assert main(["diff", *both, "--map", str(tmp_path / "names.yaml")]) == 0
+    assert "may have another name" not in capsys.readouterr().out
+
+
+def test_next_of_a_difference_is_the_map_where_few_names_match(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = copy.deepcopy(NETS["theirs"])
+    with torch.no_grad(), Dumper(wrong, tmp_path / "wrong", keep="full"):
+        wrong.tower[3].contract.weight.mul_(1.5)
+        wrong(torch.arange(20)[None])
+    both = [str(runs / "mine"), str(tmp_path / "wrong")]
+    assert main(["diff", *both]) == 1
+    printed = capsys.readouterr().out
+    assert "what      (root)" in printed
+    assert f"next      tapscope map {' '.join(both)} -o names.yaml" in printed
 
 
 def test_diff_proposes_the_map_itself(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
