@@ -88,7 +88,7 @@ class Mismatch(Struct, frozen=True):
     tokens: tuple[TokenMismatch, ...]
     """Every token, in order of request and position."""
     routing: tuple[RoutingAgreement, ...]
-    """Routers of which any row chose other experts, and no others."""
+    """Routers that chose different experts in at least one token row."""
     num_unknown: int
     """Rows without a known next token: the last one of each request."""
     num_prompt: int
@@ -196,7 +196,7 @@ def _result(comparison: Comparison, finding: Finding, logprobs: TokenLogprobs, k
 
 
 def _routing(comparison: Comparison) -> Iterator[RoutingAgreement]:
-    """Routers of which any row chose other experts."""
+    """Routers that chose different experts in at least one token row."""
     for finding in comparison.report.findings:
         detail = comparison.detail(finding) if is_router(finding.site) else None
         if detail is not None and (router := detail.router) is not None and router.num_flips:

@@ -113,7 +113,7 @@ class BisectState:
 
 
 def differing_modules(model: "nn.Module", reference: "nn.Module") -> list[str]:
-    """Paths of the modules whose own parameters differ, in execution order as far as registered so.
+    """Paths of the modules whose own parameters differ, in the order of registration.
 
     Raises ConfigError for a module that the other model lacks, or whose parameters have another shape.
     """
@@ -136,9 +136,9 @@ def differing_modules(model: "nn.Module", reference: "nn.Module") -> list[str]:
 
 
 def check_related(model: "nn.Module", reference: "nn.Module") -> None:
-    """Raise DataError if most matrices of the two models have nothing in common: then each of them matters.
+    """Raise DataError if most weight matrices of the two models have nothing in common, so that every module matters.
 
-    That is a cosine below 0.5 between the two versions of a parameter with at least two axes.
+    Two versions of a parameter with at least two axes have nothing in common if their cosine is below 0.5.
     """
     others = dict(reference.named_parameters())
     matrices = {name: value for name, value in model.named_parameters() if value.ndim > 1 and name in others}
@@ -195,7 +195,7 @@ def blocks(model: "nn.Module") -> list[str]:
 
 @contextmanager
 def recorded_masks(model: "nn.Module") -> Iterator[dict[str, list[Any]]]:
-    """Inside, the keyword ``attention_mask`` of each call, by the path of the module that was called with it."""
+    """Inside the context, record the argument ``attention_mask`` of each call, by the path of the called module."""
     masks: dict[str, list[Any]] = {}
 
     def recorder(path: str) -> Callable[[Any, Any, dict[str, Any]], None]:

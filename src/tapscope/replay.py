@@ -31,7 +31,7 @@ class ModuleReplay(Struct, frozen=True, kw_only=True):
 
     module: str
     verdict: str
-    """``local``: its outputs differ although its inputs are the baseline's. ``contains``: so do they, and a module
+    """``local``: its outputs differ although its inputs are the baseline's. ``contains``: the same, and a module
     inside of it is local. ``inherited``: they differ only with the target's own inputs. ``agrees``. ``not_replayed``.
     """
     error: float = 0.0

@@ -39,7 +39,7 @@ _MARK = " (patched by tapscope)"
 
 
 class Edit(Struct, frozen=True):
-    """One change of a function: the lines of ``match``, which must occur exactly once, and what becomes of them."""
+    """One change of a function: the lines of ``match``, which must occur exactly once, and how to change them."""
 
     match: str
     how: str
