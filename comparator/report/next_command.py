@@ -19,7 +19,8 @@ _DIMS = re.compile(r"--dims '((?:baseline|target):[^']+)'")
 
 
 def next_command(report: "Report") -> str:
-    """Match names, if few match; else show the culprit's values; else find out more about what could not be compared; else view both runs."""
+    """Match names, if few match; else show the culprit's values; else find out more about what could not be compared;
+    else view both runs."""
     if again := _with_prefix_removed(report):
         return again
     names_differ = any(sentence.endswith("sites have a counterpart") for sentence in report.coverage.partial)

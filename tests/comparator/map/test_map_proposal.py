@@ -96,8 +96,8 @@ class Wrapper(nn.Module):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One model under two sets of names: ``mine`` in fp32; ``theirs`` in bf16; ``fused`` with one projection; ``nested``
-    inside other modules."""
+    """One model under two sets of names: ``mine`` in fp32; ``theirs`` in bf16; ``fused`` with one projection;
+    ``nested`` inside other modules."""
     torch.manual_seed(0)
     path, table = tmp_path_factory.mktemp("map"), nn.Embedding(64, WIDTH)
     parts = [
