@@ -149,6 +149,7 @@ def peer_rows(name: str, folder: Path) -> Iterator[Row]:
             row = decode_row(llm, shape, batch, 128, None, copy)
             ours[batch] = row.value
             yield row
+    del llm  # whose KV cache takes 100 GiB
     free_memory()
     torch.manual_seed(0)
     with torch.device("cuda"):
