@@ -291,7 +291,7 @@ class Dumper(DumpAPI, StepAPI):
         return cuda_graphs.rehearsal()
 
     def all_taps(self) -> AbstractContextManager[Any]:
-        """Taps for statistics of every input and output are in place inside, and what fires is not recorded.
+        """Inside the context, taps for statistics of every input and output are in place, and nothing is recorded.
 
         For a host that compiles, when it starts, the kernels of the steps that a later configuration taps. Call it
         between two steps.

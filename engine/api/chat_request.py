@@ -111,6 +111,6 @@ def _variables(fields: ChatBody) -> dict[str, Any]:
     variables = dict(fields.chat_template_kwargs or {})
     taken = {"messages", "tools", "documents", "add_generation_prompt", "chat_template"} & variables.keys()
     if taken:
-        raise RequestError(f"chat_template_kwargs may not set {min(taken)}", param="chat_template_kwargs")
+        raise RequestError(f"chat_template_kwargs must not set {min(taken)}", param="chat_template_kwargs")
     effort = fields.reasoning_effort
     return variables if effort is None else variables | {"reasoning_effort": effort}

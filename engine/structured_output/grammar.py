@@ -81,7 +81,7 @@ class Constraint:
         """Advance by one token."""
         self._matcher_ahead = None
         if not self.error and not self._matcher.consume_token(token):
-            self.error = f"token {token} may not follow: {first_line(self._matcher.get_error())}"
+            self.error = f"token {token} cannot follow: {first_line(self._matcher.get_error())}"
 
 
 class Grammars:

@@ -216,7 +216,7 @@ def test_a_file_that_became_shorter_is_one_sentence(tmp_path: Path, capsys: Capt
         (
             "memory://store/nothing",
             3,
-            "memory://store/nothing: no bucket or file of this name, or it may not be listed",
+            "memory://store/nothing: no bucket or file of this name, or no permission to list it",
         ),
         (
             "memory://store",

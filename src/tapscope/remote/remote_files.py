@@ -102,7 +102,7 @@ class RemoteFiles:
         root = self.root.rstrip("/")
         files = {path.removeprefix(root).lstrip("/"): info for path, info in listed.items() if info["type"] == "file"}
         if not files:
-            raise RunNotFoundError(f"{self.url}: no bucket or file of this name, or it may not be listed")
+            raise RunNotFoundError(f"{self.url}: no bucket or file of this name, or no permission to list it")
         if len(files) > _MAX_FILES:
             raise RunNotFoundError(f"{self.url}: holds {len(files):,} files; give the directory of one run")
         only = ""
