@@ -16,7 +16,7 @@ from rich.text import Text
 
 from tapscope.core import dtypes
 from tapscope.core.formatting import plural, printable, size
-from tapscope.core.site import describe_layers
+from tapscope.core.site import describe_layers, module_of
 from tapscope.dashboard.model.record_filter import matching_records
 from tapscope.dashboard.model.run_data import Header
 from tapscope.dashboard.module_tree import SiteNode, modules_of
@@ -201,7 +201,7 @@ class RunSource:
     @cached_property
     def _module_of(self) -> Array:
         """[sites]: number of the module of each."""
-        return np.array([self.modules[site.rpartition(":")[0]].first for site in self._site_numbers], np.int64)
+        return np.array([self.modules[module_of(site)].first for site in self._site_numbers], np.int64)
 
     def next_anomaly(self, step: int, rank: int, seq: int, direction: int) -> Record | None:
         """The next (or previous) record with an anomaly from this place, wrapping around; None if no record has one."""

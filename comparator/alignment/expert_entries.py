@@ -18,6 +18,7 @@ from tapscope.comparator.alignment.row_map import FORKED, UNALIGNED
 from tapscope.comparator.assembly.assemble import AssembledTensor
 from tapscope.comparator.runs.grids import SideRows
 from tapscope.comparator.runs.routers import is_of_experts
+from tapscope.core.site import module_of
 from tapscope.run_format.record import FORWARD, Record
 from tapscope.run_format.run import Run
 
@@ -75,7 +76,7 @@ class ExpertChoiceTables:
         for record in run.records.take(run.records.which(lambda kind: "int" in (kind.dtype or ""))):
             if _is_table(record, rows):
                 place = (record.key.model, record.key.step, record.key.micro, record.key.rank)
-                self._tables.setdefault(_path(record), {}).setdefault(place, []).append(record)
+                self._tables.setdefault(module_of(record.key.site), {}).setdefault(place, []).append(record)
 
     def __bool__(self) -> bool:
         return bool(self._tables) or bool(self._maps)
@@ -83,7 +84,7 @@ class ExpertChoiceTables:
     def entries(self, wholes: Sequence[AssembledTensor], num_pairs: int) -> ExpertEntries | None:
         """The entries of the firings' rows, if a router's choice orders them: each step's firings then have one row per
         entry. Raises DataError if the choice cannot be read."""
-        path = _path(wholes[0].records[0])
+        path = module_of(wholes[0].records[0].key.site)
         while path and self._tables:
             path = path.rpartition(".")[0]
             if path in self._tables and _fits(self._tables[path], wholes):
@@ -181,7 +182,3 @@ def place_of(whole: AssembledTensor) -> _Place:
     """Key under which a choice and the rows that it orders were recorded."""
     key = whole.records[0].key
     return key.model, key.step, key.micro, key.rank
-
-
-def _path(record: Record) -> str:
-    return record.key.site.rpartition(":")[0]

@@ -10,6 +10,7 @@ from msgspec import Struct
 from tapscope.comparator.assembly.assemble import AssembledTensor
 from tapscope.comparator.runs.grids import SideRows, StepRows
 from tapscope.core.dims import Dims
+from tapscope.core.site import port_of
 
 Array = np.ndarray[Any, Any]
 
@@ -59,12 +60,12 @@ def layout_of(site: str, wholes: Sequence[AssembledTensor], steps: SideRows) -> 
 
 def is_parameter(site: str) -> bool:
     """Whether the site is a parameter, a buffer or a gradient of one, which have no token rows whatever their shape."""
-    return site.rpartition(":")[2].startswith(("param[", "buffer["))
+    return port_of(site).startswith(("param[", "buffer["))
 
 
 def is_mask(site: str) -> bool:
     """Whether the site is an attention mask, whose key axis covers the batch including padding."""
-    return "mask" in site.rpartition(":")[2]
+    return "mask" in port_of(site)
 
 
 def _outside(placed: Sequence[tuple[AssembledTensor, StepRows]]) -> str:

@@ -33,7 +33,7 @@ from tapscope.comparator.runs.split import split_series
 from tapscope.comparator.runs.token_grid_inference import meaning_of
 from tapscope.core import dtypes
 from tapscope.core.errors import DataError
-from tapscope.core.site import compact_ranges
+from tapscope.core.site import compact_ranges, module_of, port_of
 from tapscope.run_format.run import Run
 
 _WEIGHTS = 4
@@ -196,7 +196,7 @@ class PairPreparer:
 
     def weights_of(self, side: int, series: Series) -> list[list[Block]]:
         """The firings of a site of one run if they may be attention weights with values; else empty."""
-        is_output = series.site.rpartition(":")[2].startswith("out") and not series.site.endswith(".grad")
+        is_output = port_of(series.site).startswith("out") and not series.site.endswith(".grad")
         if not is_output or len(series.shape) != _WEIGHTS or not dtypes.is_float(series.dtype):
             return []
         assembled = self._assembled(side, series)
@@ -296,7 +296,7 @@ class PairPreparer:
         groups = [{axis: sizes.get(axis, 1) for axis in ("ep", "dp")} for sizes in (m.sizes for m in self.mesh_coords)]
         if any(max(group[axis] for group in groups) == 1 for axis in ("ep", "dp")) or is_parameter(site):
             return False
-        is_inside = _EXPERTS.search(site.rpartition(":")[0]) is not None
+        is_inside = _EXPERTS.search(module_of(site)) is not None
         return is_inside and (bool(problem) or groups[0] != groups[1])
 
     def _aligner_of(self, is_left_gathered: bool, is_right_gathered: bool) -> Aligner:

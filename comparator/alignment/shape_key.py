@@ -16,6 +16,7 @@ from tapscope.comparator.assembly.assemble import AssembledTensor
 from tapscope.comparator.assembly.pieces import Concatenated, Leaf, Piece, Summed, leaves
 from tapscope.comparator.runs.firings import Firing, Firings
 from tapscope.comparator.runs.series import Series
+from tapscope.core.site import port_of
 from tapscope.run_format.record import Record
 
 
@@ -23,7 +24,7 @@ def shape_key_of(series: Series) -> Hashable:
     """Key of a series; equal keys are assembled and laid out alike. None for a series derived from several sites."""
     if series.derivation is not None:
         return None
-    kind = _kind(series.site.rpartition(":")[2])
+    kind = _kind(port_of(series.site))
     if isinstance(series.firings, Firings) and (form := series.firings.shape_key) is not None:
         return kind, form
     return kind, *map(_form, series.firings)

@@ -18,7 +18,7 @@ from tapscope.comparator.assembly.shards import (
 )
 from tapscope.comparator.runs.mesh_coords import Coords, MeshCoords, project_coords, varying_axes
 from tapscope.core.axes import STAGES, Dim, Dims, Shard
-from tapscope.core.site import compact_ranges
+from tapscope.core.site import compact_ranges, port_of
 from tapscope.run_format.record import Record
 from tapscope.run_format.run import Run
 
@@ -190,7 +190,7 @@ def _put_together(work: MergeState, run: Run, parts: list[Piece], axis: int, dim
 
 def _are_reduced(parts: Sequence[Piece]) -> bool:
     """Whether gradients of a parameter were captured behind their all-reduce: summands, of other tokens, differ."""
-    port = next(iter(leaves(parts[0]))).key.site.rpartition(":")[2]
+    port = port_of(next(iter(leaves(parts[0]))).key.site)
     is_gradient = port.startswith("param[") and port.endswith(".grad")
     return is_gradient and all(_same_bytes(parts[0], other) for other in parts[1:])
 

@@ -26,6 +26,7 @@ from tapscope.comparator.pair_analysis.pair_result import PairResult
 from tapscope.comparator.verdict.finding import Finding, Verdict
 from tapscope.core import dtypes
 from tapscope.core.errors import DataError
+from tapscope.core.site import module_of
 
 Array = np.ndarray[Any, Any]
 
@@ -130,7 +131,7 @@ def with_pointwise(
     ``paths``: the pointwise modules.
     """
     reviewed = list(findings)
-    near = [f for f in findings if _is_near(f) and f.site.rpartition(":")[0] in paths]
+    near = [f for f in findings if _is_near(f) and module_of(f.site) in paths]
     if not near:
         return reviewed
     sites = {one.site: one for one in examined if one.baseline and one.target and not one.problem}
@@ -172,7 +173,7 @@ def _names(one: Table | None, two: Table | None) -> tuple[str, ...]:
 
 def _parts(site: str, sites: Mapping[str, PairResult], given: Mapping[str, Sequence[str]]) -> tuple[PairResult, ...]:
     """The input and output of a module; for a gradient of the input, that input and both gradients."""
-    path = site.rpartition(":")[0]
+    path = module_of(site)
     out, inputs = f"{path}:out", given.get(path, ())
     if len(inputs) != 1:
         return ()

@@ -13,6 +13,7 @@ from tapscope.comparator.detectors.detector import Detector, Evidence, Stage
 from tapscope.comparator.facts import Side
 from tapscope.comparator.pair_analysis.pair_result import PairResult
 from tapscope.comparator.runs.series import Series, content_id
+from tapscope.core.site import port_of
 
 _GRADIENT = ".grad"
 _REASON = "the gradient of a cast copy in one run, and of the tensor itself with all of its consumers in the other"
@@ -55,7 +56,7 @@ def _is_branch(
 ) -> bool:
     """Whether it is the gradient of the tensor itself in this run, and of a copy in another dtype in the other run."""
     key, value = content_id(series_of(result, side)), values.get(result.site.removesuffix(_GRADIENT))
-    if key is None or value is None or not result.site.rpartition(":")[2].startswith("in["):
+    if key is None or value is None or not port_of(result.site).startswith("in["):
         return False
     for other in shared.get(key, ()):
         shared_value = values.get(other.site.removesuffix(_GRADIENT))

@@ -19,6 +19,7 @@ from tapscope.comparator.pair_analysis.pair_result import PairResult
 from tapscope.comparator.runs.routers import ExpertChoosers
 from tapscope.comparator.verdict.choice_change import ChoiceChange
 from tapscope.core.formatting import plural
+from tapscope.core.site import module_of
 
 Array = np.ndarray[Any, Any]
 
@@ -34,7 +35,7 @@ class ChoiceDifferences(Detector):
 
     def detect(self, evidence: Evidence) -> Evidence:
         """See :class:`.Detector`."""
-        choosers = ExpertChoosers(one.site.rpartition(":")[0] for one in evidence.pairs)
+        choosers = ExpertChoosers(module_of(one.site) for one in evidence.pairs)
         changes, pairs = dict(evidence.changes), list(evidence.pairs)
         for i, one in enumerate(pairs):
             if one.exclusion_reason or not one.is_exact or not one.num_unequal:

@@ -16,10 +16,12 @@ from tapscope.comparator.detectors.detector import Detector, Evidence, Stage
 from tapscope.comparator.pair_analysis.pair_analyzer import PairAnalyzer
 from tapscope.comparator.pair_analysis.pair_result import PairResult
 from tapscope.comparator.runs.grids import SideRows
+from tapscope.comparator.runs.modules import parent
 from tapscope.comparator.verdict.choice_change import ChoiceChange
 from tapscope.comparator.verdict.finding import Finding
 from tapscope.comparator.verdict.localise import onset
 from tapscope.core.formatting import plural
+from tapscope.core.site import module_of, port_of
 
 _HAS_REROUTED_ROWS = "it holds token rows that went to other experts at a near tie of"
 
@@ -42,20 +44,20 @@ def set_aside(
     """All sites; those around a router without the token rows that went to other experts."""
     analyzer.preparer.leave_out_only({})
     moved: dict[str, ChoiceChange] = {}
-    routers = {_parent_site(site): change for site, change in changes.items() if change.changed}
-    back = {_parent_site(one.site) for one in examined if _has_all_rows(one) and _is_output_gradient(one.site)}
+    routers = {module_of(site): change for site, change in changes.items() if change.changed}
+    back = {module_of(one.site) for one in examined if _has_all_rows(one) and _is_output_gradient(one.site)}
     results: list[PairResult] = []
     for one in examined:
         change = changes.get(one.site)
-        block = (change.block or _parent(_parent_site(one.site))) if change is not None and change.changed else ""
+        block = (change.block or parent(module_of(one.site))) if change is not None and change.changed else ""
         if change is not None and block:
             moved[block] = _both(moved.get(block), change)
         known = next((moved[b] for b in moved if _is_within(one.site, b)), None)
-        routed = routers.get(_parent_site(one.site))  # weights of experts may be recorded before their indices
+        routed = routers.get(module_of(one.site))  # weights of experts may be recorded before their indices
         if known is None and routed is not None and _is_of_choices(one, routed):
             known = routed
         is_choice = change is not None and (one.is_exact or bool(change.block))
-        if known is not None and known.rerouted and _is_parameter_gradient(one) and _parent_site(one.site) not in back:
+        if known is not None and known.rerouted and _is_parameter_gradient(one) and module_of(one.site) not in back:
             reason = f"it adds up token rows that went to other experts at a near tie of {known.scores}"
             one = one.replace(exclusion_reason=reason)
         elif known is not None and not is_choice:
@@ -124,7 +126,7 @@ def _has_all_rows(result: PairResult) -> bool:
 
 
 def _is_output_gradient(site: str) -> bool:
-    return site.rpartition(":")[2].startswith("out") and site.endswith(".grad")
+    return port_of(site).startswith("out") and site.endswith(".grad")
 
 
 def _is_parameter_gradient(result: PairResult) -> bool:
@@ -148,14 +150,6 @@ def _without_places(result: PairResult, scores: str) -> PairResult:
 
 def _is_of_choices(result: PairResult, change: ChoiceChange) -> bool:
     return result.baseline is not None and result.baseline.shape[-1:] == (change.num_choices,)
-
-
-def _parent_site(site: str) -> str:
-    return site.rpartition(":")[0]
-
-
-def _parent(path: str) -> str:
-    return path.rpartition(".")[0]
 
 
 def _is_within(site: str, block: str) -> bool:

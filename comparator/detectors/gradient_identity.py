@@ -25,6 +25,7 @@ from tapscope.comparator.detectors.linear_gradients import MAX_ELEMENTS, Product
 from tapscope.comparator.pair_analysis.pair_result import PairResult
 from tapscope.comparator.verdict.finding import Finding, Verdict
 from tapscope.core.errors import DataError
+from tapscope.core.site import port_of
 
 MAX_HOLDING_ERROR = 2.0
 """An identity holds up to this error, in epsilons of the coarsest dtype of either run: half of one for the result, the
@@ -125,7 +126,7 @@ def _are_alike(gains: Sequence[Mapping[int, float]]) -> bool:
 
 
 def _is_summed(site: str) -> bool:
-    return site.endswith(".grad") and site.rpartition(":")[2].startswith("param[")
+    return site.endswith(".grad") and port_of(site).startswith("param[")
 
 
 def _checked(findings: Sequence[Finding], examined: Sequence[PairResult], preparer: PairPreparer) -> Iterator[_Checked]:

@@ -16,6 +16,7 @@ from tapscope.comparator.detectors.detector import Detector, Evidence, Stage
 from tapscope.comparator.pair_analysis.pair_result import PairResult
 from tapscope.comparator.runs.routers import ROUTERS
 from tapscope.comparator.verdict.choice_change import ChoiceChange
+from tapscope.core.site import module_of, port_of
 
 
 class ImpliedRouting(Detector):
@@ -38,7 +39,7 @@ def implied_changes(everything: Sequence[PairResult], preparer: PairPreparer) ->
     if not 0 < count < num_experts or int(config.get("n_group") or 1) > 1:
         return {}
     changes: dict[str, ChoiceChange] = {}
-    called = {_path(one.site) for one in everything}
+    called = {module_of(one.site) for one in everything}
     for router, sites in _routers(everything).items():
         scores = next((one for one in sites if _is_scores(one, num_experts)), None)
         if scores is None or any(_decides(one) for one in sites):
@@ -80,7 +81,7 @@ def _is_scores(result: PairResult, num_experts: int) -> bool:
 
 def _decides(result: PairResult) -> bool:
     """Whether it says token by token what was chosen, or has a say in it."""
-    return (result.is_exact and result.rows.num_compared > 0) or result.site.rpartition(":")[2].startswith("buffer[")
+    return (result.is_exact and result.rows.num_compared > 0) or port_of(result.site).startswith("buffer[")
 
 
 def _moved(preparer: PairPreparer, scores: PairResult, count: int) -> list[int]:
@@ -91,7 +92,3 @@ def _moved(preparer: PairPreparer, scores: PairResult, count: int) -> list[int]:
     is_moved = (largest(rows.baseline, count) != largest(rows.target, count)).any(axis=1)
     moved: list[int] = rows.pairs[is_moved].tolist()
     return moved
-
-
-def _path(site: str) -> str:
-    return site.rpartition(":")[0]

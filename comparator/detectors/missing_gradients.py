@@ -16,6 +16,7 @@ from tapscope.comparator.detectors.detector import Detector, Evidence, Stage
 from tapscope.comparator.facts import Side
 from tapscope.comparator.pair_analysis.pair_result import PairResult
 from tapscope.comparator.runs.series import Series, content_id
+from tapscope.core.site import module_of, port_of
 from tapscope.run_format.run import Run
 
 _SELECTING = ("keep", "rules", "filter", "mode", "grads", "params", "buffers", "capture_steps", "network")
@@ -41,14 +42,14 @@ def missing_gradients(examined: Sequence[PairResult], runs: tuple[Run, Run]) -> 
         return {}
     met = {one.site for one in examined if one.baseline is not None and one.target is not None and not one.problem}
     paired = {one.site: one for one in examined if one.site in met}
-    fired = {site.rpartition(":")[0] for site in met if not _is_state(site)}
+    fired = {module_of(site) for site in met if not _is_state(site)}
     kinds = {_kind(site) for site in met if site.endswith(_GRAD)}
     sentences = {}
     for one in examined:
         side = _alone(one)
         if side is None or not one.site.endswith(_GRAD) or _kind(one.site) not in kinds or _is_cast_later(one, paired):
             continue
-        value, path = one.site.removesuffix(_GRAD), one.site.rpartition(":")[0]
+        value, path = one.site.removesuffix(_GRAD), module_of(one.site)
         if (value in met or (_is_state(value) and path in fired)) and path in fired and not _is_zero(one):
             lacking = runs[1 if one.baseline is not None else 0].name
             sentences[one.site] = f"{lacking} recorded the value and no gradient: frozen, detached or cut off"
@@ -85,7 +86,7 @@ def _alone(result: PairResult) -> Side | None:
 
 def _kind(site: str) -> str:
     """``in``, ``out``, ``param`` or ``tap``: the kind of port that a gradient belongs to."""
-    return site.rpartition(":")[2].partition("[")[0].removesuffix(_GRAD)
+    return port_of(site).partition("[")[0].removesuffix(_GRAD)
 
 
 def _is_state(site: str) -> bool:

@@ -22,9 +22,11 @@ from tapscope.comparator.detectors.detector import Detector, Evidence, Stage
 from tapscope.comparator.detectors.expert_choices import are_copies, rule_of
 from tapscope.comparator.detectors.sampled_tokens import BASIS, explained, fork_rows
 from tapscope.comparator.pair_analysis.pair_result import PairResult
+from tapscope.comparator.runs.modules import parent
 from tapscope.comparator.runs.routers import ROUTERS, ExpertChoosers
 from tapscope.comparator.runs.series import content_id
 from tapscope.comparator.verdict.choice_change import ChoiceChange
+from tapscope.core.site import module_of, port_of
 
 _OTHER_TERMS = "a bias or expert groups decide in addition to"
 _CANNOT_BE_SHOWN = "a near tie cannot be shown"
@@ -58,7 +60,7 @@ def explain_changes(results: Sequence[PairResult], preparer: PairPreparer) -> Ma
     ]
     changes: dict[str, ChoiceChange] = {}
     seen: dict[object, str] = {}
-    choosers = ExpertChoosers(map(_path, results))
+    choosers = ExpertChoosers(module_of(one.site) for one in results)
     forks = fork_rows(preparer)
     tokens = {pair: (fork.baseline_token, fork.target_token) for pair, fork in forks.items()}
     for i, result in enumerate(included):
@@ -89,7 +91,7 @@ def _has_rows(result: PairResult, *, of_experts: bool) -> bool:
 
 def _may_be_sampled(result: PairResult) -> bool:
     """Whether its integers may be sampled tokens: no module receives the tokens of its own step."""
-    return result.is_exact and not result.site.rpartition(":")[2].startswith(("in[", "param[", "buffer["))
+    return result.is_exact and not port_of(result.site).startswith(("in[", "param[", "buffer["))
 
 
 def _explain_choices(
@@ -155,7 +157,7 @@ def _bias_of(vectors: Sequence[PairResult], result: PairResult, scores: PairResu
         if each.baseline is None or each.target is None or each.is_exact or each.baseline.shape != width:
             continue
         if (
-            path in (_path(scores), _path(result))
+            path in (module_of(scores.site), module_of(result.site))
             and port.startswith(("buffer[", "in["))
             and not port.endswith(".grad")
         ):
@@ -206,15 +208,11 @@ def _of_tokens(before: Sequence[PairResult], rows: Rows, preparer: PairPreparer)
 
 def _scores(before: Sequence[PairResult], result: PairResult) -> Iterator[PairResult]:
     """Sites that may hold the scores of a choice: other outputs of its module, then outputs of sibling modules."""
-    path = _path(result)
+    path = module_of(result.site)
     near = [e for e in reversed(before) if e.distribution is not None and not e.is_exact and e.pair.target is not None]
-    siblings = [e for e in near if path and _path(e).rpartition(".")[0] == path.rpartition(".")[0]]
-    siblings.sort(key=lambda e: _path(e) != path)
+    siblings = [e for e in near if path and parent(module_of(e.site)) == parent(path)]
+    siblings.sort(key=lambda e: module_of(e.site) != path)
     yield from siblings[:_MAX_SITES_BEFORE]
-
-
-def _path(result: PairResult) -> str:
-    return result.site.rpartition(":")[0]
 
 
 def _are_sets(preparer: PairPreparer, result: PairResult, scores: PairResult) -> bool:
@@ -267,7 +265,7 @@ def _rerouted_rows(chosen: Rows) -> frozenset[int]:
 def _may_be_masked(result: PairResult) -> bool:
     """Whether it may be a router's scores with zeros for all experts that were not selected, as in Llama 4. Where the
     selection differs, the row has hardly anything in common with the baseline's."""
-    is_router = _path(result).rpartition(".")[2] in ROUTERS
+    is_router = module_of(result.site).rpartition(".")[2] in ROUTERS
     return (
         is_router
         and result.distribution is not None

@@ -28,6 +28,7 @@ from tapscope.comparator.verdict.choice_change import ChoiceChange
 from tapscope.core import dtypes
 from tapscope.core.errors import DataError
 from tapscope.core.formatting import plural
+from tapscope.core.site import module_of, port_of
 
 _MIN_TOP_K_SHARE = 0.9
 """Share of the rows whose flags must be those of the largest scores: else a bias or expert groups decide, too."""
@@ -69,7 +70,7 @@ def flagged_changes(everything: Sequence[PairResult], preparer: PairPreparer) ->
     """Site of a router's scores -> change, where every row with another choice is a near tie."""
     routers = list(_routers(everything))
     flags = {(one.side, canonical_name(f"{one.block}:")): one for one in routers if one.series.dtype == "bool"}
-    inputs = {one.site.rpartition(":")[0]: one for one in everything if _is_input(one)}
+    inputs = {module_of(one.site): one for one in everything if _is_input(one)}
     changes: dict[str, ChoiceChange] = {}
     for one in routers if flags else ():
         other = flags.get((1 - one.side, canonical_name(f"{one.block}:")))
@@ -97,7 +98,7 @@ def _routers(everything: Sequence[PairResult]) -> Iterator[_Router]:
 
 
 def _is_input(result: PairResult) -> bool:
-    port = result.site.rpartition(":")[2]
+    port = port_of(result.site)
     is_compared = result.is_matched and result.distribution is not None and result.rows.num_compared > 0
     return is_compared and port.startswith("in[") and not port.endswith(".grad")
 

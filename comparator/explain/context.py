@@ -16,7 +16,7 @@ from tapscope.comparator.explain.related_sites import PartialSum, RelatedSite
 from tapscope.comparator.explain.sample import BaselineRows, Sample, read_parts
 from tapscope.comparator.pair_analysis.pair_result import PairResult
 from tapscope.comparator.runs.names import all_reduced_site, is_partial
-from tapscope.core.site import layer_of
+from tapscope.core.site import layer_of, module_of, port_of
 from tapscope.run_format.run import Run
 
 Array = np.ndarray[Any, Any]
@@ -83,10 +83,10 @@ class SiteContext:
     def related_sites(self) -> Iterator[RelatedSite]:
         """Sites of the same rows and width: the inputs, then others of the same layer, nearest first. Of a gradient
         only other gradients."""
-        path, is_gradient = self._culprit.site.rpartition(":")[0], self._culprit.site.endswith(".grad")
+        path, is_gradient = module_of(self._culprit.site), self._culprit.site.endswith(".grad")
         at = next(i for i, one in enumerate(self._examined) if one is self._culprit)
         layer = layer_of(path)
-        near = [i for i, one in enumerate(self._examined) if layer_of(one.site.rpartition(":")[0]) == layer]
+        near = [i for i, one in enumerate(self._examined) if layer_of(module_of(one.site)) == layer]
         near.sort(key=lambda i: abs(i - at))
         rows, num_read = BaselineRows(self._sample, self.preparer), 0
         for i in dict.fromkeys((*self._inputs, *near)):
@@ -98,7 +98,7 @@ class SiteContext:
             values = rows.of(one.pair)
             if values is not None:
                 num_read += 1
-                port = one.site.rpartition(":")[2]
+                port = port_of(one.site)
                 yield RelatedSite(one.site, values, one.site.startswith(f"{path}:") and port.startswith("in["))
 
     def partial_sums(self) -> Iterator[tuple[str, list[PartialSum]]]:

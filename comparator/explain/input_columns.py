@@ -11,6 +11,7 @@ from tapscope.comparator.explain.hypothesis_test import Hypothesis
 from tapscope.comparator.explain.recorded_attention import SiteReader
 from tapscope.comparator.explain.region_text import spans
 from tapscope.comparator.explain.token_slots import rows_like
+from tapscope.core.site import module_of
 
 Array = np.ndarray[Any, Any]
 
@@ -155,7 +156,7 @@ def is_linear(site: str) -> bool:
 
 def input_of(region: ErrorRegion, sites: SiteReader) -> Array | None:
     """[rows, inputs] the input of the target's linear layer; None where the site is not the output of one."""
-    path = region.sample.site.rpartition(":")[0].removesuffix(".partial")
+    path = module_of(region.sample.site).removesuffix(".partial")
     if not is_linear(region.sample.site):
         return None
     parent, _, last = path.rpartition(".")

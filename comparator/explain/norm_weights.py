@@ -9,6 +9,7 @@ from tapscope.comparator.explain.error_region import ErrorRegion
 from tapscope.comparator.explain.hypothesis_test import Hypothesis
 from tapscope.comparator.explain.recorded_attention import SiteReader
 from tapscope.comparator.explain.token_slots import TokenSlots
+from tapscope.core.site import module_of
 
 Array = np.ndarray[Any, Any]
 
@@ -29,7 +30,7 @@ def other_weights(region: ErrorRegion, sites: SiteReader) -> Iterator[Hypothesis
     if own is None or len(own) != region.sample.baseline.shape[1] or not np.abs(own).min() > 0.0:
         return
     for site in list(sites.ending("norm:out"))[:MAX_NORMS]:
-        other = site.rpartition(":")[0]
+        other = module_of(site)
         weight = None if other == path else _weight(other, sites)
         if weight is not None and len(weight) == len(own):
             text = f"target has the weight of {other}, another norm"

@@ -13,6 +13,7 @@ import numpy as np
 from tapscope.comparator.explain.error_region import ErrorRegion
 from tapscope.comparator.explain.hypothesis_test import Hypothesis
 from tapscope.comparator.explain.related_sites import MIN_DIVISOR, RelatedSite
+from tapscope.core.site import module_of
 
 Array = np.ndarray[Any, Any]
 
@@ -54,7 +55,7 @@ def is_norm(site: str, cls: str = "") -> bool:
     """Whether the module is a norm, by its class or, where that is unknown, by its name."""
     if cls:
         return "norm" in cls.lower()
-    name = site.rpartition(":")[0].rpartition(".")[2].lower()
+    name = module_of(site).rpartition(".")[2].lower()
     return "norm" in name or re.match(r"ln(_|\d|$)", name) is not None
 
 

@@ -8,6 +8,7 @@ import numpy as np
 from tapscope.comparator.explain.optimizer import Trajectory, explained
 from tapscope.comparator.pair_analysis.pair_result import PairResult
 from tapscope.comparator.verdict.explanation import Explanation
+from tapscope.core.site import port_of
 from tapscope.run_format.run import Run
 
 Array = np.ndarray[Any, Any]
@@ -25,7 +26,7 @@ GRADIENT = ".grad"
 
 def explain_parameter(result: PairResult, runs: tuple[Run, Run], step: int) -> Explanation | None:
     """The explanation of a parameter or its gradient; None where the site is neither, or nothing explains it."""
-    port = result.site.rpartition(":")[2]
+    port = port_of(result.site)
     if not port.startswith("param[") or result.baseline is None or result.target is None or len(runs[1].ranks) > 1:
         return None
     sites = result.baseline.site, result.target.site

@@ -5,6 +5,7 @@ import numpy as np
 from tapscope.comparator.explain.sample import Sample
 from tapscope.comparator.verdict.explanation import Explanation
 from tapscope.core.formatting import plural
+from tapscope.core.site import port_of
 
 MIN_ROWS = 2
 """Minimum number of rows that differ."""
@@ -14,7 +15,7 @@ _NAMED = 3
 def explain_position_ids(sample: Sample, requests: tuple[str, ...]) -> Explanation | None:
     """One offset for all rows that differ, or one per request; None where the site does not hold positions, or the
     offsets vary within a request."""
-    if "position" not in sample.site.rpartition(":")[2] or not sample.is_integer or sample.request[0] < 0:
+    if "position" not in port_of(sample.site) or not sample.is_integer or sample.request[0] < 0:
         return None
     off = (sample.target - sample.baseline).astype(np.int64)
     rows = np.asarray(off.any(axis=1))

@@ -8,6 +8,7 @@ import numpy as np
 from tapscope.comparator.explain.clamping import uncapped
 from tapscope.comparator.explain.error_region import ErrorRegion
 from tapscope.comparator.explain.hypothesis_test import Hypothesis
+from tapscope.core.site import port_of
 
 Array = np.ndarray[Any, Any]
 
@@ -37,7 +38,7 @@ class PartialSum(NamedTuple):
 def related_sites(region: ErrorRegion, others: Iterable[RelatedSite]) -> Iterator[Hypothesis]:
     """The target equals another site's baseline, or that value was added once more, or left out."""
     others = list(others)
-    own = _find_source(region, others) if region.sample.site.rpartition(":")[2].startswith("in[") else ""
+    own = _find_source(region, others) if port_of(region.sample.site).startswith("in[") else ""
     for other in others:
         value = region.cut(other.values)
         if not np.isfinite(value).all() or not value.any() or _is_copy(value, region.before, region.noise):

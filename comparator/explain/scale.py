@@ -11,6 +11,7 @@ import numpy as np
 from tapscope.comparator.explain.error_region import ErrorRegion
 from tapscope.comparator.explain.hypothesis_test import MIN_INTEGERS, MIN_VALUES, MIN_VALUES_OF_ANY, Hypothesis
 from tapscope.comparator.explain.norms import is_norm
+from tapscope.core.site import module_of
 
 Array = np.ndarray[Any, Any]
 
@@ -49,7 +50,7 @@ def constants(region: ErrorRegion) -> Iterator[Hypothesis]:
 
 def is_router(site: str) -> bool:
     """Whether the module has the name of a router of a mixture of experts."""
-    return site.rpartition(":")[0].rpartition(".")[2].endswith(_ROUTERS)
+    return module_of(site).rpartition(".")[2].endswith(_ROUTERS)
 
 
 def _dropout(before: Array, after: Array) -> Iterator[Hypothesis]:

@@ -39,7 +39,12 @@ class FusedMatcher:
         ) or self._is_single(left, site):
             return []
         return [
-            (self.part(0, left, fused[0], i), self.part(1, right, fused[1], i), label(fused), port_of(left.site, part))
+            (
+                self.part(0, left, fused[0], i),
+                self.part(1, right, fused[1], i),
+                label(fused),
+                site_of_part(left.site, part),
+            )
             for i, part in enumerate(site.parts)
         ]
 
@@ -53,7 +58,7 @@ class FusedMatcher:
     def part(self, side: int, series: Series, fused: FusedLayout, index: int | None) -> Series:
         """A series whose values are one part of a fused one, or all parts in plain order."""
         source = annotate_parts(series, fused, self.hints[side])
-        name = series.site if index is None else port_of(series.site, fused.parts[index])
+        name = series.site if index is None else site_of_part(series.site, fused.parts[index])
         return derived_series(name, FusedPart(fused, index), (source,))
 
     def built_in(self, left: dict[str, Series], right: dict[str, Series]) -> list[SeriesMatch]:
@@ -92,7 +97,7 @@ class FusedMatcher:
         """The finding has the baseline's name; a part of the baseline's fused tensor is named as one of its ports."""
         if side == 1:
             return other, fused, matched_by, other.site
-        return fused, other, matched_by, port_of(fused.sources[0].site if fused.sources else fused.site, part)
+        return fused, other, matched_by, site_of_part(fused.sources[0].site if fused.sources else fused.site, part)
 
 
 def label(fused: Sequence[FusedLayout]) -> str:
@@ -107,7 +112,7 @@ def has_values(series: Series) -> bool:
     return all(record.entry is not None for firing in series.firings for record in firing.records)
 
 
-def port_of(site: str, part: str) -> str:
+def site_of_part(site: str, part: str) -> str:
     """``a.linear_qkv:out[0].grad`` and ``q_proj`` -> ``a.linear_qkv:out[q_proj].grad``; without part the site."""
     if not part:
         return site

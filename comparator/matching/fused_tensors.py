@@ -21,6 +21,7 @@ from tapscope.comparator.runs.series import Series
 from tapscope.core import dims as dims_grammar
 from tapscope.core.dims import Dim
 from tapscope.core.errors import DimsError
+from tapscope.core.site import module_of
 
 PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """Last path component in the common spelling -> the modules that it combines."""
@@ -53,7 +54,7 @@ class FusedSite(Struct, frozen=True):
 
 def fused_site(name: str) -> FusedSite | None:
     """The fused site of this name; None if it is not a fused module."""
-    if name.rpartition(":")[0].rpartition(".")[2] not in _NAMES:
+    if module_of(name).rpartition(".")[2] not in _NAMES:
         return None
     path, _, port = canonical_name(name).rpartition(":")
     holder, dot, last = path.rpartition(".")
@@ -111,7 +112,7 @@ class FusedLayouts(Struct, frozen=True):
 
     def order(self, side: int, series: Series) -> str:
         """``plain`` or ``grouped``, by name and class; empty if frameworks use the name for both."""
-        last = series.site.rpartition(":")[0].rpartition(".")[2]
+        last = module_of(series.site).rpartition(".")[2]
         if self.hints[side].class_of(series.site) in _PLAIN_CLASSES:
             return "plain"
         if last in _GROUPED_NAMES:
@@ -197,24 +198,24 @@ def fused_names(series: Mapping[str, Series]) -> Iterator[tuple[str, FusedSite]]
 
 def _unknown_order(series: Series) -> str:
     return (
-        f"{series.site} holds q, k and v in an unknown order (concatenated or by head): state it in --map, "
-        f"split: {{'{_path(series)}': {{into: [...], order: plain or grouped}}}}"
+        f"{series.site} holds q, k and v in an unknown order (concatenated or by head): state it in "
+        f"{_split_option(series, 'order: plain or grouped')}"
     )
 
 
 def _unknown_sizes(series: Series) -> str:
     return (
         f"{series.site} holds q, k and v of unknown sizes: run.json has no model_config, and the other run lacks "
-        f"some of them; state it in --map, split: {{'{_path(series)}': {{into: [...], heads: [.., ..]}}}}"
+        f"some of them; state it in {_split_option(series, 'heads: [.., ..]')}"
     )
 
 
 def _unknown_groups(series: Series) -> str:
     return (
         f"{series.site} holds q, k and v by head, but the number of heads is unknown: no matching model_config in "
-        f"run.json; state it in --map, split: {{'{_path(series)}': {{into: [...], order: grouped, heads: [.., ..]}}}}"
+        f"run.json; state it in {_split_option(series, 'order: grouped, heads: [.., ..]')}"
     )
 
 
-def _path(series: Series) -> str:
-    return series.site.rpartition(":")[0]
+def _split_option(series: Series, layout: str) -> str:
+    return f"--map, split: {{'{module_of(series.site)}': {{into: [...], {layout}}}}}"

@@ -21,6 +21,7 @@ from tapscope.comparator.runs.series import Series
 from tapscope.core.dims import parse as parse_dims
 from tapscope.core.errors import DataError, DimsError
 from tapscope.core.formatting import plural
+from tapscope.core.site import module_of
 from tapscope.run_format.record import Record
 from tapscope.run_format.run import Run
 from tapscope.run_format.stats import Stats
@@ -265,7 +266,7 @@ def _profile(one: Series, port: str, tokens: dict[int, int]) -> Profile | None:
             width = count // rows if rows and not count % rows else count
     if stats is None or not stats.finite or not stats.sumsq > 0:
         return None
-    numbers = tuple(int(text) for text in _NUMBER.findall(one.site.rpartition(":")[0]))
+    numbers = tuple(int(text) for text in _NUMBER.findall(module_of(one.site)))
     first = one.firings[0].records
     has_values = len(first) == 1 and first[0].entry is not None and bool(first[0].shape)
     whole = first[0] if has_values else None

@@ -16,6 +16,7 @@ from tapscope.comparator.options.renames import rename_sites
 from tapscope.comparator.runs.hints import Hints
 from tapscope.comparator.runs.names import FAMILIES, all_reduced_site, canonical_name, is_partial, unique_names
 from tapscope.comparator.runs.series import Key, Series, has_same_content, key_of, source_keys
+from tapscope.core.site import module_of, port_of
 
 Names = Mapping[str, Series]
 
@@ -109,11 +110,11 @@ class SiteMatcher:
             for spelling in gated_paths[side].keys() - gated_paths[1 - side].keys():
                 others = both[1 - side]
                 for name in ports_of(gated_paths[side][spelling], mine):
-                    if name.rpartition(":")[2].startswith("out"):
+                    if port_of(name).startswith("out"):
                         self._products[side][name] = mine.pop(name)
                     else:
                         self._alone(side, mine.pop(name), PRODUCT)
-                for name in [name for name in others if canonical_name(f"{name.rpartition(':')[0]}:") == spelling]:
+                for name in [name for name in others if canonical_name(f"{module_of(name)}:") == spelling]:
                     self._alone(1 - side, others.pop(name), FUNCTION)
 
     def products(self) -> None:

@@ -17,6 +17,7 @@ from tapscope.comparator.matching.match import Pair
 from tapscope.comparator.runs.firings import Firing
 from tapscope.comparator.runs.routers import is_of_experts
 from tapscope.comparator.runs.series import Series
+from tapscope.core.site import port_of
 from tapscope.run_format.records import Records
 
 MAX_CALLS = 64
@@ -46,7 +47,7 @@ def _calls(pair: Pair) -> list[Pair]:
     one, two = pair.baseline, pair.target
     if one is None or two is None or one.sources or two.sources or not (one.is_float and two.is_float):
         return [pair]
-    if one.site.rpartition(":")[2].startswith(_STATE_PORTS):
+    if port_of(one.site).startswith(_STATE_PORTS):
         return [pair]
     calls = _by_step(one), _by_step(two)
     counts = [{len(step) for step in side} for side in calls]

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from tapscope.comparator.runs.derived_tensor import SumOfSites
 from tapscope.comparator.runs.names import canonical_name
 from tapscope.comparator.runs.series import Series, derived_series, fire_together
+from tapscope.core.site import module_of
 
 HIDDEN_INPUT = "in[hidden_states]"
 _RESIDUAL = ":in[residual]"
@@ -49,7 +50,7 @@ def _outputs(name: str, series: Mapping[str, Series]) -> tuple[str, str, str] | 
     """(sum, hidden, residual) if ``name`` is the second output of a layer."""
     if not name.endswith(":out[1]"):
         return None
-    path = name.rpartition(":")[0]
+    path = module_of(name)
     hidden = f"{path}:out[0]"
     return (f"{path}:out", hidden, name) if _is_layer(path) and hidden in series else None
 
@@ -58,7 +59,7 @@ def _inputs(name: str, series: Mapping[str, Series]) -> tuple[str, str, str] | N
     """(sum, hidden, residual) if ``name`` is the residual input of a layer or norm with one other input."""
     if not name.endswith(_RESIDUAL):
         return None
-    path = name.rpartition(":")[0]
+    path = module_of(name)
     inputs = [f"{path}:in[{what}]" for what in ("hidden_states", "x", "input") if f"{path}:in[{what}]" in series]
     return (f"{path}:{HIDDEN_INPUT}", inputs[0], name) if len(inputs) == 1 else None
 

@@ -9,7 +9,7 @@ from tapscope.comparator.options.options import CompareOptions
 from tapscope.comparator.runs.pipeline_stages import NumberedRecords
 from tapscope.comparator.runs.series import Key, key_of, sources_of
 from tapscope.core.errors import RuleError
-from tapscope.core.site import compact_ranges, describe_layers, describe_sites, layer_of
+from tapscope.core.site import compact_ranges, describe_layers, describe_sites, layer_of, module_of
 from tapscope.expr.site_pattern import site_pattern
 from tapscope.run_format.records import Records
 from tapscope.run_format.run import Run
@@ -70,7 +70,7 @@ class SiteSelection:
         """Whether it selects a site with these names: one of them is wanted, and none is skipped."""
         if self.wanted and not any(glob.matches(name) for glob in self.wanted for name in names):
             return False
-        if self._layers is not None and not any(layer_of(n.rpartition(":")[0]) in self._layers for n in names):
+        if self._layers is not None and not any(layer_of(module_of(n)) in self._layers for n in names):
             return False
         return not any(glob.matches(name) for glob in self.unwanted for name in names)
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from msgspec import structs
 
-from tapscope.comparator.matching.fused_matcher import FusedMatcher, SeriesMatch, port_of
+from tapscope.comparator.matching.fused_matcher import FusedMatcher, SeriesMatch, site_of_part
 from tapscope.comparator.matching.fused_tensors import axis_of, is_split, width_of
 from tapscope.comparator.options.map_entry import FusedMatch, MapEntry, lookup
 from tapscope.comparator.options.map_file import FuseEntry
@@ -13,6 +13,7 @@ from tapscope.comparator.runs.derived_tensor import ConcatParts, FusedLayout
 from tapscope.comparator.runs.names import canonical_name
 from tapscope.comparator.runs.series import Series, derived_series
 from tapscope.core.errors import ConfigError
+from tapscope.core.site import port_of
 
 
 class UserMap:
@@ -61,10 +62,10 @@ class UserMap:
     def _matches(
         self, map_entry: MapEntry, side: int, series: Series, match: FusedMatch, partners: Mapping[int, Series]
     ) -> list[SeriesMatch]:
-        if not is_split(canonical_name(f"x:{match.port}").rpartition(":")[2]):
+        if not is_split(port_of(canonical_name(f"x:{match.port}"))):
             return [
                 _in_side_order(
-                    side, series, other, "map input", "" if side else port_of(series.site, map_entry.names[i])
+                    side, series, other, "map input", "" if side else site_of_part(series.site, map_entry.names[i])
                 )
                 for i, other in partners.items()
             ]

@@ -16,6 +16,7 @@ from tapscope.comparator.assembly.blocks import Block
 from tapscope.comparator.metrics.joined_rows import ReadJoin
 from tapscope.comparator.metrics.lazy_pair import LazyPair
 from tapscope.comparator.metrics.measure import MeasuredPair
+from tapscope.core.site import module_of
 from tapscope.kernels.native import Strip
 from tapscope.kernels.native.channels import KINDS, NO_CHANNEL, Channel, add_channel_sums, find_channel
 from tapscope.run_format.index import SiteInfo
@@ -39,7 +40,7 @@ def is_conv_class(cls: str) -> bool:
 
 def conv_modules_of(sites: Mapping[str, SiteInfo]) -> frozenset[str]:
     """Paths of the modules of such classes."""
-    return frozenset(site.rpartition(":")[0] for site, info in sites.items() if info.cls and is_conv_class(info.cls))
+    return frozenset(module_of(site) for site, info in sites.items() if info.cls and is_conv_class(info.cls))
 
 
 def image_channel(opened: LazyPair, measured: MeasuredPair, *, is_signal: bool) -> Channel:

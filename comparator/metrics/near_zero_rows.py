@@ -15,6 +15,7 @@ import numpy as np
 
 from tapscope.comparator.metrics.error_distribution import QUANTILES, Quantiles
 from tapscope.comparator.metrics.images import is_conv_class
+from tapscope.core.site import module_of
 from tapscope.kernels.native import RowMeasures
 from tapscope.kernels.native.aggregate import median, quantiles
 from tapscope.run_format.index import SiteInfo
@@ -33,7 +34,7 @@ NO_AMPLIFICATION = (1.0,) * len(QUANTILES)
 def norm_modules_of(sites: Mapping[str, SiteInfo]) -> frozenset[str]:
     """Paths of the modules that normalise each row; a batch norm uses learned statistics, and other norms of images
     those of many rows."""
-    return frozenset(site.rpartition(":")[0] for site, info in sites.items() if normalises_rows(info.cls))
+    return frozenset(module_of(site) for site, info in sites.items() if normalises_rows(info.cls))
 
 
 def normalises_rows(cls: str) -> bool:

@@ -8,6 +8,7 @@ from msgspec import Struct, field
 
 from tapscope.comparator.options.map_file import FuseEntry
 from tapscope.comparator.runs.names import canonical_name
+from tapscope.core.site import module_of
 from tapscope.expr.safe_regex import MAX_SUBJECT
 
 
@@ -33,7 +34,7 @@ class MapEntry(Struct, dict=True):
     @cached_property
     def names(self) -> tuple[str, ...]:
         """Names of the parts: their last path components if these differ, else their indices."""
-        last = tuple(part.rpartition(":")[0].rpartition(".")[2] or part.rpartition(".")[2] for part in self.entry.parts)
+        last = tuple(module_of(part).rpartition(".")[2] or part.rpartition(".")[2] for part in self.entry.parts)
         fit = len(set(last)) == len(last) and all(re.fullmatch(r"[A-Za-z_]\w*", name) for name in last)
         return last if fit else tuple(f"part{i}" for i in range(len(last)))
 

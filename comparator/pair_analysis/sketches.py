@@ -22,6 +22,7 @@ from tapscope.comparator.runs.series import Series
 from tapscope.core.dims import parse
 from tapscope.core.errors import DataError, DimsError
 from tapscope.core.formatting import number
+from tapscope.core.site import port_of
 from tapscope.kernels.native.sketch import can_sketch, sketch_of
 from tapscope.run_format.record import Record
 from tapscope.run_format.run import Run
@@ -90,7 +91,7 @@ def compare_sketches(one: PairResult, preparer: PairPreparer) -> PairResult | st
     if not groups:
         return "sketches need steps with the same request names and token rows in both runs, and there are none"
     result = _result(one, groups, len(sides[1]) - sum(len(right) for _, right in groups))
-    if one.is_exact and result.num_unequal and not one.site.rpartition(":")[2].startswith("in["):
+    if one.is_exact and result.num_unequal and not port_of(one.site).startswith("in["):
         reason = "integers differ, and only values show whether near ties explain it: capture with keep=full"
         return one.replace(exclusion_reason=reason)
     return result

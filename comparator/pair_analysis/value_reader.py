@@ -37,6 +37,7 @@ from tapscope.comparator.pair_analysis.row_place import (
     summand_ratio,
 )
 from tapscope.comparator.pair_analysis.shape_class import ShapeClass
+from tapscope.core.site import module_of
 from tapscope.kernels.native.channels import MIN_ROWS, Channel
 
 if TYPE_CHECKING:
@@ -196,7 +197,7 @@ class ValueReader:
     def _channel(self, pending: PendingRead, measured: MeasuredPair) -> Channel:
         """The channel that stands out most. A convolution or the like has its channels along the second axis, and
         adjacent rows of the picture are similar; for other images both axes are checked."""
-        is_signal = pending.site.rpartition(":")[0] in self._options.conv_modules
+        is_signal = module_of(pending.site) in self._options.conv_modules
         image = image_channel(pending.lazy_pair, measured, is_signal=is_signal)
         if is_signal:
             return image

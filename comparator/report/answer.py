@@ -10,7 +10,7 @@ from tapscope.comparator.verdict.coverage import MODELS_DIFFER, SAME_DIRECTORY, 
 from tapscope.comparator.verdict.finding import Finding, Verdict
 from tapscope.comparator.verdict.localise import Divergence
 from tapscope.core import formatting
-from tapscope.core.site import compact_ranges, layer_of
+from tapscope.core.site import compact_ranges, layer_of, module_of, port_of
 from tapscope.run_format.sketch import HIGH_FACTOR, LOW_FACTOR
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def _only_inputs(report: "Report") -> bool:
     """Whether integer inputs of the model differ (offset positions), but no result does."""
     given = [divergence.finding for divergence in report.divergences]
     results = [f for f in report.findings if is_logits(f.result) and f.basis in ("values", "hash")]
-    is_given = all(f.result.is_exact and f.site.rpartition(":")[2].startswith("in[") for f in given)
+    is_given = all(f.result.is_exact and port_of(f.site).startswith("in[") for f in given)
     return is_given and bool(results) and not any(f.verdict.is_bad for f in results)
 
 
@@ -206,7 +206,7 @@ def _shared(report: "Report", divergence: Divergence) -> str:
         return ""
     is_gradient = divergence.site.endswith(".grad")
     alike = [f for f in report.findings if _is_parameter(f.site, is_gradient) and f.baseline and f.target]
-    holders = {f.site.rpartition(":")[0] for f in alike}
+    holders = {module_of(f.site) for f in alike}
     what = "gradients of parameters" if is_gradient else "parameters"
     by = "the optimizer, the clip, the accumulation" if is_gradient else "the optimizer, the checkpoint"
     more = f"{formatting.plural(len(divergence.shared), 'more module')} of {len(holders):,}"
@@ -214,7 +214,7 @@ def _shared(report: "Report", divergence: Divergence) -> str:
 
 
 def _is_parameter(site: str, is_gradient: bool) -> bool:
-    port = site.rpartition(":")[2]
+    port = port_of(site)
     return port.startswith("param[") and port.endswith(".grad") == is_gradient
 
 

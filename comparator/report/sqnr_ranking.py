@@ -7,6 +7,7 @@ from msgspec import Struct
 
 from tapscope.comparator.verdict.finding import Finding
 from tapscope.core import dtypes
+from tapscope.core.site import module_of
 
 LABEL = 10
 
@@ -40,7 +41,7 @@ def sqnr_ranking(findings: Sequence[Finding]) -> list[SiteSqnr]:
             inputs[path] = min(inputs.get(path, sqnr), sqnr)
         elif (port.startswith("out") or finding.judged_by == "quantization") and sqnr != math.inf:
             outputs.append((finding.site, sqnr))
-    ranking = [SiteSqnr(site, sqnr, inputs.get(site.rpartition(":")[0])) for site, sqnr in outputs]
+    ranking = [SiteSqnr(site, sqnr, inputs.get(module_of(site))) for site, sqnr in outputs]
     return sorted(ranking, key=lambda one: one.sqnr)
 
 

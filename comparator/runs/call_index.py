@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from msgspec import structs
 
 from tapscope.comparator.runs.pipeline_stages import NumberedRecords
+from tapscope.core.site import module_of
 from tapscope.run_format.record import Record
 from tapscope.run_format.records import Records
 
@@ -56,7 +57,7 @@ def _renumbered(given: NumberedRecords, named: Iterable[_Calls]) -> NumberedReco
     paths = {place[0] for place in turns}
     records = []
     for record in given.records:
-        path = record.key.site.rpartition(":")[0]
+        path = module_of(record.key.site)
         turn = turns.get(_place(path, record), {}).get(record.key.occurrence) if path in paths else None
         records.append(record if turn is None else record._replace(key=record.key._replace(occurrence=turn)))
     return structs.replace(given, records=Records(records))

@@ -14,7 +14,7 @@ from msgspec import Struct, structs
 
 from tapscope.core.dims import parse
 from tapscope.core.errors import DimsError
-from tapscope.core.site import Glob
+from tapscope.core.site import Glob, module_of
 from tapscope.run_format.index import SiteInfo
 from tapscope.run_format.record import Key, Record, virtual_stages
 from tapscope.run_format.records import Records
@@ -87,7 +87,7 @@ def _without_virtual_stages(run: Run, given: NumberedRecords) -> NumberedRecords
     held = set[str]()
     for key in (record.key for record in given.records):
         if (match := KINDS[0].pattern.match(key.site)) is None:
-            held.add(key.site.rpartition(":")[0])
+            held.add(module_of(key.site))
         elif layers.setdefault(int(match[2]), stage[key.rank, key.model]) != stage[key.rank, key.model]:
             note = f"{run.name}: its virtual stages have the same layer numbers, and were kept separate"
             return structs.replace(given, notes=(*given.notes, note))
@@ -192,7 +192,7 @@ def _apart(records: Sequence[Record], stage: Callable[[Key], int], holders: set[
     values: dict[tuple[str, int, int, int, str], set[str | None]] = {}
     for record in records:
         key = record.key
-        if key.site.rpartition(":")[0] in holders and record.dtype is not None:
+        if module_of(key.site) in holders and record.dtype is not None:
             seen.setdefault(key.site, set()).add(stage(key))
             firing = (key.site, key.step, key.micro, key.occurrence, key.pass_)
             values.setdefault(firing, set()).add(record.hash)

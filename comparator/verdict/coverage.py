@@ -17,7 +17,7 @@ from tapscope.comparator.verdict.localise import Divergence
 from tapscope.comparator.verdict.model_mismatch import differences
 from tapscope.core import formatting
 from tapscope.core.deprecation import deprecated_attributes
-from tapscope.core.site import layer_of
+from tapscope.core.site import layer_of, module_of, port_of
 from tapscope.expr.site_pattern import SitePattern, site_pattern
 from tapscope.run_format.ledger import Ledger
 from tapscope.run_format.manifest import CHECKPOINT_FORMAT, FORMAT
@@ -203,12 +203,12 @@ def _unlike(runs: tuple[Run, Run]) -> list[str]:
 
 def _unrecorded(runs: tuple[Run, Run], divergences: Sequence[Divergence]) -> list[str]:
     """Two trainings in which a module with weights adds an error, and the weights were not recorded."""
-    ports = [{site.rpartition(":")[2] for site in run.sites} for run in runs]
+    ports = [{port_of(site) for site in run.sites} for run in runs]
     is_training = all(any(port.endswith(".grad") for port in ports_of_run) for ports_of_run in ports)
     is_known = all(any(_is_weight(port) for port in ports_of_run) for ports_of_run in ports)
     if not is_training or is_known:
         return []
-    with_weights = {site.rpartition(":")[0] for run in runs for site, info in run.sites.items() if info.params}
+    with_weights = {module_of(site) for run in runs for site, info in run.sites.items() if info.params}
     if not any(each.module in with_weights and _is_unexplained(each) for each in divergences[:1]):
         return []
     return [f"{WEIGHTS_MAY_DIFFER}: record both runs with params=true to compare them"]
@@ -283,7 +283,7 @@ def _orphans(runs: tuple[Run, Run], findings: Sequence[Finding], ledgers: tuple[
     matched = [f for f in findings if not f.verdict.is_orphan]
     if len(matched) == len(findings):
         return sentences
-    layers = {_layer(f.site) for f in matched}
+    layers = {layer_of(module_of(f.site)) for f in matched}
     agreeing = _agreeing(matched)
     sides = ((Verdict.ONLY_BASELINE, 0), (Verdict.ONLY_TARGET, 1))
     are_weights = all(run.manifest.get("format") == CHECKPOINT_FORMAT for run in runs)
@@ -295,7 +295,7 @@ def _orphans(runs: tuple[Run, Run], findings: Sequence[Finding], ledgers: tuple[
                 f"{formatting.plural(len(alone), 'tensor')} {verb} only in {runs[side].name}: {_some(alone)}"
             )
             continue
-        lost = sorted({layer for f in alone if (layer := _layer(f.site)) is not None} - layers)
+        lost = sorted({layer for f in alone if (layer := layer_of(module_of(f.site))) is not None} - layers)
         if lost:
             sentences.append(
                 f"layer {lost[0]} and {len(lost) - 1} more are only in {runs[side].name}"
@@ -319,13 +319,13 @@ def _silent(findings: Sequence[Finding], verdict: Verdict, ledger: Ledger) -> li
 
 def _agreeing(findings: Sequence[Finding]) -> frozenset[str]:
     """Modules whose outputs were compared and agree, without the root."""
-    made = [(f.site.rpartition(":")[0], f) for f in findings if f.site.rpartition(":")[2].startswith("out")]
+    made = [(module_of(f.site), f) for f in findings if port_of(f.site).startswith("out")]
     bad = {path for path, f in made if f.verdict.is_bad}
     return frozenset(path for path, f in made if path and path not in bad and f.basis in ("values", "hash"))
 
 
 def _is_around(site: str, agreeing: Collection[str]) -> bool:
-    return any(above in agreeing for above in ancestors(parent(site.rpartition(":")[0])))
+    return any(above in agreeing for above in ancestors(parent(module_of(site))))
 
 
 def _never_fired(runs: tuple[Run, Run], findings: Sequence[Finding], ledgers: tuple[Ledger, Ledger]) -> list[str]:
@@ -342,7 +342,3 @@ def _never_fired(runs: tuple[Run, Run], findings: Sequence[Finding], ledgers: tu
 def _some(findings: Sequence[Finding]) -> str:
     more = len(findings) - 4
     return ", ".join(f.site for f in findings[:4]) + (f" and {more} more" if more > 0 else "")
-
-
-def _layer(site: str) -> int | None:
-    return layer_of(site.rpartition(":")[0])

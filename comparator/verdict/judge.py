@@ -22,7 +22,7 @@ from tapscope.comparator.verdict.finding import Finding, Verdict
 from tapscope.comparator.verdict.rules import Rule, find_rule, measures_of
 from tapscope.core import dtypes
 from tapscope.core.gc_control import trim_heap
-from tapscope.core.site import Glob
+from tapscope.core.site import Glob, module_of
 from tapscope.expr.site_pattern import SitePattern
 from tapscope.run_format.index import SiteInfo
 from tapscope.run_format.sketch import LOW_FACTOR
@@ -110,9 +110,7 @@ class Judge:
         ours = [results[i] for i in self.matched]
         self.inputs: list[Inputs] = self.graph.all_inputs
         unmatched = {
-            result.site.rpartition(":")[0]: result.extras.softmax_condition
-            for result in results
-            if not result.is_matched
+            module_of(result.site): result.extras.softmax_condition for result in results if not result.is_matched
         }
         unmatched = {path: condition for path, condition in unmatched.items() if condition}
         facts = ComparisonFacts(

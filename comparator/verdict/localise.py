@@ -16,6 +16,7 @@ from tapscope.comparator.verdict.explanation import Explanation
 from tapscope.comparator.verdict.finding import Finding, Verdict
 from tapscope.comparator.verdict.token_rows import TokenError
 from tapscope.core.deprecation import deprecated_attributes
+from tapscope.core.site import port_of
 
 MIN_EVENT_MEMBERS = 3
 """Fewest members of an event: two may have separate causes."""
@@ -261,7 +262,7 @@ def _one_sided_mask(findings: Sequence[Finding], module: str) -> str:
     if len(one_sided) != 1 or not is_mask(one_sided[0].site):
         return ""
     run = "baseline" if one_sided[0].verdict is Verdict.ONLY_BASELINE else "target"
-    return f"; {one_sided[0].site.rpartition(':')[2]} was given in the {run} only"
+    return f"; {port_of(one_sided[0].site)} was given in the {run} only"
 
 
 def _is_clear(finding: Finding) -> bool:
@@ -311,7 +312,7 @@ def _evidence(finding: Finding, source: str, before: str, is_input: bool, state:
 def _not_compared(findings: Sequence[Finding], path: str) -> list[str]:
     """Input ports of a module that both runs have with different shapes."""
     inputs = (f for f in findings if f.site.startswith(f"{path}:in[") and f.verdict is Verdict.SHAPE)
-    return [f.site.rpartition(":")[2] for f in inputs]
+    return [port_of(f.site) for f in inputs]
 
 
 _INPUT_STATES = {

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from tapscope.core.errors import TapscopeError
+from tapscope.core.site import module_of, port_of
 from tapscope.dashboard.model.flow_proof import function_of, is_evidence
 from tapscope.dashboard.module_tree import contains
 
@@ -51,7 +52,7 @@ class FlowValue:
     @property
     def path(self) -> str:
         """Of its module."""
-        return self.site.rpartition(":")[0]
+        return module_of(self.site)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,7 @@ def is_output(site: str) -> bool:
 
 def _port(site: str) -> str:
     """Without the number of the call; empty for a gradient."""
-    port = site.rpartition(":")[2].partition("#")[0]
+    port = port_of(site).partition("#")[0]
     return "" if port.endswith(".grad") else port
 
 
@@ -131,7 +132,7 @@ class _Flows:
             self._remember(value)
             for site, through in self._origins.get(value.hash, ()):
                 self._take(path, site)
-                producer = site.rpartition(":")[0]
+                producer = module_of(site)
                 if path and producer and not contains(path, site) and not contains(producer, value.site):
                     yield Flow(site, value.site, through)
 

@@ -10,7 +10,7 @@ from tapscope.comparator.report.answer import share
 from tapscope.core import dtypes
 from tapscope.core.formatting import count, number, shape
 from tapscope.core.observe import row_label
-from tapscope.core.site import layer_of
+from tapscope.core.site import layer_of, module_of
 from tapscope.dashboard.model.fact import Fact
 from tapscope.dashboard.model.finding_grid import step_verdict
 from tapscope.dashboard.model.number import MISSING, Number, fixed, magnitude, ratio
@@ -107,7 +107,7 @@ def finding_view(finding: Finding, names: tuple[str, str] = ("baseline", "target
     return FindingView(
         order=finding.order,
         site=finding.site,
-        layer=layer_of(finding.site.rpartition(":")[0]),
+        layer=layer_of(module_of(finding.site)),
         verdict=str(finding.verdict),
         glyph=finding.verdict.glyph,
         is_bad=finding.verdict.is_bad,

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from tapscope.comparator import Finding, Verdict
-from tapscope.core.site import layer_of
+from tapscope.core.site import layer_of, module_of
 from tapscope.dashboard.model.filter import ChoiceField, Field, NumberField, dtype_names, matching
 
 Array = np.ndarray[Any, Any]
@@ -68,7 +68,7 @@ def _marks(finding: Finding) -> Iterable[str]:
 
 
 def _layer(finding: Finding) -> float:
-    layer = layer_of(finding.site.rpartition(":")[0])
+    layer = layer_of(module_of(finding.site))
     return math.nan if layer is None else layer
 
 

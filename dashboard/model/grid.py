@@ -16,7 +16,7 @@ import numpy as np
 from tapscope.comparator import Verdict
 from tapscope.comparator.report.answer import share
 from tapscope.core.errors import ConfigError
-from tapscope.core.site import layer_of
+from tapscope.core.site import layer_of, module_of
 from tapscope.dashboard.model.spans import even_spans
 
 Array = np.ndarray[Any, Any]
@@ -292,7 +292,7 @@ def joined_row(sites: Sequence[GridRow], name: str, label: str, orders: Sequence
 
 def group_of(site: str) -> tuple[str, bool]:
     """Name of the row of :func:`layer_grid` that a site belongs to, and whether that is a layer."""
-    path = site.rpartition(":")[0]
+    path = module_of(site)
     layer = layer_of(path)
     return (path, False) if layer is None else (str(layer), True)
 

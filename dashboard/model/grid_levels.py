@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 
 from tapscope.core.errors import ConfigError
+from tapscope.core.site import module_of
 from tapscope.dashboard.model.grid import AnyGrid, GridRow, PackedGrid, joined_row, layer_grid
 
 MAX_CELLS = 200_000
@@ -63,7 +64,7 @@ def inner_rows(sites: Sequence[GridRow], row: GridRow) -> tuple[GridRow, ...]:
     around = _common_path(sites[i].name for i in row.orders)
     members: dict[tuple[str, int], list[int]] = {}
     for i in row.orders:
-        path = sites[i].name.rpartition(":")[0]
+        path = module_of(sites[i].name)
         inner = path[len(around) :].lstrip(".").partition(".")[0]
         members.setdefault((inner, -1) if inner else ("", i), []).append(i)
     return tuple(_row(sites, around, own) for own in members.values())
@@ -85,6 +86,6 @@ def _row(sites: Sequence[GridRow], around: str, own: Sequence[int]) -> GridRow:
 
 def _common_path(names: Iterable[str]) -> str:
     """The innermost module that holds all of these sites; empty for the model itself."""
-    paths = [name.rpartition(":")[0].split(".") for name in names]
+    paths = [module_of(name).split(".") for name in names]
     pairs = zip(min(paths), max(paths), strict=False)  # what the first and the last share, those between share too
     return ".".join(one for one, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

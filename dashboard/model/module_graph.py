@@ -9,6 +9,7 @@ import numpy as np
 from tapscope.comparator import Finding, Verdict
 from tapscope.core import dtypes
 from tapscope.core.formatting import shape
+from tapscope.core.site import module_of
 from tapscope.dashboard.model.data_flow import FUNCTION, Flow, FlowValue, data_flows, is_input, is_output
 from tapscope.dashboard.model.finding import SideView, finding_view
 from tapscope.dashboard.model.grid import CODES, Cell
@@ -168,10 +169,10 @@ def _compared(finding: Finding) -> _Value:
 
 
 def _graph(title: str, values: Sequence[_Value], runs: Iterable[Run], flows: Iterable[Flow]) -> ModuleGraph:
-    classes = {site.rpartition(":")[0]: info.cls for run in runs for site, info in run.sites.items() if info.cls}
+    classes = {module_of(site): info.cls for run in runs for site, info in run.sites.items() if info.cls}
     own: dict[str, dict[str, _Value]] = {}
     for value in values:
-        own.setdefault(value.site.rpartition(":")[0], {}).setdefault(value.site, value)
+        own.setdefault(module_of(value.site), {}).setdefault(value.site, value)
     modules = sorted(modules_of([value.site for value in values]).values(), key=lambda each: each.first)
     codes = np.array([max((CODES[v.verdict] for v in own.get(m.path, {}).values()), default=0) for m in modules])
     parents = {child.path: module.first for module in modules for child in module.children.values()}
@@ -221,7 +222,7 @@ def _flows(flows: Iterable[Flow], number: Mapping[str, int]) -> tuple[DataFlow, 
     """From outputs to inputs of modules neither of which is in the other; of a pair of modules the strongest kind."""
     by_pair: dict[tuple[int, int], DataFlow] = {}
     for flow in flows:
-        source, target = flow.producer.rpartition(":")[0], flow.consumer.rpartition(":")[0]
+        source, target = module_of(flow.producer), module_of(flow.consumer)
         apart = not f"{source}.".startswith(f"{target}.") and not f"{target}.".startswith(f"{source}.")
         if is_output(flow.producer) and is_input(flow.consumer) and source and target and apart:
             pair = number[source], number[target]

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from tapscope.core.site import layer_of
+from tapscope.core.site import layer_of, module_of
 from tapscope.dashboard.model.filter import ChoiceField, Field, NumberField, dtype_names, matching
 from tapscope.render.anomalies import anomalous_places
 from tapscope.run_format.records import Records
@@ -35,5 +35,5 @@ def matching_records(records: Records, text: str) -> Array | bool:
 
 
 def _layer(site: str) -> float:
-    number = layer_of(site.rpartition(":")[0])
+    number = layer_of(module_of(site))
     return math.nan if number is None else number

@@ -5,7 +5,7 @@ from dataclasses import replace
 from textual import on
 
 from tapscope.core.errors import ConfigError
-from tapscope.core.site import compact_ranges
+from tapscope.core.site import compact_ranges, module_of
 from tapscope.dashboard import messages
 from tapscope.dashboard.browse_source import ACCOUNT_INDENT, BIG_TENSOR_BYTES, SORT_OF_COLUMN, SORTS
 from tapscope.dashboard.capture_control import COMMANDS
@@ -142,7 +142,7 @@ class BrowseScreen(BrowseBaseScreen):
         self.stay()
         key, path = anomaly.key, query.path
         if query.find or not contains(path, key.site):
-            path = key.site.rpartition(":")[0].rpartition(".")[0]
+            path = module_of(key.site).rpartition(".")[0]
             self.sites.reveal(path)
         if anomaly is record:
             self.say_next("This is the only record with an anomaly.")

@@ -10,6 +10,7 @@ from textual import events, on
 from textual.widgets import Input
 
 from tapscope.core.errors import ConfigError
+from tapscope.core.site import module_of
 from tapscope.dashboard import messages
 from tapscope.dashboard.bookmarks import MAX_NAME, Bookmark, Bookmarks
 from tapscope.dashboard.column_choice import ColumnChoice
@@ -210,7 +211,7 @@ class KeymapScreen(WorkerScreen):
         from tapscope.dashboard.screens.modules import ModulesScreen
 
         if self.accept(message):
-            self.push(ModulesScreen(message.graph, message.link_of, self.runs, self.site.rpartition(":")[0]))
+            self.push(ModulesScreen(message.graph, message.link_of, self.runs, module_of(self.site)))
 
     def push(self, screen: "KeymapScreen") -> None:
         """Show another screen with the same keys and bookmarks; the link that it closes with is opened here."""

@@ -10,6 +10,7 @@ from textual import events
 from tapscope.comparator import Verdict
 from tapscope.core.formatting import middle
 from tapscope.core.formatting import site as shorten
+from tapscope.core.site import module_of
 from tapscope.dashboard.keymap import LAYERS
 from tapscope.dashboard.model.grid import Cell, Grid, GridColumn, GridRow, worst
 from tapscope.dashboard.model.grid_levels import inner_rows
@@ -82,7 +83,7 @@ class LayerGrid(RowList):
         line = self._line
         if line is None or not line.depth:
             return ""
-        return line.row.name.rpartition(":")[0] if line.is_site else line.row.name
+        return module_of(line.row.name) if line.is_site else line.row.name
 
     @property
     def order(self) -> int | None:

@@ -13,7 +13,7 @@ from tapscope.comparator.options.map_file import MapFile
 from tapscope.comparator.verdict.finding import Finding
 from tapscope.core import dtypes
 from tapscope.core.errors import DataError
-from tapscope.core.site import Glob, layer_of, split_call
+from tapscope.core.site import Glob, layer_of, module_of, port_of, split_call
 from tapscope.run_format.run import Run
 from tapscope.sources import open_run
 
@@ -121,7 +121,7 @@ def replay(
         by_module |= {module: local.get(module, []) for module in level}
         for problem in problems:
             if "mask" not in problem.site:
-                reasons.setdefault(problem.site.rpartition(":")[0], f"{problem.site}: {problem.reason}")
+                reasons.setdefault(module_of(problem.site), f"{problem.site}: {problem.reason}")
         if progress is not None:
             progress(done + 1, len(levels))
     return ReplayReport(modules=tuple(_judged(modules, full.findings, by_module, reasons)), report=full)
@@ -135,12 +135,12 @@ def _output_modules(findings: Iterable[Finding]) -> list[str]:
 
 def _is_output(finding: Finding) -> bool:
     site = finding.target.site if finding.target is not None else finding.site
-    port = split_call(site)[0].rpartition(":")[2]
+    port = port_of(split_call(site)[0])
     return port.startswith("out") and not port.endswith(".grad")
 
 
 def _module(site: str) -> str:
-    return split_call(site)[0].rpartition(":")[0]
+    return module_of(split_call(site)[0])
 
 
 def _selected(modules: list[str], options: CompareOptions) -> list[str]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from tapscope.cli import diagnostics, output, report_files
 from tapscope.cli.pattern_flag import add_pattern_flag, with_pattern
 from tapscope.core.errors import RuleError, UsageError
-from tapscope.core.site import split_call
+from tapscope.core.site import port_of, split_call
 
 if TYPE_CHECKING:
     from tapscope.render.row_labels import RowMap
@@ -139,7 +139,7 @@ def find(run: "Run", args: argparse.Namespace) -> "list[Record]":
 
 def _is_output(record: "Record") -> bool:
     """Whether it is a module's output: the name of a module means its output, not the input that fired first."""
-    return re.match(r"out(\[|$)", record.key.site.rpartition(":")[2]) is not None
+    return re.match(r"out(\[|$)", port_of(record.key.site)) is not None
 
 
 def _have(records: "list[Record]") -> str:

@@ -89,6 +89,16 @@ def split_call(site: str) -> tuple[str, int | None]:
     return (site[: call.start()] + site[call.end() :], int(call[1])) if call else (site, None)
 
 
+def module_of(site: str) -> str:
+    """The path of a site: ``model.norm`` of ``model.norm:out``; the site need not be valid."""
+    return site.rpartition(":")[0]
+
+
+def port_of(site: str) -> str:
+    """The port of a site: ``in[input]`` of ``lm_head:in[input]``."""
+    return site.rpartition(":")[2]
+
+
 NUMBERED_LAYER = r"(?i:layers?|blocks?|h)[_-]?(\d{1,5})"
 """Regular expression of a layer with its number in one name: ``layer2`` (torchvision's ResNet) or ``block_3``."""
 _LAYER = re.compile(rf"(?:\A|\.)(?:(\d+)|{NUMBERED_LAYER}|mid|mid_block|middle_block)(?![^.])")
@@ -154,7 +164,7 @@ def _translate(glob: str) -> str:
 def describe_layers(sites: Iterable[Site | str]) -> str:
     """For error messages: ``layers are 0-27``, or the first few paths where nothing is numbered."""
     sites = list(sites)
-    paths = sorted({str(site).rpartition(":")[0] for site in sites})
+    paths = sorted({module_of(str(site)) for site in sites})
     layers = sorted({layer for path in paths if (layer := layer_of(path)) is not None})
     if layers:
         return f"layers are {compact_ranges(layers)}"
@@ -169,8 +179,8 @@ def describe_sites(glob: str, sites: Iterable[Site | str]) -> str:
     """Suggestions for a ``glob`` that matches none of ``sites``: the ports of the module that it names, else as
     :func:`describe_modules`."""
     names = sorted({str(site) for site in sites})
-    path = glob.rpartition(":")[0]
-    ports = [name.rpartition(":")[2] for name in names if path and name.rpartition(":")[0] == path]
+    path = module_of(glob)
+    ports = [port_of(name) for name in names if path and module_of(name) == path]
     if not ports:
         return describe_modules(glob, names)
     return f"{path} has {', '.join(ports[:6])}{', ...' if len(ports) > 6 else ''}"

@@ -9,7 +9,7 @@ import numpy as np
 
 from tapscope.core import dtypes
 from tapscope.core.formatting import count, plural, size
-from tapscope.core.site import compact_ranges, layer_of
+from tapscope.core.site import compact_ranges, layer_of, module_of
 from tapscope.render.anomalies import Anomaly, anomalous, anomaly_of
 from tapscope.render.run_report_lines import AnomalousSite, EventLine, MetricSummary
 from tapscope.run_format.record import Record
@@ -131,7 +131,7 @@ def run_report(run: Run) -> RunReport:
         phases[by_rank[min(by_rank)].info.phase].append(step)
     records = run.records
     sites = records.distinct_sites()
-    layers = sorted({n for site in sites if (n := layer_of(site.rpartition(":")[0])) is not None})
+    layers = sorted({n for site in sites if (n := layer_of(module_of(site))) is not None})
     num_with_values, nbytes, with_shared = payload_sizes(records)
     return RunReport(
         run=str(run.path),

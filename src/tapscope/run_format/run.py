@@ -10,7 +10,7 @@ import numpy as np
 from tapscope.core.errors import ConfigError, DataError, RuleError
 from tapscope.core.formatting import plural
 from tapscope.core.html_table import html_table
-from tapscope.core.site import describe_sites, layer_of
+from tapscope.core.site import describe_sites, layer_of, module_of
 from tapscope.expr.site_pattern import site_pattern
 from tapscope.run_format.completeness import audit
 from tapscope.run_format.index import Event, Metric, RankIndex, SiteInfo, steps_of
@@ -188,7 +188,7 @@ class Run:
         }
         if layers is not None:
             keep = set(layers)
-            chosen = {site for site in chosen if layer_of(site.rpartition(":")[0]) in keep}
+            chosen = {site for site in chosen if layer_of(module_of(site)) in keep}
         return self.records if chosen == sites and steps is ranks is None else self.records.of(steps, ranks, chosen)
 
     def table(self) -> "pl.DataFrame":

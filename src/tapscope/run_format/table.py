@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tapscope.core.extras import requiring
-from tapscope.core.site import layer_of
+from tapscope.core.site import layer_of, module_of
 from tapscope.run_format.records import Records
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ def table(records: Records) -> "pl.DataFrame":
         import polars as pl
 
     sites, site_of = pl.Series(records.site_names, dtype=pl.String), pl.Series(records.site)
-    layers = pl.Series([layer_of(site.rpartition(":")[0]) for site in records.site_names], dtype=pl.Int32)
+    layers = pl.Series([layer_of(module_of(site)) for site in records.site_names], dtype=pl.Int32)
     hashes, bags = records.hashes()
     columns = {
         "rank": _of_kind(records, "rank", pl.Int32),
