@@ -48,8 +48,6 @@ class BisectCommand:
     Exit codes: 0 agrees with no module switched, 1 modules were found, 2 usage, 3 another cause or unreadable data.
     """
 
-    name = "bisect"
-
     def prepare(self, parser: argparse.ArgumentParser) -> None:
         """Add the flags."""
         parser.add_argument(

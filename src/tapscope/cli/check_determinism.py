@@ -42,8 +42,6 @@ class CheckDeterminismCommand:
     Exit codes: 0 bit-equal, 1 not bit-equal, 2 usage, 3 nothing or not everything was recorded.
     """
 
-    name = "check-determinism"
-
     def prepare(self, parser: argparse.ArgumentParser) -> None:
         """Add the flags."""
         capture_flags.add_model_flags(parser, nargs="?")

@@ -17,8 +17,6 @@ class CompactCommand:
     after the table has been read back and compared with them. A run that is being recorded is not touched.
     """
 
-    name = "compact"
-
     def prepare(self, parser: argparse.ArgumentParser) -> None:
         """Add the flags."""
         parser.add_argument("path", metavar="RUN", help="a run directory")

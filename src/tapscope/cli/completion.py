@@ -22,8 +22,6 @@ class CompletionCommand:
     $ tapscope completion man > ~/.local/share/man/man1/tapscope.1
     """
 
-    name = "completion"
-
     def prepare(self, parser: argparse.ArgumentParser) -> None:
         """Add the shell."""
         parser.add_argument(

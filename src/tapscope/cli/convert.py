@@ -24,8 +24,6 @@ class ConvertCommand:
     Exit codes: 0 converted, 2 usage, 3 unreadable checkpoint or no space.
     """
 
-    name = "convert"
-
     def prepare(self, parser: argparse.ArgumentParser) -> None:
         """Add the flags."""
         parser.add_argument("source", metavar="IN", type=Path, help="directory of a safetensors checkpoint")

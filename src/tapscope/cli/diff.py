@@ -35,8 +35,6 @@ class DiffCommand:
     Exit codes: 0 agree, 1 differ or partial data, 2 usage, 3 unreadable data or nothing to compare.
     """
 
-    name = "diff"
-
     def prepare(self, parser: argparse.ArgumentParser) -> None:
         """Add the flags."""
         parser.add_argument(

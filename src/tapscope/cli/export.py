@@ -31,8 +31,6 @@ class ExportCommand:
     diff, view, ls and show read the formats sglang, pt and npz.
     """
 
-    name = "export"
-
     def prepare(self, parser: argparse.ArgumentParser) -> None:
         """Add the flags."""
         from tapscope.tensor_files.export import FORMATS

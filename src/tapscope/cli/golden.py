@@ -22,8 +22,6 @@ class GoldenCommand:
     Exit codes of check: 0 agree, 1 differ or partial data, 2 usage, 3 unreadable data or nothing to compare.
     """
 
-    name = "golden"
-
     def prepare(self, parser: argparse.ArgumentParser) -> None:
         """Add the flags."""
         parser.add_argument(

@@ -22,8 +22,6 @@ class InfoCommand:
     $ tapscope info --env             versions and kernels, for a bug report
     """
 
-    name = "info"
-
     def prepare(self, parser: argparse.ArgumentParser) -> None:
         """Add the flags."""
         parser.add_argument("path", metavar="RUN", nargs="?", help="a run directory")

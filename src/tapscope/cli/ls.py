@@ -26,8 +26,6 @@ class LsCommand:
     microbatch, pass and model follow the site where they are not the default.
     """
 
-    name = "ls"
-
     def prepare(self, parser: argparse.ArgumentParser) -> None:
         """Add the flags."""
         parser.add_argument("path", metavar="RUN", help="a run directory")

@@ -33,8 +33,6 @@ class MapCommand:
     Exit codes: 0 everything matches or a map is proposed, 1 sites remain unmatched, 2 usage, 3 unreadable data.
     """
 
-    name = "map"
-
     def prepare(self, parser: argparse.ArgumentParser) -> None:
         """Add the flags."""
         parser.add_argument("baseline", metavar="BASELINE", help="reference run, dump, checkpoint or tensor files")

@@ -29,8 +29,6 @@ class MismatchCommand:
     Exit codes: the same as for diff.
     """
 
-    name = "mismatch"
-
     def prepare(self, parser: argparse.ArgumentParser) -> None:
         """Add the flags."""
         parser.add_argument("trainer", metavar="TRAINER", help="run of the trainer, the baseline")

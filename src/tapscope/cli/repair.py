@@ -25,8 +25,6 @@ class RepairCommand:
     Exit codes: 0 repaired, 1 something could not be repaired, 2 usage, 3 not a run.
     """
 
-    name = "repair"
-
     def prepare(self, parser: argparse.ArgumentParser) -> None:
         """Add the flags."""
         parser.add_argument("path", metavar="RUN", help="a run directory")

@@ -30,8 +30,6 @@ class ReplayCommand:
     Exit codes: 0 no module has an error of its own and the runs agree, 1 they differ, 2 usage, 3 unreadable data.
     """
 
-    name = "replay"
-
     def prepare(self, parser: argparse.ArgumentParser) -> None:
         """Add the flags."""
         parser.add_argument("baseline", metavar="BASELINE", help="run whose inputs are used")

@@ -35,8 +35,6 @@ class ShowCommand:
     If several records match, the first is shown; stderr lists the flags that select another.
     """
 
-    name = "show"
-
     def prepare(self, parser: argparse.ArgumentParser) -> None:
         """Add the flags."""
         parser.add_argument("path", metavar="RUN", help="a run directory")

@@ -25,8 +25,6 @@ class VerifyCommand:
     Exit codes: 0 complete, 1 missing or corrupt data, 2 usage, 3 not a run.
     """
 
-    name = "verify"
-
     def prepare(self, parser: argparse.ArgumentParser) -> None:
         """Add the flags."""
         parser.add_argument("path", metavar="RUN", help="a run directory")

@@ -25,8 +25,6 @@ class ViewCommand:
     e.g. --key find=ctrl+f; the help (?) lists the ids.
     """
 
-    name = "view"
-
     def prepare(self, parser: argparse.ArgumentParser) -> None:
         """Add the flags."""
         parser.add_argument("path", metavar="RUN", help="a run directory; the baseline of two")

@@ -24,8 +24,6 @@ class WebCommand:
     TAPSCOPE_WEB_PASSWORD.
     """
 
-    name = "web"
-
     def prepare(self, parser: argparse.ArgumentParser) -> None:
         """Add the flags."""
         parser.add_argument("paths", metavar="PATH", type=Path, nargs="*", help="a run, or a folder of runs")

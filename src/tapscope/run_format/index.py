@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from msgspec import Struct, field, structs
 
 from tapscope.core.formatting import plural
+from tapscope.core.observe import StepInfo
 from tapscope.core.regular_files import reading
 from tapscope.core.site import compact_ranges
 from tapscope.run_format import index_limits, record, record_index, validation
-from tapscope.run_format.ledger import StepLine, step_from_lines
+from tapscope.run_format.ledger import StepCounts, StepLine, begin_line, end_line, step_from_lines
 from tapscope.run_format.manifest import COMPACTED, INDEX, is_mesh
 from tapscope.run_format.records import Records, joined
 
@@ -77,6 +78,11 @@ class RankIndex(Struct):
     problems: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
     """What the source does not record or omits, one sentence each."""
+
+    def add_step(self, step: int, num_values: int) -> None:
+        """Add the lines of a complete step, for a source without such lines: all its values are records."""
+        self.begins[step] = begin_line(StepInfo(step=step), 0)
+        self.ends[step] = end_line(step, StepCounts(num_values, num_values))
 
     def take_records(self) -> Records:
         """Take the records, sorted by seq; they are released here, because there may be millions."""

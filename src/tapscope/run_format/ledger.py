@@ -6,7 +6,7 @@ import math
 import time
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -223,9 +223,9 @@ def step_from_lines(begin: dict[str, Any], end: dict[str, Any] | None, late: Ite
         rows=rows,
         token_ids=array("q", ids) if ids else (),
         row_sets={name: _slots(slots) for name, slots in begin["row_sets"].items()},
-        seeds=_seeds(begin.get("seeds", {})),
-        drafts=_numbers_by_name(begin, "drafts"),
-        adapters=_adapters(begin.get("adapters", {})),
+        seeds=_by_name(begin, "seeds", lambda seed: type(seed) is int, "an integer for each request"),
+        drafts=_by_name(begin, "drafts", validation.is_count, _COUNTS),
+        adapters=_by_name(begin, "adapters", lambda name: type(name) is str, "a name for each request"),
         kind=validation.text(begin, "kind", None),
     )
     counts = None
@@ -251,37 +251,26 @@ def _slots(slots: Any) -> tuple[int, ...]:
     return tuple(slots)
 
 
-def _numbers_by_name(line: dict[str, Any], name: str) -> dict[str, int]:
+_COUNTS = "a count for each name"
+
+
+def _by_name(line: dict[str, Any], name: str, is_valid: Callable[[Any], bool], what: str) -> dict[str, Any]:
+    """The object that a line has under this name, empty without; raises ValueError unless all its values are valid."""
     given = line.get(name, {})
-    if type(given) is not dict or not all(validation.is_count(number) for number in given.values()):
-        raise ValueError(f"{name} are {validation.short(given)}, not a count for each name")
+    if type(given) is not dict or not all(map(is_valid, given.values())):
+        raise ValueError(f"{name} are {validation.short(given)}, not {what}")
     return given
 
 
-def _branches(given: Any) -> dict[str, list[int]]:
-    lists = list(given.values()) if type(given) is dict else [None]
-    if not all(type(rows) is list and all(map(validation.is_count, rows)) for rows in lists):
-        raise ValueError(f"accepted_branches are {validation.short(given)}, not a list of draft rows for each name")
-    return dict(given)
-
-
-def _adapters(given: Any) -> dict[str, str]:
-    if type(given) is not dict or not all(type(name) is str for name in given.values()):
-        raise ValueError(f"adapters are {validation.short(given)}, not a name for each request")
-    return given
-
-
-def _seeds(given: Any) -> dict[str, int]:
-    if type(given) is not dict or not all(type(seed) is int for seed in given.values()):
-        raise ValueError(f"seeds are {validation.short(given)}, not an integer for each request")
-    return given
+def _are_counts(rows: Any) -> bool:
+    return type(rows) is list and all(map(validation.is_count, rows))
 
 
 def _counts(line: dict[str, Any]) -> StepCounts:
     seen, sent, dropped, failed = (validation.count(line, name) for name in ("seen", "sent", "dropped", "failed"))
     aborted, left_out = validation.text(line, "aborted", None), validation.count(line, "left_out", 0)
-    accepted, injected = (_numbers_by_name(line, name) for name in ("accepted", "injected"))
-    branches = _branches(line.get("accepted_branches", {}))
+    accepted, injected = (_by_name(line, name, validation.is_count, _COUNTS) for name in ("accepted", "injected"))
+    branches = _by_name(line, "accepted_branches", _are_counts, "a list of draft rows for each name")
     return StepCounts(seen, sent, dropped, failed, aborted, left_out, accepted, branches, injected)
 
 

@@ -25,9 +25,7 @@ from tapscope.core import dtypes
 from tapscope.core.errors import RunCorruptError, RunNotFoundError
 from tapscope.core.formatting import plural
 from tapscope.core.json_values import leaves, plain_value
-from tapscope.core.observe import StepInfo
 from tapscope.core.regular_files import open_regular, reading
-from tapscope.run_format import ledger
 from tapscope.run_format.index import Event, RankIndex, SiteInfo
 from tapscope.run_format.manifest import MANIFEST, MAX_RANKS
 from tapscope.run_format.payload import TAIL, Array
@@ -363,8 +361,7 @@ class _Reader:
             index.unknown += [UNKNOWN, *self._stopped(rank, stages)]
             for step in steps:
                 if count := self._per_step[rank, step]:
-                    index.begins[step] = ledger.begin_line(StepInfo(step=step), 0)
-                    index.ends[step] = ledger.end_line(step, ledger.StepCounts(count, count))
+                    index.add_step(step, count)
         self._found.manifest.update(self._manifest(mesh))
 
     def _stopped(self, rank: int, stages: Mapping[int, int]) -> list[str]:

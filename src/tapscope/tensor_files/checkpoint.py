@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tapscope.core.errors import RunCorruptError
-from tapscope.core.observe import StepInfo
 from tapscope.core.regular_files import read_small
-from tapscope.run_format import ledger
 from tapscope.run_format.index import Event, RankIndex, SiteInfo
 from tapscope.run_format.manifest import CHECKPOINT_FORMAT
 from tapscope.run_format.record import FORWARD, Entry, Key, Record
@@ -61,19 +59,33 @@ def read_checkpoint(folder: Path) -> TensorDirectory:
         index.problems.append(f"{folder}: the index names tensors that no shard has: {names}{more}")
     if not tensors:
         raise RunCorruptError(f"{folder}: no readable weights: {(index.problems or ['its files have no tensor'])[0]}")
-    manifest = _manifest(folder)
-    if manifest.pop("tied") and "lm_head.weight" not in tensors:
+    config = _json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
+    text_config = {**config, **text} if isinstance(text := config.get("text_config"), dict) else config
+    if text_config.get("tie_word_embeddings") is True and "lm_head.weight" not in tensors:
         tied = next((name for name in tensors if name.endswith("embed_tokens.weight")), None)
         if tied is not None:  # so that it meets the head of a checkpoint that stores both
             tensors["lm_head.weight"] = tensors[tied]
     for name in sorted(tensors, key=_module_order):
         shard, tensor = tensors[name]
-        _add(index, payloads, name, shard, tensor)
-    count = len(index.records)
-    index.begins[0] = ledger.begin_line(StepInfo(step=0), 0)
-    index.ends[0] = ledger.end_line(0, ledger.StepCounts(count, count))
+        add_weight(index, payloads, name, shard, tensor)
+    index.add_step(0, len(index.records))
     index.events = [Event(0, "open", {}), Event(0, "close", {})]
+    quantization = config.get("quantization_config")
+    manifest = checkpoint_manifest(
+        "checkpoint",
+        folder.resolve().name,
+        dtype=next((value for key in ("dtype", "torch_dtype") if isinstance(value := text_config.get(key), str)), ""),
+        model_config={key: value for key, value in text_config.items() if type(value) in (int, float)},
+        weight_block_size=_block(quantization),
+        quantization=quantization if isinstance(quantization, dict) else {},
+    )
     return TensorDirectory(manifest, {0: index}, payloads)
+
+
+def checkpoint_manifest(framework: str, model: str, **known: Any) -> dict[str, Any]:
+    """The manifest of a checkpoint as a run; ``known`` are the members that its files give."""
+    manifest = {"version": 1, "format": CHECKPOINT_FORMAT, "framework": framework, "model": model, "dtype": ""}
+    return manifest | {"mesh": {}, "world_size": 1, "model_config": {}, "weight_block_size": None} | known
 
 
 def site_of_weight(name: str) -> str:
@@ -82,13 +94,23 @@ def site_of_weight(name: str) -> str:
     return f"{clean_part(path) if path else ''}:param[{clean_part(last)}]"
 
 
-def _add(index: RankIndex, payloads: FilePayloads, name: str, shard: str, tensor: Tensor) -> None:
+def add_weight(
+    index: RankIndex,
+    payloads: FilePayloads,
+    name: str,
+    file: str,
+    tensor: Tensor,
+    *,
+    rank: int = 0,
+    dims: str | None = None,
+) -> None:
+    """Add the record and the site of a tensor in ``file``; ``name`` is that of the parameter."""
     site, seq = site_of_weight(name), len(index.records)
-    entry = Entry(shard, tensor.offset, tensor.nbytes)
-    index.records.append(Record(Key(site, 0, 0, 0, 0, FORWARD), seq, tensor.dtype, tensor.shape, entry=entry))
+    entry = Entry(file, tensor.offset, tensor.nbytes)
+    index.records.append(Record(Key(site, 0, rank, 0, 0, FORWARD), seq, tensor.dtype, tensor.shape, dims, entry=entry))
     if not tensor.is_contiguous:
-        payloads.spread[0, seq] = tensor
-    index.sites[site] = SiteInfo(site, "", {})
+        payloads.spread[rank, seq] = tensor
+    index.sites[site] = SiteInfo(site, "", {}, dims=dims)
 
 
 def _module_order(name: str) -> tuple[Any, ...]:
@@ -118,28 +140,6 @@ def _shards(folder: Path) -> list[str]:
         return [_WHOLE[0]]
     names = sorted(path.name for path in folder.glob("*.safetensors"))
     return names or [_WHOLE[1]]
-
-
-def _manifest(folder: Path) -> dict[str, Any]:
-    config = _json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
-    text = config.get("text_config")
-    inner = {**config, **text} if isinstance(text, dict) else config
-    quantization = config.get("quantization_config")
-    numbers = {key: value for key, value in inner.items() if type(value) in (int, float)}
-    dtype = next((value for key in ("dtype", "torch_dtype") if isinstance(value := inner.get(key), str)), "")
-    return {
-        "version": 1,
-        "format": CHECKPOINT_FORMAT,
-        "framework": "checkpoint",
-        "model": folder.resolve().name,
-        "dtype": dtype,
-        "mesh": {},
-        "world_size": 1,
-        "model_config": numbers,
-        "weight_block_size": _block(quantization),
-        "quantization": quantization if isinstance(quantization, dict) else {},
-        "tied": inner.get("tie_word_embeddings") is True,
-    }
 
 
 def _block(quantization: Any) -> tuple[int, int] | None:

@@ -17,8 +17,6 @@ import numpy as np
 
 from tapscope.core.errors import RunCorruptError, RunNotFoundError
 from tapscope.core.json_values import leaves, plain_value
-from tapscope.core.observe import StepInfo
-from tapscope.run_format import ledger
 from tapscope.run_format.index import Event, RankIndex, SiteInfo
 from tapscope.run_format.manifest import INDEX, MANIFEST, MAX_RANKS
 from tapscope.run_format.payload import Array
@@ -203,7 +201,6 @@ class _Reader:
                 index.unknown.append(f"{number} in {self._folder} do not match the pattern: {_some(left_out)}")
             for (owner, step), count in self._per_step.items():
                 if owner == rank:
-                    index.begins[step] = ledger.begin_line(StepInfo(step=step), 0)
-                    index.ends[step] = ledger.end_line(step, ledger.StepCounts(count, count))
+                    index.add_step(step, count)
         manifest = {"version": 1, "format": "tensor-files", "framework": "", "model": "", "dtype": "", "mesh": {}}
         return TensorDirectory(manifest | {"world_size": max(self._ranks) + 1}, self._ranks, self._payloads)

@@ -20,16 +20,13 @@ import numpy as np
 
 from tapscope.core import dtypes
 from tapscope.core.errors import RunCorruptError
-from tapscope.core.observe import StepInfo
-from tapscope.run_format import ledger
 from tapscope.run_format.index import Event, RankIndex, SiteInfo
-from tapscope.run_format.manifest import CHECKPOINT_FORMAT
 from tapscope.run_format.payload import Array
 from tapscope.run_format.record import FORWARD, Entry, Key, Record
 from tapscope.run_format.tensor_layout import Tensor
 from tapscope.sglang import torch_save_reader
 from tapscope.sglang.safe_unpickler import Constructor, Placeholder, PlaceholderKey
-from tapscope.tensor_files.checkpoint import site_of_weight
+from tapscope.tensor_files.checkpoint import checkpoint_manifest, site_of_weight
 from tapscope.tensor_files.directory import FilePayloads, TensorDirectory
 from tapscope.tensor_files.megatron_checkpoint import (
     METADATA,
@@ -178,23 +175,12 @@ def read_distributed_checkpoint(folder: Path) -> TensorDirectory:
         index.records.append(Record(Key(site, 0, 0, 0, 0, FORWARD), seq, stored.dtype, shape, dims, entry=entry))
         index.sites[site] = SiteInfo(site, "", {}, dims=dims)
         payloads.parts[seq] = stored, first
-    count = len(index.records)
     index.events = [Event(0, "open", {"coords": dict.fromkeys(mesh, 0), "mesh": mesh}), Event(0, "close", {})]
     if skipped:
         index.events.insert(1, Event(0, "skipped", {"tensors": len(skipped), "reason": "optimizer and random states"}))
-    index.begins[0] = ledger.begin_line(StepInfo(step=0), 0)
-    index.ends[0] = ledger.end_line(0, ledger.StepCounts(count, count))
-    manifest = {
-        "version": 1,
-        "format": CHECKPOINT_FORMAT,
-        "framework": "megatron" if is_megatron else "checkpoint",
-        "model": model_name(folder),
-        "dtype": "",
-        "mesh": mesh,
-        "world_size": 1,
-        "model_config": hyperparameters(args),
-        "weight_block_size": None,
-    }
+    index.add_step(0, len(index.records))
+    framework = "megatron" if is_megatron else "checkpoint"
+    manifest = checkpoint_manifest(framework, model_name(folder), mesh=mesh, model_config=hyperparameters(args))
     return TensorDirectory(manifest, {0: index}, payloads)
 
 

@@ -17,15 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from tapscope.core.errors import RunCorruptError
-from tapscope.core.observe import StepInfo
 from tapscope.core.regular_files import read_small
-from tapscope.run_format import ledger
-from tapscope.run_format.index import Event, RankIndex, SiteInfo
-from tapscope.run_format.manifest import CHECKPOINT_FORMAT
-from tapscope.run_format.record import FORWARD, Entry, Key, Record
+from tapscope.run_format.index import Event, RankIndex
 from tapscope.run_format.tensor_layout import Tensor
 from tapscope.sglang import torch_save_reader
-from tapscope.tensor_files.checkpoint import site_of_weight
+from tapscope.tensor_files.checkpoint import add_weight, checkpoint_manifest
 from tapscope.tensor_files.directory import FilePayloads, TensorDirectory
 
 METADATA = ".metadata"
@@ -118,17 +114,8 @@ def read_megatron_checkpoint(folder: Path) -> TensorDirectory:
         axis: max(1 + max(place[i] for place in files), *(_size(one, argument) for one in contents.values()))
         for i, (axis, argument) in enumerate(_SIZES.items())
     }
-    manifest: dict[str, Any] = {
-        "version": 1,
-        "format": CHECKPOINT_FORMAT,
-        "framework": "megatron",
-        "model": model_name(folder),
-        "dtype": "",
-        "mesh": mesh,
-        "world_size": math.prod(mesh.values()),
-        "model_config": {},
-        "weight_block_size": None,
-    }
+    world_size = math.prod(mesh.values())
+    manifest = checkpoint_manifest("megatron", model_name(folder), mesh=mesh, world_size=world_size)
     payloads, ranks = FilePayloads(folder), dict[int, RankIndex]()
     chunks = {place: _chunks(contents[place], folder / file) for place, file in sorted(files.items())}
     starts = _starts(chunks, mesh["pp"], next(filter(None, map(arguments, contents.values())), {}))
@@ -149,27 +136,20 @@ def read_megatron_checkpoint(folder: Path) -> TensorDirectory:
                 )
             for name, tensor in sorted(weights.items(), key=lambda item: module_order(item[0])):
                 if isinstance(tensor, Tensor):
+                    num_axes, num_expert_ranks = len(tensor.shape), mesh["ep"]
                     dims = dims_of_parameter(
-                        name,
-                        len(tensor.shape),
-                        is_gated,
-                        num_expert_ranks=mesh["ep"],
-                        has_expert_shards=are_sharded,
+                        name, num_axes, is_gated, num_expert_ranks=num_expert_ranks, has_expert_shards=are_sharded
                     )
-                    _add(index, payloads, rank, file, name, tensor, dims)
+                    add_weight(index, payloads, name, file, tensor, rank=rank, dims=dims)
         except RunCorruptError as error:
             index.problems.append(str(error))
             payloads.damaged.append(str(error))
         coords = dict(zip(_SIZES, place, strict=True))
         index.events = [Event(rank, "open", {"coords": coords, "mesh": mesh}), Event(rank, "close", {})]
-        count = len(index.records)
-        index.begins[0], index.ends[0] = (
-            ledger.begin_line(StepInfo(step=0), 0),
-            ledger.end_line(0, ledger.StepCounts(count, count)),
-        )
+        index.add_step(0, len(index.records))
     if not any(index.records for index in ranks.values()):
         raise RunCorruptError(f"{folder}: no readable weights: {(payloads.damaged or ['its files have no tensor'])[0]}")
-    absent = [rank for rank in range(manifest["world_size"]) if rank not in ranks]
+    absent = [rank for rank in range(world_size) if rank not in ranks]
     if absent:
         tp, others = absent[0] % mesh["tp"], absent[0] // mesh["tp"]
         stage_and_experts = (mesh["pp"], others // mesh["ep"]), (mesh["ep"], others % mesh["ep"])
@@ -308,15 +288,6 @@ def plain_name(name: str) -> str:
     for inside, own in _NORMS.items():
         name = name.replace(inside, own)
     return _GROUPED.sub(r".experts.local_experts.\3.\1.\2", name)
-
-
-def _add(index: RankIndex, payloads: FilePayloads, rank: int, file: str, name: str, tensor: Tensor, dims: str) -> None:
-    site, seq = site_of_weight(name), len(index.records)
-    entry = Entry(file, tensor.offset, tensor.nbytes)
-    index.records.append(Record(Key(site, 0, rank, 0, 0, FORWARD), seq, tensor.dtype, tensor.shape, dims, entry=entry))
-    if not tensor.is_contiguous:
-        payloads.spread[rank, seq] = tensor
-    index.sites[site] = SiteInfo(site, "", {}, dims=dims)
 
 
 def _has_expert_shards(args: Mapping[str, Any], mesh: Mapping[str, int], path: Path) -> bool:

@@ -14,8 +14,6 @@ import numpy as np
 from msgspec import Struct
 
 from tapscope.core import dtypes
-from tapscope.core.observe import StepInfo
-from tapscope.run_format import ledger
 from tapscope.run_format.index import RankIndex, SiteInfo
 from tapscope.run_format.manifest import CHECKPOINT_FORMAT
 from tapscope.run_format.payload import Array, Payloads
@@ -182,8 +180,7 @@ def dequantized(run: Run, other: Run) -> Run:
         if record.key.site not in left_out - theirs.keys():
             kept.append(record)
     index = RankIndex(records=Records(kept), sites=sites, problems=list(run.problems))
-    index.begins[0] = ledger.begin_line(StepInfo(step=0), 0)
-    index.ends[0] = ledger.end_line(0, ledger.StepCounts(len(kept), len(kept)))
+    index.add_step(0, len(kept))
     index.events = run.events()
     multiplied = Run(run.path, run.manifest, {0: index}, payloads, name=run.name)
     multiplied.quantized = floors
