@@ -10,7 +10,6 @@ Unknown functions are skipped, and so are compositions with roundings of their o
 whose noise hides the function: each function must fit its own run several times better than the other function does.
 """
 
-import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,7 +22,7 @@ from tapscope.comparator.detectors.activation_functions import FUNCTIONS, deriva
 from tapscope.comparator.detectors.detector import Detector, Evidence, Stage
 from tapscope.comparator.detectors.linear_gradients import chunks_of
 from tapscope.comparator.pair_analysis.pair_result import PairResult
-from tapscope.comparator.verdict.finding import Finding, Verdict
+from tapscope.comparator.verdict.finding import Finding, Verdict, as_different
 from tapscope.core import dtypes
 from tapscope.core.errors import DataError
 from tapscope.core.site import module_of
@@ -221,11 +220,4 @@ def _some(wholes: Sequence[AssembledTensor]) -> Iterator[list[Array]]:
 def _with_mismatch(finding: Finding, names: tuple[str, ...]) -> Finding:
     what = "the gradient of " if finding.site.endswith(".grad") else ""
     note = f"it is {what}{names[0]} of its input in the baseline, and {what}{names[1]} in the target"
-    return structs.replace(
-        finding,
-        verdict=Verdict.DIFFERS,
-        test="activation",
-        added_error_ratio=math.inf,
-        judged_by="equality",
-        notes=(note, *finding.notes),
-    )
+    return as_different(finding, "activation", note)

@@ -23,7 +23,7 @@ from tapscope.comparator.assembly.assemble import AssembledTensor
 from tapscope.comparator.detectors.detector import Detector, Evidence, Stage
 from tapscope.comparator.detectors.linear_gradients import MAX_ELEMENTS, Product, norm_product, product
 from tapscope.comparator.pair_analysis.pair_result import PairResult
-from tapscope.comparator.verdict.finding import Finding, Verdict
+from tapscope.comparator.verdict.finding import Finding, Verdict, as_different
 from tapscope.core.errors import DataError
 from tapscope.core.site import port_of
 
@@ -251,16 +251,15 @@ def _with_violation(finding: Finding, worst: tuple[float, int], names: tuple[str
     what = "out.grad times the input of its module" if _is_weight(finding) else "the sum of out.grad over token rows"
     wrong, right = names
     note = f"in {wrong} the gradient is not {what} ({error:,.0f} roundings apart at step {step}); in {right} it is"
-    return structs.replace(
+    return as_different(
         finding,
-        verdict=Verdict.DIFFERS,
+        "gradient_identity",
+        note,
         error=error,
         floor=MIN_VIOLATION,
         row_floor=0.0,
         added_error_ratio=error / MAX_HOLDING_ERROR,
-        test="gradient_identity",
         judged_by="gradient_identity",
-        notes=(note, *finding.notes),
     )
 
 

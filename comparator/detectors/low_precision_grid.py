@@ -5,7 +5,6 @@ significant bits have their last p - 4 bits zero by accident once in 16^n. One r
 to itself receives its value as it left the cache.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from tapscope.comparator.alignment.prepare import PairPreparer
 from tapscope.comparator.detectors.detector import Detector, Evidence, Stage
 from tapscope.comparator.metrics import chunks
 from tapscope.comparator.pair_analysis.pair_result import PairResult
-from tapscope.comparator.verdict.finding import Finding, Verdict
+from tapscope.comparator.verdict.finding import Finding, Verdict, as_different
 from tapscope.core import dtypes
 from tapscope.core.errors import DataError
 
@@ -146,11 +145,4 @@ def _with_cast(finding: Finding, cast: _Cast, preparer: PairPreparer) -> Finding
         where = f", the first at position {int(preparer.row_map.pair_position[cast.pair])}"
     many = f"{cast.count:,} rows hold" if cast.count > 1 else "a row holds"
     note = f"{many} only {dtypes.short(cast.name)} numbers in the target{where}, and not in the baseline: a cast"
-    return structs.replace(
-        finding,
-        verdict=Verdict.DIFFERS,
-        test="fp8_grid",
-        added_error_ratio=math.inf,
-        judged_by="equality",
-        notes=(note, *finding.notes),
-    )
+    return as_different(finding, "fp8_grid", note)

@@ -11,8 +11,7 @@ Modules with two outputs are such tables if the squares of the baseline's add up
 A change below half a unit in the last place of every element is not detectable.
 """
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +21,7 @@ from tapscope.comparator.alignment.prepare import PairPreparer
 from tapscope.comparator.detectors.detector import Detector, Evidence, Stage
 from tapscope.comparator.metrics import chunks
 from tapscope.comparator.pair_analysis.pair_result import PairResult
-from tapscope.comparator.verdict.finding import Finding, Verdict
+from tapscope.comparator.verdict.finding import Finding, Verdict, as_different
 from tapscope.core import dtypes
 from tapscope.core.errors import DataError
 from tapscope.core.formatting import number
@@ -133,5 +132,4 @@ def _with_excess(finding: Finding, excess: _Excess) -> Finding:
         f"an element of column {excess.column} is off by {number(excess.error)}, and the rounding of its angle and its "
         f"value explains {number(excess.limit)}"
     )
-    by: Mapping[str, Any] = {"test": "rotary_table", "added_error_ratio": math.inf, "judged_by": "equality"}
-    return structs.replace(finding, verdict=Verdict.DIFFERS, **by, notes=(note, *finding.notes))
+    return as_different(finding, "rotary_table", note)

@@ -253,22 +253,22 @@ def _where_line(report: "Report") -> str:
     layer = layer_of(divergence.module) if divergence.module else None
     parts += [f"layer {layer}"] if layer is not None else []
     if divergence.place is None:
-        return ", ".join(parts) + _also(report, divergence)
+        return ", ".join(parts) + _also(report)
     parts += [f"rank {divergence.place.rank}"] if divergence.place.rank is not None else []
     why = divergence.explanation
     if why is not None and why.extent not in ("", parts[0]) and not why.is_clear:
         parts.append(f"only {why.extent}")
     place = divergence.place
     if place.position is None and not place.index:  # a scalar
-        return ", ".join(parts) + _also(report, divergence)
+        return ", ".join(parts) + _also(report)
     where = place.text() + (f", column {place.index[-1]}" if place.position is not None and place.index else "")
     if place.in_shard:
         where += f" (on rank {place.rank}: --slice {','.join(map(str, place.in_shard))})"
     is_limited = parts[-1].startswith("only ")
-    return f"{', '.join(parts)}; {_extent(divergence.finding, is_limited)} {where}{_also(report, divergence)}"
+    return f"{', '.join(parts)}; {_extent(divergence.finding, is_limited)} {where}{_also(report)}"
 
 
-def _also(report: "Report", divergence: Divergence) -> str:
+def _also(report: "Report") -> str:
     """Other modules with an error of their own."""
     others = report.divergences[1:]
     if not others:

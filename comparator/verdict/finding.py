@@ -1,8 +1,10 @@
 """Finding: the result of comparing one site, with its verdict."""
 
+import math
 from enum import StrEnum
+from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from tapscope.comparator.facts import ChoiceDifference, ErrorMetrics, Place, RowCounts, Side, StepResult
 from tapscope.comparator.metrics.detail import Detail
@@ -167,6 +169,13 @@ class Finding(Struct, frozen=True, gc=False):
         if self.error == 0.0:
             return 0.0
         return self.error / self.floor if self.floor > 0.0 else float("inf")
+
+
+def as_different(finding: Finding, test: str, note: str, **judged: Any) -> Finding:
+    """The finding as one that differs by ``test``, which ``note`` explains: by equality and with an error of its own,
+    unless the members in ``judged`` say otherwise."""
+    members: dict[str, Any] = {"added_error_ratio": math.inf, "judged_by": "equality", **judged}
+    return structs.replace(finding, verdict=Verdict.DIFFERS, test=test, notes=(note, *finding.notes), **members)
 
 
 MEMBERS = (
