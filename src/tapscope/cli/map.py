@@ -46,8 +46,8 @@ class MapCommand:
 
     def run(self, args: argparse.Namespace) -> int:
         """Propose, print, and return the exit code."""
-        from tapscope.comparator.map_proposal import propose_map
         from tapscope.comparator.matching.map_proposal import to_json
+        from tapscope.comparator.propose_map import propose_map
 
         if args.out is not None and args.out.exists() and not args.force:
             raise ConfigError(f"{args.out} exists; choose another file or replace it with --force")

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tapscope.cli import main
-from tapscope.comparator.map_proposal import propose_map
+from tapscope.comparator.propose_map import propose_map
 from tapscope.dumper import Dumper
 from tapscope.sources import open_run
 
