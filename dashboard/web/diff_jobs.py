@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from threading import Lock, Thread
-from typing import Any
 
-from tapscope.comparator import CompareOptions, Comparison, compare_open_runs
+from tapscope.comparator import CompareOptions, Comparison, Finding, compare_open_runs
+from tapscope.comparator.pair_analysis.token_view import PairReader
 from tapscope.core.errors import ConfigError, DataError, TapscopeError
 from tapscope.dashboard.model.diff import DiffView, HashedSteps, diff_view
 from tapscope.dashboard.model.finding import FindingView, finding_view
@@ -36,6 +36,8 @@ MAX_KEPT = 10_000_000
 """Cells that a job keeps to show the levels of its heat map."""
 MAX_TILE = 64
 """Most rows and columns of a tile."""
+
+STILL_COMPARING = "still comparing"
 
 Stamps = tuple[tuple[str, object], tuple[str, object]]
 """(path, what tells whether it has changed) of both runs."""
@@ -90,13 +92,12 @@ class DiffJob:
         self.id, self.stamps, self.options, self._known = job_id, stamps, options, known
         self._progress = (0, 0)
         self._error = ""
-        self._runs: tuple[Run, Run] | None = None
-        self._comparison: Comparison | None = None
+        self._result: tuple[tuple[Run, Run], Comparison] | None = None
         self._page: DiffPage | None = None
         self._sites: Grid | None = None
         self._tables: OrderedDict[int, ValueTable] = OrderedDict()
         self._tokens: TokenLabels | None = None
-        self._readers: OrderedDict[int, Any] = OrderedDict()
+        self._readers: OrderedDict[int, PairReader | None] = OrderedDict()
         self._lock = Lock()
         self._places: PlaceGrids | None = None
         self._places_lock = Lock()
@@ -120,9 +121,7 @@ class DiffJob:
 
     def findings(self, offset: int, limit: int) -> FindingPage:
         """Findings in execution order, those that the page left out among them; raises ConfigError."""
-        if self._comparison is None:
-            raise ConfigError("still comparing")
-        report = self._comparison.report
+        report = self._compared[1].report
         names = report.baseline.name, report.target.name
         page = report.findings[offset : offset + limit]
         return FindingPage(tuple(finding_view(each, names) for each in page), offset, len(report.findings))
@@ -154,7 +153,7 @@ class DiffJob:
     def sites(self, steps: tuple[int, int] | None) -> PackedGrid:
         """The sites of the page, in the first to the last of ``steps`` if given; raises ConfigError."""
         if self._page is None:
-            raise ConfigError("still comparing")
+            raise ConfigError(STILL_COMPARING)
         return _shown_sites(self._steps_grid(steps), self._page.orders)
 
     def level(self, axis: str, at: Sequence[int], within: tuple[int, int] | None = None) -> GridLevel:
@@ -167,50 +166,45 @@ class DiffJob:
         return grid_level(places.ranks if axis == "rank" else places.tokens, at, MAX_COLUMNS, within)
 
     def _steps_grid(self, within: tuple[int, int] | None) -> Grid:
-        if self._sites is None or self._comparison is None or self._runs is None:
-            raise ConfigError("still comparing")
+        runs, comparison = self._compared
+        if self._sites is None:
+            raise ConfigError(STILL_COMPARING)
         if within is None:
             return self._sites
         part = self._sites.within(*within)
         if all(each.first == each.last for each in part.columns):
             return part
-        return site_grid(self._comparison.report.findings, HashedSteps.of(self._runs)).within(*within)
+        return site_grid(comparison.report.findings, HashedSteps.of(runs)).within(*within)
 
     def _measured_places(self) -> PlaceGrids:
-        if self._comparison is None:
-            raise ConfigError("still comparing")
+        _, comparison = self._compared
         with self._places_lock:
             if self._places is None:
-                self._places = place_grids(self._comparison)
+                self._places = place_grids(comparison)
             return self._places
 
     def modules(self) -> ModuleGraph:
         """The modules with their errors; raises ConfigError while comparing."""
-        if self._comparison is None or self._runs is None:
-            raise ConfigError("still comparing")
-        report = self._comparison.report
+        runs, comparison = self._compared
+        report = comparison.report
         title = f"{report.baseline.name} → {report.target.name}"
-        return comparison_graph(title, report.findings, self._runs, self._comparison.origins())
+        return comparison_graph(title, report.findings, runs, comparison.origins())
 
     def series(self, order: int) -> SiteSeries:
         """A finding over all steps; raises ConfigError."""
-        comparison = self._comparison
-        if comparison is None or not 0 <= order < len(comparison.report.findings):
-            raise ConfigError(f"no finding {order} in this comparison")
-        return finding_series(comparison.report.findings[order])
+        return finding_series(self._finding(order))
 
     def table(self, order: int) -> ValueTable:
         """All values of a finding on both sides; raises DataError where nothing was read."""
         with self._lock:
             if order not in self._tables:
-                reader, comparison, runs = self._reader(order), self._comparison, self._runs
-                assert comparison is not None  # or _reader has raised
-                assert runs is not None
+                runs, comparison = self._compared
+                finding, reader = self._finding(order), self._reader(order)
                 if self._tokens is None:
                     self._tokens = TokenLabels.of(runs[::-1], runs[1].step_lines())
                 report = comparison.report
                 names = report.baseline.name, report.target.name
-                table = finding_table(report.findings[order], reader, names, self._tokens)
+                table = finding_table(finding, reader, names, self._tokens)
                 if table is None:
                     raise DataError("no values to read: they are equal, or were not kept")
                 self._tables[order] = table
@@ -218,20 +212,30 @@ class DiffJob:
                     self._tables.popitem(last=False)
             return self._tables[order]
 
-    def _reader(self, order: int) -> Any:
-        comparison = self._comparison
-        if comparison is None or not 0 <= order < len(comparison.report.findings):
+    @property
+    def _compared(self) -> tuple[tuple[Run, Run], Comparison]:
+        """The runs and their comparison; raises ConfigError until it is finished."""
+        if self._result is None:
+            raise ConfigError(STILL_COMPARING)
+        return self._result
+
+    def _finding(self, order: int) -> Finding:
+        """Raises ConfigError for one that does not exist."""
+        findings = self._compared[1].report.findings
+        if not 0 <= order < len(findings):
             raise ConfigError(f"no finding {order} in this comparison")
+        return findings[order]
+
+    def _reader(self, order: int) -> PairReader | None:
         if order not in self._readers:
-            self._readers[order] = comparison.reader(comparison.report.findings[order])
+            self._readers[order] = self._compared[1].reader(self._finding(order))
             while len(self._readers) > CACHED_READERS:
                 self._readers.popitem(last=False)
         return self._readers[order]
 
     def _run(self) -> None:
         try:
-            runs, comparison = self._compared()
-            self._runs, self._comparison = runs, comparison
+            runs, comparison = self._result = self._compare()
             grid = site_grid(comparison.report.findings, HashedSteps.of(runs))
             self._sites = grid.binned(max(MAX_KEPT // max(len(grid.rows), 1), 1))
             self._page = diff_page(comparison, runs, grid)
@@ -240,10 +244,11 @@ class DiffJob:
         except Exception as error:  # noqa: BLE001 - reported to the page, and the server goes on
             self._error = f"the comparison failed: {type(error).__name__}"
 
-    def _compared(self) -> tuple[tuple[Run, Run], Comparison]:
+    def _compare(self) -> tuple[tuple[Run, Run], Comparison]:
         known, self._known = self._known, None
-        if known is not None and known._runs is not None and known._comparison is not None:
-            return known._runs, known._comparison.rejudged(self.options)
+        if known is not None and known._result is not None:
+            runs, comparison = known._result
+            return runs, comparison.rejudged(self.options)
         (baseline, _), (target, _) = self.stamps
         runs = open_run(baseline), open_run(target)
         return runs, compare_open_runs(*runs, self.options, self._advance)

@@ -5,7 +5,7 @@ from fastapi.responses import JSONResponse, Response
 
 from tapscope.comparator import CompareOptions
 from tapscope.dashboard.web.api import Limit, Offset, Rows, json_response, row_numbers, spanned
-from tapscope.dashboard.web.diff_jobs import DiffJobs
+from tapscope.dashboard.web.diff_jobs import STILL_COMPARING, DiffJobs
 from tapscope.dashboard.web.roots import Roots
 
 
@@ -24,7 +24,7 @@ def add_diff_routes(app: FastAPI, roots: Roots, jobs: DiffJobs) -> None:
     @app.get("/api/diffs/{job_id}/view")
     def get_view(job_id: str) -> Response:
         page = jobs.get(job_id).page
-        return JSONResponse({"error": "still comparing"}, 409) if page is None else json_response(page)
+        return JSONResponse({"error": STILL_COMPARING}, 409) if page is None else json_response(page)
 
     @app.get("/api/diffs/{job_id}/findings")
     def get_findings(job_id: str, offset: Offset = 0, limit: Limit = 2000) -> Response:

@@ -6,19 +6,19 @@ from rich.style import Style
 from rich.text import Text
 from textual import events
 from textual.message import Message
-from textual.widget import Widget
 
 from tapscope.core.formatting import printable
 from tapscope.dashboard.model.value_map import ValueMap
 from tapscope.dashboard.model.value_table import ValueTable
 from tapscope.dashboard.theme import heat_style
+from tapscope.dashboard.widgets.cell_cursor import CellCursor
 
 MAP = "map"
 _LABEL = 16
 _CURSOR = Style(reverse=True, bold=True)
 
 
-class TensorMap(Widget, can_focus=True):
+class TensorMap(CellCursor):
     """Draws all rows and columns in the room there is; neighbours share a cell, which shows their maximum."""
 
     class Moved(Message):
@@ -88,26 +88,6 @@ class TensorMap(Widget, can_focus=True):
                 self._place = place[0][0], place[1][0]
         self.refresh()
         self.post_message(self.Moved())
-
-    def move(self, delta: int) -> None:
-        """Lines of cells."""
-        self.go(self.row + delta, self.column)
-
-    def page(self, direction: int) -> None:
-        """As many lines as are visible."""
-        self.move(direction * max(self.size.height - 2, 1))
-
-    def ends(self, direction: int) -> None:
-        """The first or last line."""
-        self.go(0 if direction < 0 else 1 << 30, self.column)
-
-    def move_column(self, delta: int) -> None:
-        """Columns of cells."""
-        self.go(self.row, self.column + delta)
-
-    def column_ends(self, direction: int) -> None:
-        """The first or last column of cells."""
-        self.go(self.row, 0 if direction < 0 else 1 << 30)
 
     def on_click(self, event: events.Click) -> None:
         """A click moves the cursor."""

@@ -7,13 +7,13 @@ from textual import events
 from textual.geometry import Region
 from textual.message import Message
 from textual.strip import Strip
-from textual.widget import Widget
 
 from tapscope.core.errors import TapscopeError
 from tapscope.core.formatting import printable
 from tapscope.dashboard.model.tile import Tile, tile
 from tapscope.dashboard.model.value_table import ValueTable
 from tapscope.dashboard.theme import heat_style
+from tapscope.dashboard.widgets.cell_cursor import CellCursor
 from tapscope.dashboard.widgets.literal_text import literal
 
 CELLS = "cells"
@@ -26,7 +26,7 @@ _HERE, _LABELS, _CURSOR = Style(bold=True), Style(dim=True), Style(reverse=True)
 _GAP = Segment(" ")
 
 
-class ValueGrid(Widget, can_focus=True):
+class ValueGrid(CellCursor):
     """Reads the tile around the cursor; draws what fits."""
 
     class Moved(Message):
@@ -50,26 +50,6 @@ class ValueGrid(Widget, can_focus=True):
         self.row, self.column = self.table.clamped(row, column)
         self.refresh()
         self.post_message(self.Moved())
-
-    def move(self, delta: int) -> None:
-        """Rows."""
-        self.go(self.row + delta, self.column)
-
-    def page(self, direction: int) -> None:
-        """As many rows as are visible."""
-        self.go(self.row + direction * max(self.size.height - 2, 1), self.column)
-
-    def ends(self, direction: int) -> None:
-        """The first or last row."""
-        self.go(0 if direction < 0 else self.table.num_rows - 1, self.column)
-
-    def move_column(self, delta: int) -> None:
-        """Columns."""
-        self.go(self.row, self.column + delta)
-
-    def column_ends(self, direction: int) -> None:
-        """The first or last column."""
-        self.go(self.row, 0 if direction < 0 else self.table.num_columns - 1)
 
     def next_side(self) -> str:
         """Another side of a pair."""
