@@ -180,7 +180,7 @@ class RunSource:
 
     @property
     def num_sites(self) -> int:
-        """Distinct sites."""
+        """Number of distinct sites."""
         return len(self._site_numbers)
 
     @property
@@ -189,7 +189,7 @@ class RunSource:
         return list(self._site_numbers), self._site_of
 
     def counts(self, step: int, rank: int) -> ModuleCounts:
-        """Of every module."""
+        """The records of every module in one step on one rank."""
         places = self._of(step, rank)
         odd = places[self._is_anomalous[places]]
         return ModuleCounts(self._below(self._site_of[places]), self._below(self._site_of[odd]))

@@ -81,7 +81,7 @@ def _ranks(response: Any) -> str:
 
 
 def attempt(control: CaptureControl, text: str) -> str:
-    """As :meth:`CaptureControl.command`, with the sentence of an error as the result."""
+    """The result of :meth:`CaptureControl.command`, or the message of its error."""
     try:
         return control.command(text)
     except TapscopeError as error:

@@ -96,7 +96,7 @@ class Columns(Struct, frozen=True):
         )
 
     def rows(self, rows: Rows) -> Array:
-        """[n, columns]."""
+        """[n, columns] these rows of the block, as far as its columns go."""
         return self.block.rows(rows)[:, self.start : self.stop]
 
 

@@ -78,33 +78,33 @@ class LargestErrors(NamedTuple):
 
     @property
     def errors(self) -> Array:
-        """[quantiles, sites]."""
+        """[quantiles, sites] relative errors of rows."""
         return self.values[: len(QUANTILES)]
 
     @property
     def element(self) -> Array:
-        """Sizes."""
+        """[sites] :attr:`.ErrorDistribution.element`."""
         return self._row(0)
 
     @property
     def peak(self) -> Array:
-        """Sizes."""
+        """[sites] :attr:`.ErrorDistribution.peak`."""
         return self._row(1)
 
     @property
     def gain(self) -> Array:
-        """Sizes."""
+        """[sites] magnitude of :attr:`.ErrorDistribution.gain`."""
         return self._row(2)
 
     @property
     def channel(self) -> Array:
-        """Of channels beyond their noise."""
+        """[sites] :attr:`.ErrorDistribution.channel`, as far as it exceeds its noise."""
         channel: Array = self.values[CHANNELS]
         return channel
 
     @property
     def gain_sd(self) -> Array:
-        """For gradients including the gain that row gains may leave in a sum over rows."""
+        """[sites] :attr:`.ErrorDistribution.gain_sd`; of gradients with what row gains may leave in a sum over rows."""
         return self._row(4)
 
     def _row(self, index: int) -> Array:

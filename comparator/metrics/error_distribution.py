@@ -66,13 +66,13 @@ class ErrorDistribution(Struct, frozen=True, gc=False):
         return self.errors[-1] == 0.0
 
     def scaled(self, by: Sequence[float]) -> "ErrorDistribution":
-        """With errors multiplied by a factor at each of :data:`QUANTILES`."""
+        """The distribution with its errors multiplied by a factor at each of :data:`QUANTILES`."""
         if max(by) == 1.0:
             return self
         return structs.replace(self, errors=tuple(e * more for e, more in zip(self.errors, by, strict=True)))
 
     def worst_everywhere(self) -> "ErrorDistribution":
-        """With the errors of the worst row and element everywhere."""
+        """The distribution if every row and element were as far off as the worst one."""
         worst = (self.errors[-1],) * len(self.errors)
         return structs.replace(self, errors=worst, element=self.peak)
 
@@ -114,7 +114,7 @@ def root_mean_square(errors: Array) -> Array:
 
 
 def with_channel(spread: ErrorDistribution, channel: Channel) -> ErrorDistribution:
-    """With the channel that stands out most."""
+    """The distribution with the channel that stands out most."""
     return structs.replace(spread, channel=channel.gain, channel_noise=channel.noise, channel_index=channel.index)
 
 

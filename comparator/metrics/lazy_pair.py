@@ -45,7 +45,7 @@ class LazyPair:
 
     @property
     def layouts(self) -> tuple[Layout, Layout]:
-        """Of both sides."""
+        """The layouts of baseline and target."""
         return self._like.layouts
 
     @property

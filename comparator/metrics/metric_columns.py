@@ -31,7 +31,7 @@ class MetricColumns(Struct, frozen=True, eq=False):
     """[pairs] whether the squares of all differences are 0; the error distribution is empty then."""
 
     def with_num_over(self, num_over: Array) -> "MetricColumns":
-        """With other numbers of elements beyond the tolerance, [pairs]."""
+        """The columns with ``num_over`` [pairs] as the numbers of elements beyond the tolerance."""
         counts = self.counts.copy()
         counts[_OVER_TOLERANCE] = num_over
         return structs.replace(self, counts=counts)

@@ -56,7 +56,7 @@ class OpenedRuns(Struct, frozen=True):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Assumptions made."""
+        """The assumptions that were made, one sentence each."""
         return *self.numbered[0].notes, *self.numbered[1].notes, *_step_notes(self.options, self.rows)
 
 

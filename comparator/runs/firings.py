@@ -125,7 +125,7 @@ class FiringTable:
         return self._order[self._first[first] : self._first[end]]
 
     def firing(self, at: int) -> Firing:
-        """One firing."""
+        """The firing at this index; the latest ones are kept."""
         firing = self._kept.get(at)
         if firing is None:
             if len(self._kept) >= _MAX_CACHED_FIRINGS:

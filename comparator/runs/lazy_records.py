@@ -103,7 +103,7 @@ class LazyRecord(Record):
 
     @property
     def hash(self) -> Any:
-        """None if the payload cannot be read."""
+        """The hash, recorded or computed from the payload when it is compared; None if that cannot be read."""
         digest: Any = self[7]
         return None if isinstance(digest, LazyHash) and digest.tail is None else digest
 
@@ -143,15 +143,15 @@ class LazyRecords(Records):
         return LazyRecord(*record[:7], lazy, *record[8:])  # type: ignore[arg-type]
 
     def hashes_at(self, places: Sequence[int]) -> Any:
-        """As :attr:`LazyRecord.hash`."""
+        """The hashes of some records, see :attr:`LazyRecord.hash`."""
         return [self._record(place).hash for place in places]
 
     def bags_at(self, places: Sequence[int]) -> list[str | None]:
-        """As :attr:`LazyRecord.bag`."""
+        """The multiset hashes of some records, see :attr:`LazyRecord.bag`."""
         return [self._record(place).bag for place in places]
 
     def hashes(self) -> Any:
-        """As of each record."""
+        """(hashes, multiset hashes) of all records."""
         every = list(self)
         return [record.hash for record in every], [record.bag for record in every]
 

@@ -36,17 +36,17 @@ class Series(Struct, frozen=True, gc=False):
 
     @property
     def dtype(self) -> str | None:
-        """Of the first record."""
+        """The dtype of the first record."""
         return self.firings.kind.dtype if isinstance(self.firings, Firings) else self.first.dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the first record."""
+        """The shape of the first record."""
         return self.firings.kind.shape if isinstance(self.firings, Firings) else self.first.shape
 
     @property
     def hashes(self) -> list[str | None]:
-        """Of all records."""
+        """The hashes of all records."""
         if isinstance(self.firings, Firings):
             return self.firings.hashes
         return [record.hash for firing in self.firings for record in firing.records]

@@ -142,7 +142,7 @@ class BenchTable:
         }
 
     def history(self) -> BenchHistory:
-        """Every series."""
+        """The series of every configuration and metric."""
         index = {view.commit: i for i, view in enumerate(self.commits)}
         known = {name for of_config in self._values.values() for name in of_config}
         problems = list(self._files.problems)

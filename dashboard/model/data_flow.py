@@ -51,7 +51,7 @@ class FlowValue:
 
     @property
     def path(self) -> str:
-        """Of its module."""
+        """The path of its module."""
         return module_of(self.site)
 
 

@@ -158,11 +158,11 @@ class HashedSteps:
 
     @classmethod
     def of(cls, runs: tuple[Run, Run]) -> "HashedSteps":
-        """Of baseline and target."""
+        """The steps of two runs, baseline and target."""
         return cls((_recorded(runs[0]), _recorded(runs[1])))
 
     def swapped(self) -> "HashedSteps":
-        """Of the same runs with swapped sides."""
+        """The steps of the same runs with swapped sides."""
         return HashedSteps(self._recorded[::-1])
 
     def __call__(self, finding: Finding) -> frozenset[int]:
@@ -253,7 +253,7 @@ class Downstream:
 
     @property
     def text(self) -> str:
-        """``258 downstream``."""
+        """What the row says: ``258 downstream``."""
         return f"{len(self.findings):,} downstream"
 
 

@@ -160,7 +160,7 @@ def _with_usage(values: dict[str, float | None]) -> dict[str, float | None]:
 
 
 def largest(one: float | None, other: float | None) -> float | None:
-    """Of two ranks; null if one is not finite."""
+    """The larger value of two ranks; None if either is not finite."""
     if one is None or other is None or not (math.isfinite(one) and math.isfinite(other)):
         return None
     return max(one, other)

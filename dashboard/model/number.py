@@ -34,5 +34,5 @@ def ratio(value: float) -> Number:
 
 
 def count(value: int) -> Number:
-    """``1,132``."""
+    """An integer with thousands separators: ``1,132``."""
     return Number(float(value), formatting.count(value))

@@ -29,7 +29,7 @@ class PlaceGrids:
 
     @property
     def shown(self) -> tuple[Grid, ...]:
-        """Those with more than one column."""
+        """The grids with more than one column."""
         return tuple(grid for grid in (self.ranks, self.tokens) if len(grid.columns) > 1)
 
 

@@ -40,7 +40,7 @@ class RunData(Protocol):
 
     @property
     def num_sites(self) -> int:
-        """Distinct sites."""
+        """Number of distinct sites."""
 
     @property
     def site_numbers(self) -> tuple[list[str], Array]:

@@ -146,7 +146,7 @@ class EmptyValueTable(ValueTable):
         return np.empty((0, 0)), np.empty((0, 0))
 
     def label(self, row: int) -> str:
-        """Nothing."""
+        """Empty."""
         return ""
 
     def step(self, row: int) -> int:
@@ -154,7 +154,7 @@ class EmptyValueTable(ValueTable):
         return -1
 
     def index(self, row: int, column: int) -> tuple[int, ...]:
-        """Nothing."""
+        """Empty."""
         return ()
 
     def place(self, index: Sequence[int]) -> tuple[int, int]:
@@ -162,7 +162,7 @@ class EmptyValueTable(ValueTable):
         return self._row_column(index)
 
     def link(self, row: int, column: int) -> str:
-        """Nothing."""
+        """Empty."""
         return ""
 
     def place_of(self, at: Permalink) -> tuple[int, int]:

@@ -164,7 +164,7 @@ class BrowseScreen(BrowseBaseScreen):
         self.ask(replace(query, sort=sort, reverse=sort == query.sort and not query.reverse))
 
     def action_columns(self) -> None:
-        """Choose columns."""
+        """List the columns, to choose from."""
         self.open_columns(self.table)
 
     def action_sort(self) -> None:

@@ -19,7 +19,7 @@ class _Names(RowList):
         self.names, self.shown = names, shown
 
     def format_row(self, row: int, width: int) -> Text:
-        """``[x] rms``."""
+        """The name of a column and whether it is shown: ``[x] rms``."""
         name = self.names[row]
         return Text(f"[{'x' if name in self.shown else ' '}] {name}"[:width])
 

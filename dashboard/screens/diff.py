@@ -186,11 +186,11 @@ class DiffScreen(DiffBaseScreen):
         )
 
     def action_columns(self) -> None:
-        """Choose columns."""
+        """List the columns, to choose from."""
         self.open_columns(self.table)
 
     def action_measure(self) -> None:
-        """Other columns."""
+        """Show another measure in the list, unless columns were chosen."""
         if self.table.chosen is not None:
             key = next(spec.shown for spec in self.specs if spec.id == "columns")
             self.say(f"The columns were chosen; press {key} to change them.")

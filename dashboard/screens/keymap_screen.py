@@ -30,7 +30,7 @@ class Pane(Protocol):
     """A pane that can have the focus."""
 
     def focus(self, scroll_visible: bool = True) -> object:
-        """Take them."""
+        """Take the keys."""
 
     def move(self, delta: int) -> None:
         """Lines up or down."""

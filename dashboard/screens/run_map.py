@@ -80,7 +80,7 @@ class RunMapScreen(DetailScreen):
 
     @property
     def search_text(self) -> str:
-        """The search."""
+        """The search text in force; empty if none."""
         return self._find
 
     def search(self, text: str) -> None:

@@ -30,5 +30,5 @@ def spanned(first: int | None, last: int | None) -> tuple[int, int] | None:
 
 
 def row_numbers(rows: str) -> tuple[int, ...]:
-    """Those of :data:`Rows`."""
+    """The numbers in a :data:`Rows` parameter."""
     return tuple(map(int, rows.split("."))) if rows else ()

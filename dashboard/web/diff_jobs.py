@@ -106,13 +106,13 @@ class DiffJob:
 
     @property
     def state(self) -> JobState:
-        """Never waits."""
+        """How far the comparison is; never waits for it."""
         word = "failed" if self._error else "done" if self._page is not None else "running"
         return JobState(self.id, word, *self._progress, self._error)
 
     @property
     def page(self) -> DiffPage | None:
-        """None while it is running, or where it failed."""
+        """The finished comparison; None while it is running, or if it failed."""
         return self._page
 
     def measures(self, stamps: Stamps, options: CompareOptions) -> bool:

@@ -61,7 +61,7 @@ class FindingPane(TextPane):
         self.draw()
 
     def title_text(self, width: int) -> str:
-        """The site."""
+        """The site, shortened to the width."""
         return shorten(self.finding.site, max(width - 8, 16)) if self.finding else ""
 
     def lines(self, width: int, height: int) -> Sequence[Text]:

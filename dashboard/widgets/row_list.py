@@ -62,7 +62,7 @@ class RowList(LineView):
 
     @property
     def bad_style(self) -> Style:
-        """Of what differs: orange, while what agrees is dim."""
+        """The style of what differs: orange, while what agrees is dim."""
         return self.get_component_rich_style("row-list--bad", partial=True)
 
     def set_num_rows(self, num_rows: int, cursor: int) -> None:

@@ -24,7 +24,7 @@ class Verb(Protocol):
 
     @property
     def summary(self) -> str:
-        """One line."""
+        """What the command does, in one line."""
         ...
 
 

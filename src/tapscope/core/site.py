@@ -162,7 +162,7 @@ def _translate(glob: str) -> str:
 
 
 def describe_layers(sites: Iterable[Site | str]) -> str:
-    """For error messages: ``layers are 0-27``, or the first few paths where nothing is numbered."""
+    """The layers, for error messages: ``layers are 0-27``, or the first few paths where nothing is numbered."""
     sites = list(sites)
     paths = sorted({module_of(str(site)) for site in sites})
     layers = sorted({layer for path in paths if (layer := layer_of(path)) is not None})

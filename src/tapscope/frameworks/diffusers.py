@@ -68,7 +68,7 @@ class Scheduler(nn.Module):
         self.schedule()
 
     def forward(self, model_output: Any, timestep: Any, sample: Any, *args: Any, **kwargs: Any) -> Any:
-        """``scheduler.step``."""
+        """Call ``scheduler.step``, and record the index and the timestep as metrics."""
         self._metric("noise_index", self._index)
         self._metric("timestep", float(timestep))
         self._index += 1

@@ -57,7 +57,7 @@ class RemoteFiles:
         self._blocks: OrderedDict[tuple[str, int], bytes] = OrderedDict()
 
     def filesystem(self) -> Any:
-        """Of this process: drivers have threads and connections, which a fork does not have."""
+        """The fsspec filesystem of this process: its threads and connections do not survive a fork."""
         filesystem = self._filesystems.get(os.getpid())
         if filesystem is None:
             filesystem = self._filesystems[os.getpid()] = self._open()

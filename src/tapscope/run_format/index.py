@@ -194,7 +194,7 @@ class _Lines:
             index.records = known.records
 
     def others(self, records: "RecordLines") -> Iterator[tuple[int, bytes]]:
-        """(number, line)"""
+        """(number, line) of the lines that are not plain records, which are added to ``records``."""
         index = self._index
         if self._known is not None and self._known.others:
             columns, index.records = index.records, Records()

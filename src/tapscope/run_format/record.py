@@ -60,7 +60,7 @@ def virtual_stages(models: Iterable[str]) -> dict[str, int]:
 
 
 def tensor_name(site: str, step: int, occurrence: int, micro: int, pass_: str, model: str) -> str:
-    """As :attr:`Key.tensor_name`, without a key."""
+    """The :attr:`Key.tensor_name` of a key with these members."""
     prefix = f"{model}/" if model else ""
     return f"{prefix}{step}.{micro}.{pass_}/{site}#{occurrence}"
 

@@ -43,7 +43,7 @@ class Records(Sequence[Record]):
         self.extend(records)
 
     def extend(self, records: Iterable[Record]) -> None:
-        """Append some."""
+        """Append records."""
         for record in records:
             self.append(record)
 
@@ -217,7 +217,7 @@ class Records(Sequence[Record]):
 
     @property
     def sites(self) -> list[str]:
-        """Of each record; created at each access."""
+        """The site of each record; created at each access."""
         names = self.site_names
         return [names[code] for code in self._site]
 
@@ -226,19 +226,19 @@ class Records(Sequence[Record]):
         return np.flatnonzero(self.site == self._site_codes.get(site, -1))
 
     def site_at(self, place: int) -> str:
-        """Of one record."""
+        """The site of one record."""
         return self.site_names[self._site[place]]
 
     def kind_at(self, place: int) -> Kind:
-        """Of one record."""
+        """The kind of one record."""
         return self.kinds[self._kind[place]]
 
     def hashes_at(self, places: Sequence[int]) -> list[str | None]:
-        """Of some records."""
+        """The hashes of some records, None where there is none."""
         return self._digests_at(places, slice(0, HASH), lambda kind: kind.has_hash, lambda record: record.hash)
 
     def bags_at(self, places: Sequence[int]) -> list[str | None]:
-        """Of some records."""
+        """The multiset hashes of some records, None where there is none."""
         return self._digests_at(places, slice(HASH, DIGESTS), lambda kind: kind.has_bag, lambda record: record.bag)
 
     def digest_words(self, places: Array, what: Literal["hashes", "bags"]) -> Array:
@@ -279,7 +279,7 @@ class Records(Sequence[Record]):
         return forms
 
     def seq_at(self, place: int) -> int:
-        """Of one record."""
+        """The seq of one record."""
         return self._seq[place]
 
     @property
@@ -294,7 +294,7 @@ class Records(Sequence[Record]):
 
     @property
     def step(self) -> Array:
-        """[records] int64"""
+        """[records] int64: step of each."""
         return np.asarray(self._step)
 
     @property

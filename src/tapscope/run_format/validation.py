@@ -83,7 +83,7 @@ def number(value: Any, name: str) -> Any:
 
 
 def short(value: Any) -> str:
-    """For messages: on one line and never long."""
+    """The value for a message: on one line, and at most 60 characters of it."""
     shown = ascii(value)
     return shown if len(shown) <= 60 else f"{shown[:60]}…"
 

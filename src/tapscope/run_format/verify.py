@@ -85,7 +85,7 @@ class Report:
 
     @property
     def damaged(self) -> list[Corruption]:
-        """Of every rank, in order."""
+        """The corrupt values of every rank, in order."""
         return [damage for rank in self.ranks for damage in rank.damaged]
 
     @property

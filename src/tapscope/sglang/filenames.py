@@ -75,7 +75,7 @@ def _path(text: str) -> str:
 
 
 def clean_part(text: str) -> str:
-    """As it may stand in a site: one line, without the characters that mean something there."""
+    """The text as it may stand in a site: one line, without the characters that mean something there."""
     clean = text.translate(_IN_SITES).encode(errors="replace").decode()
     return "".join(each if each.isprintable() else "?" for each in clean)[:512] or "(empty)"
 

@@ -49,7 +49,7 @@ def framework_of(metas: Iterable[Mapping[str, Any]]) -> str:
 
 
 def pass_of(name: str, tags: Mapping[str, Any]) -> str:
-    """Of a record."""
+    """The pass of a record: forward, recompute or backward."""
     if name.startswith(GRAD):
         return BACKWARD
     return RECOMPUTE if tags.get("recompute_status") == "recompute" else FORWARD

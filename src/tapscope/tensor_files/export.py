@@ -62,7 +62,7 @@ class Exported:
         return sentences
 
     def to_json(self) -> dict[str, int]:
-        """For JSON output."""
+        """The counts by name."""
         return asdict(self)
 
 
