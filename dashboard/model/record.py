@@ -9,8 +9,8 @@ from rich.text import Text
 from tapscope.core.formatting import count, number
 from tapscope.dashboard.model.permalink import Permalink
 from tapscope.render import record_text
-from tapscope.render.row_labels import RowMap, row_map
-from tapscope.render.tensor_summary import Corner, Digest, Histogram, digest, window
+from tapscope.render.row_labels import row_map
+from tapscope.render.tensor_summary import Corner, Digest, Histogram, digest
 from tapscope.run_format.record import Record
 from tapscope.run_format.run import Run
 
@@ -115,25 +115,7 @@ def _rows(summary: Digest) -> Iterable[RowCell]:
 def _tile(corner: Corner | None, summary: Digest) -> ValueTile | None:
     if corner is None:
         return None
-    return _value_tile(corner, summary.rows)
-
-
-def _value_tile(corner: Corner, rows: RowMap | None) -> ValueTile:
     numbers = range(corner.first_row, corner.first_row + len(corner.values))
-    labels = tuple(rows.label(row) if rows else str(row) for row in numbers)
+    labels = tuple(summary.rows.label(row) if summary.rows else str(row) for row in numbers)
     values = tuple(tuple(record_text.value_text(value) for value in line) for line in corner.values)
     return ValueTile(corner.first_row, corner.first_column, corner.num_rows, corner.num_columns, labels, values)
-
-
-TILE_ROWS, TILE_COLUMNS = 24, 16
-
-
-def value_tile(run: Run, record: Record, row: int, column: int) -> ValueTile | None:
-    """The rectangle of a recorded tensor that begins at (row, column), seen as [rows, width]; None without values.
-
-    Reads that rectangle alone; raises RunCorruptError.
-    """
-    if record.entry is None:
-        return None
-    rows = row_map(record, run.steps.get(record.key.step, {}).get(record.key.rank))
-    return _value_tile(window(run.array(record), rows, row, column, TILE_ROWS, TILE_COLUMNS), rows)

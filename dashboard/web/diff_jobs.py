@@ -20,7 +20,7 @@ from tapscope.dashboard.model.pair_values import finding_table
 from tapscope.dashboard.model.place_grid import PlaceGrids, place_grids
 from tapscope.dashboard.model.schema import escaped
 from tapscope.dashboard.model.series import SiteSeries, finding_series
-from tapscope.dashboard.model.tensor import PairTile, PairView, pair_tile, pair_view
+from tapscope.dashboard.model.tensor import PairView, pair_view
 from tapscope.dashboard.model.token_labels import TokenLabels
 from tapscope.dashboard.model.value_table import ValueTable
 from tapscope.dashboard.web.roots import stamp_of
@@ -138,13 +138,6 @@ class DiffJob:
             return (
                 None if reader is None else pair_view(order, reader, _bounded(num_rows), _bounded(num_columns), steps)
             )
-
-    def tile(self, order: int, row: int, column: int, num_rows: int, num_columns: int) -> PairTile | None:
-        """A rectangle of a finding's values; None where there are none. Raises DataError."""
-        with self._lock:
-            reader = self._reader(order)
-            tile = None if reader is None else reader.tile(row, column, _bounded(num_rows), _bounded(num_columns))
-            return None if tile is None else pair_tile(tile)
 
     def places(self) -> PlacePage:
         """Layers × ranks and × tokens, measured once; raises ConfigError while comparing, and DataError."""

@@ -57,7 +57,3 @@ def add_diff_routes(app: FastAPI, roots: Roots, jobs: DiffJobs) -> None:
     @app.get("/api/diffs/{job_id}/pairs/{order}/series")
     def get_pair_series(job_id: str, order: int) -> Response:
         return json_response(jobs.get(job_id).series(order))
-
-    @app.get("/api/diffs/{job_id}/pairs/{order}/tile")
-    def get_pair_tile(job_id: str, order: int, row: int, column: int, rows: int = 7, columns: int = 12) -> Response:
-        return json_response(jobs.get(job_id).tile(order, row, column, rows, columns))

@@ -12,7 +12,7 @@ from tapscope.dashboard.model.grid import PackedGrid
 from tapscope.dashboard.model.grid_levels import GridLevel
 from tapscope.dashboard.model.magnitudes import MEASURES
 from tapscope.dashboard.model.permalink import parse_permalink
-from tapscope.dashboard.model.record import record_view, value_tile
+from tapscope.dashboard.model.record import record_view
 from tapscope.dashboard.model.run import (
     RunSummary,
     RunView,
@@ -107,10 +107,3 @@ def add_run_routes(app: FastAPI, roots: Roots) -> None:
     def get_series(run_id: str, site: Text = "") -> Response:
         series = (lambda source: site_series(source, site)) if site else metric_series
         return json_of(roots.json(run_id, ("series", site), series))
-
-    @app.get("/api/runs/{run_id}/tile")
-    def get_tile(
-        run_id: str, site: str, step: int, rank: int = 0, key: str = "", row: int = 0, column: int = 0
-    ) -> Response:
-        source, record = roots.record(run_id, site, step, rank, key)
-        return json_response(value_tile(source.run, record, row, column))

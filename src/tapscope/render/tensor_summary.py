@@ -109,16 +109,6 @@ def digest(array: Array, rows: RowMap | None = None, *, bins: int = 32) -> Diges
     return Digest(histogram, strip, corner, coordinate, bad_row, around, rows, is_complex)
 
 
-def window(array: Array, rows: RowMap | None, row: int, column: int, num_rows: int, num_columns: int) -> Corner:
-    """A rectangle of ``array`` seen as [rows, width], cut at its ends; reads no more than that."""
-    num_leading = len(rows.axes) if rows else min(array.ndim, 1)
-    axes = rows.axes if rows else tuple(range(num_leading))
-    view = np.moveaxis(array, axes, range(num_leading)) if array.ndim else array.reshape(1)
-    table = _Table(view, max(num_leading, 1))
-    first_row = max(min(row, table.num_rows - 1), 0)
-    return _corner(table, first_row, max(min(column, table.width - 1), 0), num_rows, num_columns)
-
-
 def to_float(array: Array) -> Array:
     """Float64 values; complex ones by magnitude."""
     if np.issubdtype(array.dtype, np.complexfloating):
