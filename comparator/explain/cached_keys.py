@@ -5,7 +5,7 @@ determines the weights, and their logarithms the scores up to one constant a row
 change of the keys' channels is fitted by least squares, each score weighted by its standard error.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -382,7 +382,9 @@ def _fitted(columns: Array, wanted: Array) -> tuple[Array, Array] | None:
     return kept, np.linalg.lstsq(unit[:, kept], wanted, rcond=None)[0] / size[kept]
 
 
-def _narrowed(keys: Array, scores: Scores, query: Array, wanted: Array, sentence: str, cut: Any) -> Iterator[_Change]:
+def _narrowed(
+    keys: Array, scores: Scores, query: Array, wanted: Array, sentence: str, cut: Callable[[Array], Array]
+) -> Iterator[_Change]:
     """Keys that passed through a function, in the channels whose fitted coefficient is 1."""
     off = cut(scores.key) - scores.key
     some = np.flatnonzero(np.abs(off).max(axis=0) > 0)
@@ -400,13 +402,13 @@ def _narrowed(keys: Array, scores: Scores, query: Array, wanted: Array, sentence
         yield _Change(sentence, cut(keys), 1)
 
 
-def _residual(scores: Scores, query: Array, wanted: Array, cut: Any) -> float:
+def _residual(scores: Scores, query: Array, wanted: Array, cut: Callable[[Array], Array]) -> float:
     columns = scores.centred(query * (cut(scores.key) - scores.key))
     numbers = np.linalg.lstsq(columns, wanted, rcond=1e-10)[0]
     return float(((wanted - columns @ numbers) ** 2).sum())
 
 
-def _clip(limit: float) -> Any:
+def _clip(limit: float) -> Callable[[Array], Array]:
     return lambda values: np.clip(values, -limit, limit)
 
 

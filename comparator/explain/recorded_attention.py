@@ -43,6 +43,10 @@ _EARLY_POSITIONS = (1, 2, 3, 4)
 """Positions from which the scale of scores is determined."""
 _SCALE_RTOL = 0.02
 """Relative tolerance for a scale that is 1 / √n for an integer n."""
+_MAX_OFF = 0.02
+"""Relative error up to which a formula reproduces the baseline's output."""
+_MAX_SEARCHED_OFF = 2.0
+"""Relative error beyond which no other scale or window is tried."""
 _MAX_NARROW_WINDOW = 64
 """Windows up to this width are all tried."""
 
@@ -294,29 +298,21 @@ def _fitted(tokens: Tokens, given: TokenSlots, searches: bool) -> tuple[Variant,
     layouts = ("half", "interleaved") if tokens.cos is not None else ("half",)
     longest = int(tokens.position.max()) + 1
     windows = [*range(1, min(_MAX_NARROW_WINDOW, longest)), *(n for n in (128, 256, 512, 1024, 4096) if n < longest)]
-    best: tuple[float, Variant, int | None] | None = None
-    for layout, cap in product(layouts, SOFT_CAPS):
-        variant = Variant(d**-0.5, cap, layout)
-        off = _off(attend(tokens, some, variant), wanted, size)
-        best = (off, variant, None) if best is None or off < best[0] else best
-    assert best is not None
+
+    def fit(variant: Variant, window: int | None = None) -> tuple[Variant, float, int | None]:
+        return variant, _off(attend(tokens, some, variant), wanted, size), window
+
     scale = d**-0.5
-    if searches and 0.02 < best[0] < 2.0:
+    fits = [fit(Variant(scale, cap, layout)) for layout, cap in product(layouts, SOFT_CAPS)]
+    if searches and _MAX_OFF < min(off for _, off, _ in fits) < _MAX_SEARCHED_OFF:
         near = np.flatnonzero(np.isin(tokens.position[own], _EARLY_POSITIONS))[:_NUM_SEARCHED_ROWS]
         layout, scale = _scale_of(tokens, own[near], given.values[rows[near]], layouts, scale)
-        for cap in SOFT_CAPS:
-            variant = Variant(scale, cap, layout)
-            off = _off(attend(tokens, some, variant), wanted, size)
-            best = (off, variant, None) if off < best[0] else best
-    if searches and 0.02 < best[0] < 2.0:
-        for layout, window in product(layouts, windows):
-            for cap in SOFT_CAPS[:2]:
-                variant = Variant(scale, cap, layout, sees=within(window))
-                off = _off(attend(tokens, some, variant), wanted, size)
-                best = (off, variant, window) if off < best[0] else best
-    if not best[0] < 0.02:
-        return None
-    return best[1], best[0], best[2]
+        fits += [fit(Variant(scale, cap, layout)) for cap in SOFT_CAPS]
+    if searches and _MAX_OFF < min(off for _, off, _ in fits) < _MAX_SEARCHED_OFF:
+        for layout, window, cap in product(layouts, windows, SOFT_CAPS[:2]):
+            fits.append(fit(Variant(scale, cap, layout, sees=within(window)), window))
+    best = min(fits, key=lambda one: one[1])
+    return best if best[1] < _MAX_OFF else None
 
 
 def _scale_of(tokens: Tokens, rows: Array, wanted: Array, layouts: Sequence[str], usual: float) -> tuple[str, float]:
