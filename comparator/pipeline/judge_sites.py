@@ -27,8 +27,6 @@ from tapscope.run_format.run import Run
 
 _SUBSTITUTED_INPUTS = ("not captured", "unknown")
 """States of a divergence's inputs for which other sites stand in."""
-
-
 _ATTENTION = "attention_outputs"
 """Name of that check among the detectors that can be disabled."""
 
@@ -46,11 +44,11 @@ class JudgedRuns(Struct, frozen=True):
     """Target steps to judge again separately, see :mod:`..verdict.onsets`."""
 
 
-def judge_sites(screened: ScreenedRuns, rules: tuple[Rule, ...] = (), noise: MeasuredFloor | None = None) -> JudgedRuns:
+def judge_sites(all_rows: ScreenedRuns, rules: tuple[Rule, ...] = (), noise: MeasuredFloor | None = None) -> JudgedRuns:
     """Judge all sites; ``rules`` and ``noise`` (a measured noise floor) take precedence over the model of rounding."""
-    measured = screened.measured
-    opened, analyzer, preparer = measured.matched.opened, measured.analyzer, measured.analyzer.preparer
-    options, sites, all_rows = opened.options, measured.matched.sites, screened
+    measured = all_rows.measured
+    opened, analyzer = measured.matched.opened, measured.analyzer
+    options, sites = opened.options, measured.matched.sites
     expected = all_rows.detect(Stage.EXPECT, all_rows.evidence)
     # Verdicts by the noise floor. A reroute counts only where the router's scores are within their own floor.
     standards = Standards(
@@ -70,38 +68,32 @@ def judge_sites(screened: ScreenedRuns, rules: tuple[Rule, ...] = (), noise: Mea
         quantized=tuple(run.quantized for run in opened.runs),
     )
     screened = all_rows.without_rerouted_rows()
-    judged = screened.judged
-    judge = Judge(judged, sites, standards)
-    judged_findings = judge.findings()
-    supported = supported_changes(all_rows.changes, judged_findings, opened.rows.target)
+    judge = Judge(screened.judged, sites, standards)
+    findings = judge.findings()
+    supported = supported_changes(all_rows.changes, findings, opened.rows.target)
     if supported != all_rows.changes:
         screened = all_rows.without_rerouted_rows(supported)
-        judged = screened.judged
-        judge = Judge(judged, sites, standards)
-        judged_findings = judge.findings()
-    judge, judged_findings = _with_inherited_attention(judge, judged_findings, screened, standards)
+        judge = Judge(screened.judged, sites, standards)
+        findings = judge.findings()
+    judge, findings = _with_inherited_attention(judge, findings, screened, standards)
     if noise is None and options.tolerance is None:
-        screened, judged_findings = _with_confined_rows(judged_findings, screened, standards)
-        judged = screened.judged
+        screened, findings = _with_confined_rows(findings, screened, standards)
     # Detectors, for what the size of an error does not show.
     left, right = (run.records.of(options.steps_of(side), options.ranks) for side, run in enumerate(opened.runs))
     evidence = structs.replace(
         screened.evidence,
         records=(left, right),
         pointwise=frozenset(node.path for node in judge.graph.nodes if node.is_pointwise),
-        findings=judged_findings,
+        findings=findings,
     )
-    judged_findings = screened.detect(Stage.REVIEW, evidence).findings
-    if _ATTENTION not in options.disabled and any(finding.verdict is Verdict.CLOSE for finding in judged_findings):
+    findings = screened.detect(Stage.REVIEW, evidence).findings
+    if _ATTENTION not in options.disabled and any(finding.verdict is Verdict.CLOSE for finding in findings):
         from tapscope.comparator.explain.attention_outputs import first_unexplained  # needed only for runs that differ
 
-        unexplained = first_unexplained(judged_findings, judged, screened.preparer)
-        judged_findings = [
-            unexplained if unexplained is not None and unexplained.order == one.order else one
-            for one in judged_findings
-        ]
+        if (unexplained := first_unexplained(findings, screened.judged, screened.preparer)) is not None:
+            findings = [unexplained if one.order == unexplained.order else one for one in findings]
     # Culprits, the place of their errors, and their causes.
-    findings, divergences = localise(judged_findings, judge.matched, judge.graph, judge.inputs)
+    findings, divergences = localise(findings, judge.matched, judge.graph, judge.inputs)
     inputs = _recorded_inputs(judge, divergences, screened)
     divergences = mark_uncertain(divergences, screened.results, inputs, opened.target)
     early = early_steps(findings, divergences, judge)
@@ -109,7 +101,8 @@ def judge_sites(screened: ScreenedRuns, rules: tuple[Rule, ...] = (), noise: Mea
     if divergences:
         from tapscope.comparator.explain.explain import ComparedSites, explain  # needed only for these
 
-        divergences = explain(divergences, ComparedSites(judged, judge.matched, judge.inputs, preparer))
+        compared = ComparedSites(screened.judged, judge.matched, judge.inputs, analyzer.preparer)
+        divergences = explain(divergences, compared)
     return JudgedRuns(screened, findings, divergences, early)
 
 
