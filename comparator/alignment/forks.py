@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from tapscope.comparator.alignment.request_history import Request
-from tapscope.comparator.alignment.requests import RequestPair, name_list, num_equal
+from tapscope.comparator.alignment.requests import RequestPair, num_equal
+from tapscope.core.formatting import listed
 
 
 class Fork(Struct, frozen=True):
@@ -42,5 +43,5 @@ def find_forks(
             given = min(one.prompt_end, two.prompt_end - pair.shift)
             position = positions.item(at)
             forks.append(Fork(index, one.label, position, mine.item(at), other.item(at), position < given))
-    notes = [f"token ids unknown, so prefixes were not checked, for requests {name_list(unknown)}"] if unknown else []
+    notes = [f"token ids unknown, so prefixes were not checked, for requests {listed(unknown)}"] if unknown else []
     return tuple(forks), notes

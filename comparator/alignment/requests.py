@@ -252,7 +252,7 @@ def _padding_note(name: str, pads: Sequence[Request]) -> str:
 
 def _alone(name: str, side: Sequence[Request], rest: Sequence[int]) -> str:
     """Message for requests that only one run has; with generated names, a growing prompt looks like several."""
-    listed = name_list([side[i].label for i in rest])
+    listed = formatting.listed([side[i].label for i in rest])
     sentence = f"request {listed} is only in {name}" if len(rest) == 1 else f"requests {listed} are only in {name}"
     for one in (side[i] for i in rest[:NAMED] if is_generated_name(side[i].name) and side[i].text):
         longer = next(
@@ -262,8 +262,3 @@ def _alone(name: str, side: Sequence[Request], rest: Sequence[int]) -> str:
             growing = "if that is one growing prompt, also record rids or req_pool_indices, which identify it"
             return f"{sentence}; request {one.label} is the beginning of request {longer.label}: {growing}"
     return sentence
-
-
-def name_list(names: list[str], limit: int = NAMED) -> str:
-    """The first few of the given requests."""
-    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")

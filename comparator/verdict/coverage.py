@@ -290,10 +290,8 @@ def _orphans(runs: tuple[Run, Run], findings: Sequence[Finding], ledgers: tuple[
     for verdict, side in sides:
         alone = [f for f in findings if f.verdict is verdict]
         if are_weights and alone:
-            verb = "is" if len(alone) == 1 else "are"
-            sentences.append(
-                f"{formatting.plural(len(alone), 'tensor')} {verb} only in {runs[side].name}: {_some(alone)}"
-            )
+            verb, sites = "is" if len(alone) == 1 else "are", formatting.listed([f.site for f in alone])
+            sentences.append(f"{formatting.plural(len(alone), 'tensor')} {verb} only in {runs[side].name}: {sites}")
             continue
         lost = sorted({layer for f in alone if (layer := layer_of(module_of(f.site))) is not None} - layers)
         if lost:
@@ -337,8 +335,3 @@ def _never_fired(runs: tuple[Run, Run], findings: Sequence[Finding], ledgers: tu
             where = f"{sites[0]}{_and_more(sites)}: tapped in {runs[1 - side].name} and never fired"
             sentences.append(f"{where}; the enclosing module agrees")
     return sentences
-
-
-def _some(findings: Sequence[Finding]) -> str:
-    more = len(findings) - 4
-    return ", ".join(f.site for f in findings[:4]) + (f" and {more} more" if more > 0 else "")

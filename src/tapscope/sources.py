@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from tapscope.core.errors import RunNotFoundError
+from tapscope.core.formatting import listed
 from tapscope.core.gc_control import gc_paused
 from tapscope.remote import open_remote, require_remote, url_of
 from tapscope.run_format.index import read_index
@@ -129,8 +130,7 @@ def _refuse_checkpoints_within(path: Path) -> None:
     names = [f.name for f in folders if is_checkpoint(f) or find_megatron_checkpoint(f) is not None]
     places = {(fields.step, fields.rank) for fields in (fields_of(f"{name}/model.safetensors") for name in names)}
     if len(names) > len(places):
-        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
         raise RunNotFoundError(
-            f"{path} is not a tapscope run: it contains {len(names)} checkpoints ({', '.join(names[:4])}{more}); "
+            f"{path} is not a tapscope run: it contains {len(names)} checkpoints ({listed(names)}); "
             f"give one of them, such as {path / names[0]}"
         )

@@ -12,7 +12,7 @@ from msgspec import to_builtins
 
 from tapscope.cli import capture_flags, diagnostics, dump, output, prompts
 from tapscope.core.errors import DataError, UsageError
-from tapscope.core.formatting import plural
+from tapscope.core.formatting import listed, plural
 from tapscope.core.gc_control import gc_paused
 from tapscope.run_format.directory import clear_run
 from tapscope.sources import open_run
@@ -134,8 +134,7 @@ def _print(first: "Run", unequal: "list[Unequal]", number: int) -> None:
     output.write_line(f"where     {unequal[0]}")
     others = [site for site in sites if site != unequal[0].site]
     if others:
-        more = f" and {len(others) - _MAX_LISTED} more" if len(others) > _MAX_LISTED else ""
-        output.write_line(f"then      {', '.join(others[:_MAX_LISTED])}{more}")
+        output.write_line(f"then      {listed(others, _MAX_LISTED)}")
 
 
 def _print_json(first: "Run", unequal: "list[Unequal]", number: int) -> None:

@@ -7,7 +7,7 @@ from msgspec import to_builtins
 
 from tapscope.cli import compare_flags, diagnostics, output, prompts, reference
 from tapscope.core import extras
-from tapscope.core.formatting import number, plural
+from tapscope.core.formatting import listed, number, plural
 from tapscope.sources import open_run
 
 if TYPE_CHECKING:
@@ -85,10 +85,10 @@ def _print(report: "ReplayReport") -> None:
     output.write_line(f"modules   {counts}, {len(skipped)} not replayed")
     local = [one.module for one in report.of("local")]
     if local:
-        names = ", ".join(local[:3]) + (f" and {len(local) - 3} more" if len(local) > 3 else "")
         inside = any(one.module.startswith(f"{module}.") for module in local for one in skipped)
         what = "has an error of its own" if len(local) == 1 else "have errors of their own"
-        output.write_line(f"what      {names} {what}{'; not all modules inside were replayed' if inside else ''}")
+        unknown = "; not all modules inside were replayed" if inside else ""
+        output.write_line(f"what      {listed(local, 3)} {what}{unknown}")
     elif report.report.num_bad:
         output.write_line(
             "what      no replayed module has an error of its own, but the runs differ: the cause is outside of modules"

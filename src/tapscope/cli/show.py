@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from tapscope.cli import diagnostics, output, report_files
 from tapscope.cli.pattern_flag import add_pattern_flag, with_pattern
 from tapscope.core.errors import RuleError, UsageError
+from tapscope.core.formatting import listed
 from tapscope.core.site import port_of, split_call
 
 if TYPE_CHECKING:
@@ -165,8 +166,7 @@ def _describe_choice(matches: "list[Record]") -> str:
     shown += " ".join([f" --occurrence {key.occurrence}", *flags(key, (record.key for record in matches))])
     if len(sites) == 1:
         return f"{shown} (there are {_have(matches)})"
-    more = f" and {len(sites) - 4} more" if len(sites) > 4 else ""
-    return f"{shown}; sites: {', '.join(sites[:4])}{more}"
+    return f"{shown}; sites: {listed(sites)}"
 
 
 def _digest(run: "Run", record: "Record", rows: "RowMap | None") -> "Digest | None":

@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -25,6 +25,12 @@ def count(value: int) -> str:
 def plural(value: int, noun: str) -> str:
     """``1 record``, ``1,132 records``."""
     return f"{value:,} {noun}{'' if value == 1 else 's'}"
+
+
+def listed(items: Sequence[object], limit: int = 4) -> str:
+    """The first ``limit`` items and the number of the others: ``q, k, v, o and 3 more``."""
+    shown = ", ".join(map(str, items[:limit]))
+    return f"{shown} and {len(items) - limit:,} more" if len(items) > limit else shown
 
 
 def size(nbytes: float) -> str:

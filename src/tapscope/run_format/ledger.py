@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct, field, structs
 
+from tapscope.core.formatting import listed
 from tapscope.core.observe import DRAFT_PHASE, RowSpan, StepInfo, with_draft_names
 from tapscope.run_format import validation
 
@@ -343,37 +344,31 @@ class Ledger(Struct):
             (self.dropped, f"{self.dropped:,} values dropped (the pipeline was full, or the recorder had ended)"),
             (self.failed, f"{self.failed:,} values could not be captured"),
             (self.lost, f"{self.lost:,} values lost between hook and disk"),
-            (len(self.unfinished_steps), f"unfinished steps (rank, step): {some(self.unfinished_steps)}"),
-            (len(self.aborted_steps), f"steps ended by an exception (rank, step, error): {some(self.aborted_steps)}"),
+            (len(self.unfinished_steps), f"unfinished steps (rank, step): {listed(self.unfinished_steps)}"),
+            (len(self.aborted_steps), f"steps ended by an exception (rank, step, error): {listed(self.aborted_steps)}"),
             (len(self.uneven_ranks), f"lack steps that other ranks have: {_ranks(self.uneven_ranks)}"),
             (len(self.lost_ranks), f"died while recording: {_ranks(self.lost_ranks)}"),
             (len(self.killed_ranks), f"recorder was killed: {_ranks(self.killed_ranks)}"),
             (len(self.missing_ranks), f"never connected: {_ranks(self.missing_ranks)}"),
             (len(self.interrupted_ranks), f"cut short by an exception or a signal: {_ranks(self.interrupted_ranks)}"),
             (len(self.open_ranks), f"still recording, or killed with its recorder: {_ranks(self.open_ranks)}"),
-            (len(self.budgets), f"a budget ended the capture: {some(self.budgets)}"),
+            (len(self.budgets), f"a budget ended the capture: {listed(self.budgets)}"),
             (self.left_out, f"{self.left_out:,} values left out of the step in which a budget was reached"),
-            (self.injected, f"{self.injected:,} tensors overwritten by injection: {some(list(self.injected_sites))}"),
-            (len(self.skipped_steps), f"warm-up or dummy steps skipped (rank, step): {some(self.skipped_steps)}"),
+            (self.injected, f"{self.injected:,} tensors overwritten by injection: {listed(list(self.injected_sites))}"),
+            (len(self.skipped_steps), f"warm-up or dummy steps skipped (rank, step): {listed(self.skipped_steps)}"),
             (self.outside_step, f"{self.outside_step:,} firings outside a step were not kept"),
-            (len(self.never_held), f"expressions that never held: {some(self.never_held)}"),
+            (len(self.never_held), f"expressions that never held: {listed(self.never_held)}"),
             (len(self.compiled), compiled_sentence(self.compiled)),
-            (len(self.never_fired), f"taps that never fired ({len(self.never_fired):,}): {some(self.never_fired)}"),
+            (len(self.never_fired), f"taps that never fired ({len(self.never_fired):,}): {listed(self.never_fired)}"),
         ]
         sentences = [sentence for amount, sentence in facts if amount]
         return sentences + self.cut_off + self.problems + self.unknown
 
 
 def _ranks(ranks: list[int]) -> str:
-    return ("rank " if len(ranks) == 1 else "ranks ") + some(ranks)
+    return ("rank " if len(ranks) == 1 else "ranks ") + listed(ranks)
 
 
 def compiled_sentence(paths: list[str]) -> str:
     """A sentence on modules that are not recorded because they are compiled, with the remedy."""
-    return f"compiled before the taps were placed, which do not fire there: {some(paths)}; {REMEDY}"
-
-
-def some(items: list[Any], limit: int = 4) -> str:
-    """The first names, and the number of others."""
-    shown = ", ".join(map(str, items[:limit]))
-    return shown + (f" and {len(items) - limit} more" if len(items) > limit else "")
+    return f"compiled before the taps were placed, which do not fire there: {listed(paths)}; {REMEDY}"

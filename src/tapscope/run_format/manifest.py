@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from tapscope.core.errors import RunCorruptError, RunNotFoundError, RunVersionError
-from tapscope.core.formatting import plural, short
+from tapscope.core.formatting import listed, plural, short
 from tapscope.core.regular_files import read_small
 
 FORMAT = "tapscope-run"
@@ -117,8 +117,7 @@ def _instead(path: Path) -> str:
     if (path.resolve().parent / MANIFEST).exists():
         return f"it is part of the run {path.parent if path.name else path.resolve().parent}"
     if within := runs_within(path):
-        more = f" and {len(within) - 4} more" if len(within) > 4 else ""
-        return f"it contains {plural(len(within), 'run')} ({', '.join(within[:4])}{more}); give one of them"
+        return f"it contains {plural(len(within), 'run')} ({listed(within)}); give one of them"
     if (path / "config.json").exists():
         return f"it is a checkpoint; capture a run with: tapscope dump {path} -o RUN"
     if not any(path.iterdir()):

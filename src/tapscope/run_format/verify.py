@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from tapscope.core.errors import RunCorruptError
+from tapscope.core.formatting import listed
 from tapscope.run_format.completeness import audit
 from tapscope.run_format.directory import may_grow
 from tapscope.run_format.ledger import Ledger
@@ -107,11 +108,10 @@ class Report:
                 f"its hashes are of version {self.hash_version}, this tapscope knows {HASH_VERSION}: not checked"
             )
         if names := [f"rank {rank.rank} {name}" for rank in self.ranks for name in rank.unsealed]:
-            more = f" and {len(names) - 4} more" if len(names) > 4 else ""
             what, hint = "segments without a header", f"; see: tapscope repair {self.path}"
             if self.is_in_progress:
                 what, hint = "segments still being written", ""
-            sentences.append(f"{what} ({', '.join(names[:4])}{more}){hint}")
+            sentences.append(f"{what} ({listed(names)}){hint}")
         sentences += [problem for rank in self.ranks for problem in rank.problems]
         if orphans := sum(rank.orphan_bytes for rank in self.ranks):
             sentences.append(f"{orphans:,} payload bytes that no record names")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tapscope.core.errors import RunCorruptError
+from tapscope.core.formatting import listed
 from tapscope.core.regular_files import read_small
 from tapscope.run_format.index import Event, RankIndex, SiteInfo
 from tapscope.run_format.manifest import CHECKPOINT_FORMAT
@@ -54,9 +55,8 @@ def read_checkpoint(folder: Path) -> TensorDirectory:
             payloads.damaged.append(str(error))
     missing = [name for name, shard in weight_map.items() if name not in tensors and (folder / shard).is_file()]
     if missing:
-        more = f" and {len(missing) - _MAX_NAMED:,} more" if len(missing) > _MAX_NAMED else ""
-        names = ", ".join(missing[:_MAX_NAMED])
-        index.problems.append(f"{folder}: the index names tensors that no shard has: {names}{more}")
+        names = listed(missing, _MAX_NAMED)
+        index.problems.append(f"{folder}: the index names tensors that no shard has: {names}")
     if not tensors:
         raise RunCorruptError(f"{folder}: no readable weights: {(index.problems or ['its files have no tensor'])[0]}")
     config = _json(folder / CONFIG) if (folder / CONFIG).is_file() else {}

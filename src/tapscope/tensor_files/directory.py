@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from tapscope.core.errors import RunCorruptError, RunNotFoundError
+from tapscope.core.formatting import listed, plural
 from tapscope.core.json_values import leaves, plain_value
 from tapscope.run_format.index import Event, RankIndex, SiteInfo
 from tapscope.run_format.manifest import INDEX, MANIFEST, MAX_RANKS
@@ -98,7 +99,7 @@ def read_directory(folder: Path, pattern: str | None = None) -> TensorDirectory:
     matched = {name: one for name, one in fields.items() if one is not None}
     if not matched:
         suffixes = ", ".join(SUFFIXES)
-        there = f"it has {_some(names)}" if names else f"it has no file with suffix {suffixes}"
+        there = f"it has {listed(sorted(names), 3)}" if names else f"it has no file with suffix {suffixes}"
         raise RunNotFoundError(f"no file in {folder} matches {pattern!r}; {there}" if pattern else f"{folder}: {there}")
     reader = _Reader(folder)
     for name in sorted(matched, key=lambda name: _order(name, matched[name])):
@@ -133,11 +134,6 @@ def _order(name: str, fields: FileFields) -> tuple[Any, ...]:
 def natural_order(name: str) -> tuple[int | str, ...]:
     """A key that sorts ``layers.10`` after ``layers.9``."""
     return tuple(int(part) if part.isdecimal() else part for part in _NUMBERS.split(name))
-
-
-def _some(names: list[str]) -> str:
-    shown = sorted(names)[:3]
-    return ", ".join(shown) + (f" and {len(names) - len(shown):,} more" if len(names) > len(shown) else "")
 
 
 class _Reader:
@@ -197,8 +193,8 @@ class _Reader:
             index.events = [Event(rank, "open", {}), Event(rank, "close", {})]
             index.unknown.append(UNKNOWN if is_ordered else ORDER)
             if left_out:
-                number = f"{len(left_out):,} file{'s' if len(left_out) > 1 else ''}"
-                index.unknown.append(f"{number} in {self._folder} do not match the pattern: {_some(left_out)}")
+                files, names = plural(len(left_out), "file"), listed(sorted(left_out), 3)
+                index.unknown.append(f"{files} in {self._folder} do not match the pattern: {names}")
             for (owner, step), count in self._per_step.items():
                 if owner == rank:
                     index.add_step(step, count)
