@@ -77,9 +77,8 @@ class PreparedPair(Struct, frozen=True):
 
     def for_pair(self, pair: Pair) -> "PreparedPair":
         """The same for another pair with this shape key."""
-        assert pair.baseline is not None
-        assert pair.target is not None
-        left, right = WholesLike(self.left, pair.baseline), WholesLike(self.right, pair.target)
+        baseline, target = pair.sides
+        left, right = WholesLike(self.left, baseline), WholesLike(self.right, target)
         return PreparedPair(
             left, right, self.layouts, self.plan, self.problem, self.num_broken, self.notes, self.warnings
         )
@@ -155,9 +154,8 @@ class PairPreparer:
 
     def leave_out(self, pair: Pair, rows: frozenset[int]) -> None:
         """Prepare the pair without these row pairs from now on, either."""
-        assert pair.baseline is not None
-        assert pair.target is not None
-        key = key_of(pair.baseline), key_of(pair.target)
+        baseline, target = pair.sides
+        key = key_of(baseline), key_of(target)
         self._left_out[key] = self._left_out.get(key, frozenset()) | rows
 
     def left_out(self) -> "LeftOut":
@@ -170,24 +168,22 @@ class PairPreparer:
 
     def prepare(self, pair: Pair) -> PreparedPair:
         """Prepare a pair of tensors; never raises because of what the runs hold."""
-        assert pair.baseline is not None
-        assert pair.target is not None
         form = self.shape_key(pair)
         if (known := self.template(form)) is not None:
             return known.for_pair(pair)
-        ready = self._prepare(pair.baseline, pair.target)
-        if form is not None and is_template(ready.left, pair.baseline) and is_template(ready.right, pair.target):
+        baseline, target = pair.sides
+        ready = self._prepare(baseline, target)
+        if form is not None and is_template(ready.left, baseline) and is_template(ready.right, target):
             self._templates[form] = ready
         return ready
 
     def shape_key(self, pair: Pair) -> Hashable:
         """Key of pairs for which :meth:`prepare` gives the same result, apart from their tensors; None for a pair that
         shares it with none."""
-        assert pair.baseline is not None
-        assert pair.target is not None
         if self._left_out or any(self._expert_choices):
             return None
-        forms = shape_key_of(pair.baseline), shape_key_of(pair.target)
+        baseline, target = pair.sides
+        forms = shape_key_of(baseline), shape_key_of(target)
         return None if None in forms else forms
 
     def template(self, form: Hashable) -> PreparedPair | None:

@@ -42,6 +42,13 @@ class Pair(Struct, frozen=True, gc=False):
     note: str = ""
     """Why an orphan has no partner, if there are several candidates."""
 
+    @property
+    def sides(self) -> tuple[Series, Series]:
+        """Baseline and target of a matched pair; not to be asked of an orphan."""
+        assert self.baseline is not None
+        assert self.target is not None
+        return self.baseline, self.target
+
     def names(self) -> set[str]:
         """Every name that either run has for it."""
         return {self.site} - {""} | {

@@ -80,18 +80,15 @@ class BatchedPairs(Struct, frozen=True, eq=False):
     def reading(self, pair: Pair) -> "Reading | None":
         """What must be read of a pair with this shape key: all of it, or nothing; None for a part of it, and where
         values are not stored."""
-        assert pair.baseline is not None
-        assert pair.target is not None
-        num_equal = _num_equal(pair.baseline, pair.target, self.excused, "hashes")
+        baseline, target = pair.sides
+        num_equal = _num_equal(baseline, target, self.excused, "hashes")
         if num_equal:
             return "nothing" if num_equal == len(self.parts) else None
-        return "all" if pair.baseline.is_stored and pair.target.is_stored else None
+        return "all" if baseline.is_stored and target.is_stored else None
 
     def has_equal_bags(self, pair: Pair) -> bool:
         """Whether matched firings may hold the same elements in another order."""
-        assert pair.baseline is not None
-        assert pair.target is not None
-        return _num_equal(pair.baseline, pair.target, self.joined, "bags") > 0
+        return _num_equal(*pair.sides, self.joined, "bags") > 0
 
     def rows_of(self, one: Series, side: int, join: Array, index: Array) -> Array | None:
         """[rows, width]: some rows of one side of a pair with this shape key, by their joins and their indices in them;

@@ -182,14 +182,13 @@ class PairAnalyzer:
     def _may_stack(self, pair: Pair) -> bool:
         """Whether ranks may hold different values, and one rank the same part of the whole in both runs: neither run
         says what a rank holds; or the ranks are data parallel, alike in both runs, each with the same token rows."""
-        assert pair.baseline is not None
-        assert pair.target is not None
+        baseline, target = pair.sides
         places, row_map = self.preparer.mesh_coords, self.preparer.row_map
         if not (row_map.known or any(place.has_axes for place in places)):
             return True
-        if is_parameter(pair.baseline.site) or places[0].coords != places[1].coords:
+        if is_parameter(baseline.site) or places[0].coords != places[1].coords:
             return False
-        for one, two in zip(pair.baseline.firings, pair.target.firings, strict=False):
+        for one, two in zip(baseline.firings, target.firings, strict=False):
             if not (_is_data_parallel(one, places[0]) and _is_data_parallel(two, places[1])):
                 return False
             held = [

@@ -89,9 +89,7 @@ def check_replicas(wholes: Iterable[AssembledTensor]) -> Replicas:
 def with_replicas(pair: Pair) -> Pair:
     """The pair, with the ranks of one run treated as replicas because those of the other run hold equal values in every
     firing, without dims that declare it; unchanged if neither or both do."""
-    assert pair.baseline is not None
-    assert pair.target is not None
-    sides = (pair.baseline, pair.target)
+    baseline, target = sides = pair.sides
     if any(one.derivation is not None or one.first.dims is not None for one in sides):
         return pair
     ranks = [{record.key.rank for record in one.firings[0].records} for one in sides]
@@ -99,25 +97,23 @@ def with_replicas(pair: Pair) -> Pair:
     if ranks[0] != ranks[1] or len(ranks[0]) < 2 or agree[0] == agree[1]:
         return pair
     if agree[0]:
-        return structs.replace(pair, target=_replicated(pair.target))
-    return structs.replace(pair, baseline=_replicated(pair.baseline))
+        return structs.replace(pair, target=_replicated(target))
+    return structs.replace(pair, baseline=_replicated(baseline))
 
 
 def against_one_rank(pair: Pair) -> Pair:
     """The pair, with the ranks of one run treated as replicas of what the only rank of the other run holds; unchanged
     where shapes differ or there are dims. :func:`has_right_rank` tells whether that is what they are."""
-    assert pair.baseline is not None
-    assert pair.target is not None
-    sides = (pair.baseline, pair.target)
+    baseline, target = sides = pair.sides
     if any(one.derivation is not None or one.first.dims is not None for one in sides):
         return pair
     few, many = sorted(sides, key=lambda one: len(one.firings[0].records))
     shapes = {record.shape for one in sides for firing in one.firings for record in firing.records}
     if len(shapes) > 1 or {len(firing.records) for firing in few.firings} != {1} or len(many.firings[0].records) < 2:
         return pair
-    if many is pair.target:
-        return structs.replace(pair, target=_replicated(pair.target))
-    return structs.replace(pair, baseline=_replicated(pair.baseline))
+    if many is target:
+        return structs.replace(pair, target=_replicated(target))
+    return structs.replace(pair, baseline=_replicated(baseline))
 
 
 def has_right_rank(ready: PreparedPair) -> bool:
@@ -139,9 +135,7 @@ def has_right_rank(ready: PreparedPair) -> bool:
 def stacked_by_rank(pair: Pair) -> Pair:
     """The pair, with each rank's values compared with the same rank of the other run; unchanged if ranks or shapes
     differ, or there are dims."""
-    assert pair.baseline is not None
-    assert pair.target is not None
-    sides = (pair.baseline, pair.target)
+    baseline, target = sides = pair.sides
     if any(one.derivation is not None or one.first.dims is not None for one in sides):
         return pair
     held = [[sorted((r.key.rank, r.shape) for r in firing.records) for firing in one.firings] for one in sides]
@@ -149,7 +143,7 @@ def stacked_by_rank(pair: Pair) -> Pair:
         return pair
     if any(len({(len(shape), shape[1:]) for _, shape in ranks}) > 1 for ranks in held[0]):
         return pair
-    return structs.replace(pair, baseline=_stacked(pair.baseline), target=_stacked(pair.target))
+    return structs.replace(pair, baseline=_stacked(baseline), target=_stacked(target))
 
 
 def _stacked(series: Series) -> Series:

@@ -28,13 +28,12 @@ class ShapeClass(Struct, frozen=True):
 
 def shape_class_of(pair: Pair, ready: PreparedPair, *, is_shared: bool) -> ShapeClass:
     """The class of a prepared pair; ``is_shared``: whether other pairs may have it."""
-    assert pair.baseline is not None
-    assert pair.target is not None
-    names = pair.baseline.first.dtype or "", pair.target.first.dtype or ""
+    baseline, target = pair.sides
+    names = baseline.first.dtype or "", target.first.dtype or ""
     broken, missing = ready.num_broken, ready.plan.num_missing
     about = PairMeta(
-        baseline=side_of(pair.baseline, ready.left[0].shape),
-        target=side_of(pair.target, ready.right[0].shape),
+        baseline=side_of(baseline, ready.left[0].shape),
+        target=side_of(target, ready.right[0].shape),
         problem=ready.problem or _unlike(*names),
         exclusion_reason=ready.plan.exclusion_reason,
         layout=_weaker(ready.layouts[0].source, ready.layouts[1].source),

@@ -62,11 +62,10 @@ class Suggester(Struct):
     def suggest(self, pair: Pair, *, broken: bool) -> str:
         """A sentence with the dims that would match the pair's sides; if shards are ``broken``, that is could not be
         assembled, also that there are none."""
-        assert pair.baseline is not None
-        assert pair.target is not None
-        if not self.preparer.row_map.known and not broken and (sentence := _as_many_rows(pair.baseline, pair.target)):
+        baseline, target = pair.sides
+        if not self.preparer.row_map.known and not broken and (sentence := _as_many_rows(baseline, target)):
             return sentence
-        kind = _LAYER.sub("*", pair.target.site)
+        kind = _LAYER.sub("*", target.site)
         if kind not in self._known:
             self._known[kind] = self._try(pair, broken) if len(self._known) < _SITES else ""
         return self._known[kind]
@@ -87,9 +86,7 @@ class Suggester(Struct):
 
     def _try(self, pair: Pair, broken: bool) -> str:
         sentences = []
-        for side, (series, other) in enumerate(((pair.baseline, pair.target), (pair.target, pair.baseline))):
-            assert series is not None
-            assert other is not None
+        for side, (series, other) in enumerate((pair.sides, pair.sides[::-1])):
             if series.first.shape and (series.derivation is None or isinstance(series.derivation, FusedPart)):
                 sentences.append(self._try_side(pair, side, series, other))
         fits = next((text for text in sentences if "fit" in text), "")

@@ -33,20 +33,16 @@ def analyze_plain_values(pair: Pair, shift: int, rows: RowMap, *, is_same_mesh: 
     that is the size of the step's own batch in both runs (Megatron's ``max_seq_len``) is excluded if it differs: the
     runs batch differently.
     """
-    assert pair.baseline is not None
-    assert pair.target is not None
-    about = PairMeta(
-        baseline=side_of(pair.baseline, pair.baseline.first.shape),
-        target=side_of(pair.target, pair.target.first.shape),
-    )
-    one = PairResult(pair, pair.site or pair.baseline.site, about)
-    if (pair.baseline.first.dtype is None) != (pair.target.first.dtype is None):
+    left, right = pair.sides
+    about = PairMeta(baseline=side_of(left, left.first.shape), target=side_of(right, right.first.shape))
+    one = PairResult(pair, pair.site or left.site, about)
+    if (left.first.dtype is None) != (right.first.dtype is None):
         return one.replace(problem="a tensor on one side and a plain value on the other")
-    by_rank = is_same_mesh and _have_same_ranks(*_sides(pair)) and not _have_other_rows(pair, rows)
-    met = _met(_values(pair.baseline, 0, by_rank=by_rank), _values(pair.target, shift, by_rank=by_rank))
+    by_rank = is_same_mesh and _have_same_ranks(left, right) and not _have_other_rows(pair, rows)
+    met = _met(_values(left, 0, by_rank=by_rank), _values(right, shift, by_rank=by_rank))
     if not by_rank and not _have_other_rows(pair, rows):
         warnings = (
-            _ranks_differ(series, name) for series, name in zip(_sides(pair), ("baseline", "target"), strict=True)
+            _ranks_differ(series, name) for series, name in zip(pair.sides, ("baseline", "target"), strict=True)
         )
         one = structs.replace(one, meta=structs.replace(about, warnings=tuple(filter(None, warnings))))
     if not met:
@@ -72,12 +68,6 @@ _Values = dict[_ValuePlace, str]
 """The values as JSON."""
 
 
-def _sides(pair: Pair) -> tuple[Series, Series]:
-    assert pair.baseline is not None
-    assert pair.target is not None
-    return pair.baseline, pair.target
-
-
 def _have_same_ranks(left: Series, right: Series) -> bool:
     ranks = [{record.key.rank for firing in series.firings for record in firing.records} for series in (left, right)]
     return ranks[0] == ranks[1]
@@ -87,7 +77,7 @@ def _have_other_rows(pair: Pair, rows: RowMap) -> bool:
     """Whether ranks of a run hold different token rows (data or context parallel), so that their values may differ."""
     return any(
         len({id(side.of(record)) for record in firing.records}) > 1
-        for series, side in zip(_sides(pair), (rows.baseline, rows.target), strict=True)
+        for series, side in zip(pair.sides, (rows.baseline, rows.target), strict=True)
         for firing in series.firings
     )
 
@@ -118,10 +108,8 @@ def _met(left: _Values, right: _Values) -> dict[_ValuePlace, tuple[str, str]]:
 
 def _are_extents(pair: Pair, rows: RowMap) -> bool:
     """Whether every firing of both runs holds the size of one axis of its step's token grid, the same axis in all."""
-    assert pair.baseline is not None
-    assert pair.target is not None
     axes: set[tuple[int, int]] | None = None
-    for series, side in ((pair.baseline, rows.baseline), (pair.target, rows.target)):
+    for series, side in zip(pair.sides, (rows.baseline, rows.target), strict=True):
         for firing in series.firings:
             grid, value = side.of(firing.records[0]), _written(firing.records[0].value)
             sizes = () if grid is None else grid.grid

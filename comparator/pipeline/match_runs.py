@@ -142,9 +142,7 @@ def _named(pair: Pair) -> Pair:
 
 def _differ(pair: Pair) -> bool:
     """Whether the first firings of both sides differ, as far as hashes tell."""
-    assert pair.baseline is not None
-    assert pair.target is not None
-    one, two = pair.baseline.first, pair.target.first
+    one, two = (side.first for side in pair.sides)
     return one.hash is not None and two.hash is not None and (one.hash, one.shape) != (two.hash, two.shape)
 
 

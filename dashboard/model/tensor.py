@@ -65,11 +65,6 @@ class PairView:
     tile: PairTile
 
 
-def value_text(value: float) -> str:
-    """Five significant digits, as values are shown everywhere."""
-    return f"{value:.5g}" if math.isfinite(value) else str(value)
-
-
 def pair_tile(tile: Tile) -> PairTile:
     """A tile for people and programs."""
     with np.errstate(all="ignore"):
@@ -121,7 +116,7 @@ def error_strip(view: TokenView, cells: int = 200) -> ErrorStrip:
 
 
 def _formatted(values: Sequence[float] | Array) -> tuple[str, ...]:
-    return tuple(value_text(float(each)) for each in values)
+    return tuple(f"{float(each):.5g}" for each in values)
 
 
 def pair_view(
