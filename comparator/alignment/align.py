@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from msgspec import Struct, structs
 
-from tapscope.comparator.alignment.layout import Layout, is_mask, is_parameter, slots_of
+from tapscope.comparator.alignment.layout import Layout, is_mask, slots_of
 from tapscope.comparator.alignment.row_join import (
     KeyedRows,
     RowJoin,
@@ -22,7 +22,7 @@ from tapscope.comparator.assembly.assemble import AssembledTensor
 from tapscope.comparator.assembly.blocks import Rows
 from tapscope.comparator.facts import RowCounts
 from tapscope.comparator.runs.grids import SideRows, StepRows
-from tapscope.core.site import compact_ranges
+from tapscope.core.site import compact_ranges, is_parameter
 
 
 class JoinPlan(Struct, frozen=True):

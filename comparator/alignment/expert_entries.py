@@ -11,14 +11,13 @@ from typing import Any
 import numpy as np
 from msgspec import Struct
 
-from tapscope.comparator.alignment.layout import is_parameter
 from tapscope.comparator.alignment.routed_rows import RoutingMapTables
 from tapscope.comparator.alignment.row_join import KeyedRows
 from tapscope.comparator.alignment.row_map import FORKED, UNALIGNED
 from tapscope.comparator.assembly.assemble import AssembledTensor
 from tapscope.comparator.runs.grids import SideRows
 from tapscope.comparator.runs.routers import is_of_experts
-from tapscope.core.site import module_of
+from tapscope.core.site import is_parameter, module_of
 from tapscope.run_format.record import FORWARD, Record
 from tapscope.run_format.run import Run
 

@@ -10,7 +10,7 @@ from msgspec import Struct
 from tapscope.comparator.assembly.assemble import AssembledTensor
 from tapscope.comparator.runs.grids import SideRows, StepRows
 from tapscope.core.dims import Dims
-from tapscope.core.site import port_of
+from tapscope.core.site import is_parameter, port_of
 
 Array = np.ndarray[Any, Any]
 
@@ -56,11 +56,6 @@ def layout_of(site: str, wholes: Sequence[AssembledTensor], steps: SideRows) -> 
     distinct = {(whole.shape, rows.grid, whole.records[0].rows): (whole, rows) for whole, rows in placed}
     common = [_inferred(whole, rows) for whole, rows in distinct.values()]
     return next((c for c in common[0] if all(c in other for other in common)), Layout())
-
-
-def is_parameter(site: str) -> bool:
-    """Whether the site is a parameter, a buffer or a gradient of one, which have no token rows whatever their shape."""
-    return port_of(site).startswith(("param[", "buffer["))
 
 
 def is_mask(site: str) -> bool:

@@ -10,10 +10,11 @@ from itertools import combinations
 
 from msgspec import structs
 
-from tapscope.comparator.alignment.layout import Layout, is_mask, is_parameter
+from tapscope.comparator.alignment.layout import Layout, is_mask
 from tapscope.comparator.alignment.row_map import PADDING
 from tapscope.comparator.assembly.assemble import AssembledTensor
 from tapscope.comparator.runs.grids import SideRows, StepRows
+from tapscope.core.site import is_parameter
 
 MAX_AXES = 6
 """Largest number of axes for which layouts are inferred."""

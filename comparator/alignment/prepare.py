@@ -15,7 +15,7 @@ from tapscope.comparator.alignment.attention_weight_rows import with_common_keys
 from tapscope.comparator.alignment.axis_permute import flatten_leading_axes, permute_features
 from tapscope.comparator.alignment.expert_entries import ExpertChoiceTables
 from tapscope.comparator.alignment.expert_rows import LAYOUT, OTHER_RANKS, plan_counts, plan_experts
-from tapscope.comparator.alignment.layout import Layout, is_parameter, layout_of
+from tapscope.comparator.alignment.layout import Layout, layout_of
 from tapscope.comparator.alignment.layout_inference import infer_layouts
 from tapscope.comparator.alignment.row_join import RowJoin
 from tapscope.comparator.alignment.row_map import RowMap
@@ -33,7 +33,7 @@ from tapscope.comparator.runs.split import split_series
 from tapscope.comparator.runs.token_grid_inference import meaning_of
 from tapscope.core import dtypes
 from tapscope.core.errors import DataError
-from tapscope.core.site import compact_ranges, module_of, port_of
+from tapscope.core.site import compact_ranges, is_parameter, module_of, port_of
 from tapscope.run_format.run import Run
 
 _WEIGHTS = 4

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tapscope.comparator.alignment.layout import is_parameter
 from tapscope.comparator.assembly.assemble import AssembledTensor
 from tapscope.comparator.runs.grids import SideRows
 from tapscope.comparator.runs.modules import parent
@@ -19,6 +18,7 @@ from tapscope.comparator.runs.routers import ROUTERS
 from tapscope.core import dims as dims_grammar
 from tapscope.core import dtypes
 from tapscope.core.errors import DimsError
+from tapscope.core.site import is_parameter
 from tapscope.run_format.record import FORWARD, Key, Record
 from tapscope.run_format.run import Run
 

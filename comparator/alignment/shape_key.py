@@ -11,12 +11,12 @@ from typing import overload
 
 from msgspec import structs
 
-from tapscope.comparator.alignment.layout import is_mask, is_parameter
+from tapscope.comparator.alignment.layout import is_mask
 from tapscope.comparator.assembly.assemble import AssembledTensor
 from tapscope.comparator.assembly.pieces import Concatenated, Leaf, Piece, Summed, leaves
 from tapscope.comparator.runs.firings import Firing, Firings
 from tapscope.comparator.runs.series import Series
-from tapscope.core.site import port_of
+from tapscope.core.site import is_parameter, port_of
 from tapscope.run_format.record import Record
 
 

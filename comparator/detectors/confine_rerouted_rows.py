@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 from msgspec import structs
 
-from tapscope.comparator.alignment.layout import is_parameter
 from tapscope.comparator.alignment.row_map import RowMap
 from tapscope.comparator.detectors.detector import Detector, Evidence, Stage
 from tapscope.comparator.pair_analysis.pair_analyzer import PairAnalyzer
@@ -21,6 +20,7 @@ from tapscope.comparator.pair_analysis.pair_result import PairResult
 from tapscope.comparator.runs.grids import SideRows
 from tapscope.comparator.verdict.choice_change import ChoiceChange
 from tapscope.core.formatting import plural
+from tapscope.core.site import is_parameter
 from tapscope.run_format.run import Run
 
 Array = np.ndarray[Any, Any]

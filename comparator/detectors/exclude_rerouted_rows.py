@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from msgspec import structs
 
-from tapscope.comparator.alignment.layout import is_parameter
 from tapscope.comparator.detectors.detector import Detector, Evidence, Stage
 from tapscope.comparator.pair_analysis.pair_analyzer import PairAnalyzer
 from tapscope.comparator.pair_analysis.pair_result import PairResult
@@ -21,7 +20,7 @@ from tapscope.comparator.verdict.choice_change import ChoiceChange
 from tapscope.comparator.verdict.finding import Finding
 from tapscope.comparator.verdict.localise import onset
 from tapscope.core.formatting import plural
-from tapscope.core.site import module_of, port_of
+from tapscope.core.site import is_parameter, module_of, port_of
 
 _HAS_REROUTED_ROWS = "it holds token rows that went to other experts at a near tie of"
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from tapscope.comparator.alignment.layout import is_mask
 from tapscope.comparator.alignment.prepare import PreparedPair
 from tapscope.comparator.alignment.row_join import RowJoin, indices
 from tapscope.comparator.alignment.row_map import RowMap
@@ -11,7 +12,6 @@ from tapscope.comparator.assembly.blocks import row_axes
 from tapscope.comparator.metrics import chunks
 from tapscope.comparator.verdict.explanation import Explanation
 from tapscope.core import formatting
-from tapscope.core.site import port_of
 
 Array = np.ndarray[Any, Any]
 
@@ -24,7 +24,7 @@ MASKED_VALUE = -1e3
 def explain_mask(site: str, ready: PreparedPair, row_map: RowMap) -> Explanation | None:
     """The entries that only one side's mask shows; None where the site is not a mask, by its port and its values,
     or both masks are equal."""
-    if "mask" not in port_of(site):
+    if not is_mask(site):
         return None
     odd = ""
     counts: tuple[list[Array], list[Array]] = ([], [])

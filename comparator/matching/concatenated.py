@@ -10,11 +10,10 @@ from tapscope.comparator.runs.derived_tensor import ConcatParts, FusedLayout
 from tapscope.comparator.runs.series import Series
 from tapscope.core import dims as dims_grammar
 from tapscope.core.errors import DimsError
-from tapscope.core.site import port_of
+from tapscope.core.site import is_parameter
 
 FLAG = "--concat-steps"
 _ROWS = ("t", "s", "b")
-_WHOLE = ("param[", "buffer[")
 
 
 def concat_steps(pairs: Sequence[Pair]) -> list[Pair]:
@@ -42,7 +41,7 @@ def _joined(pair: Pair) -> Pair:
 
 
 def _may_be_joined(series: Series) -> bool:
-    if series.derivation is not None or not series.is_tensor or port_of(series.site).startswith(_WHOLE):
+    if series.derivation is not None or not series.is_tensor or is_parameter(series.site):
         return False
     return all(len(firing.records[0].shape) == len(series.shape) > 0 for firing in series.firings)
 

@@ -17,13 +17,11 @@ from tapscope.comparator.matching.match import Pair
 from tapscope.comparator.runs.firings import Firing
 from tapscope.comparator.runs.routers import is_of_experts
 from tapscope.comparator.runs.series import Series
-from tapscope.core.site import port_of
+from tapscope.core.site import is_parameter
 from tapscope.run_format.records import Records
 
 MAX_CALLS = 64
 """Most calls in a step; the calls of a module with more are one site."""
-
-_STATE_PORTS = ("param[", "buffer[")
 _Place = tuple[int, str, int]
 """(step, pass, rank)."""
 
@@ -47,7 +45,7 @@ def _calls(pair: Pair) -> list[Pair]:
     one, two = pair.baseline, pair.target
     if one is None or two is None or one.sources or two.sources or not (one.is_float and two.is_float):
         return [pair]
-    if port_of(one.site).startswith(_STATE_PORTS):
+    if is_parameter(one.site):
         return [pair]
     calls = _by_step(one), _by_step(two)
     counts = [{len(step) for step in side} for side in calls]

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 from msgspec import structs
 
-from tapscope.comparator.alignment.layout import is_parameter
 from tapscope.comparator.alignment.row_join import RowJoin
 from tapscope.comparator.assembly.blocks import Block, Columns
 from tapscope.comparator.metrics.channels import sample
@@ -33,6 +32,7 @@ from tapscope.comparator.metrics.error_distribution import (
 from tapscope.comparator.metrics.joined_rows import JoinedRows, overlaps
 from tapscope.comparator.metrics.lazy_pair import LazyPair
 from tapscope.comparator.metrics.measure import MeasuredPair
+from tapscope.core.site import is_parameter
 from tapscope.kernels.native import Overview, overview, overviews
 
 Array = np.ndarray[Any, Any]

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from msgspec import Struct, structs
 
-from tapscope.comparator.alignment.layout import is_parameter
 from tapscope.comparator.alignment.prepare import PairPreparer, PreparedPair
 from tapscope.comparator.facts import RowCounts
 from tapscope.comparator.matching.match import Pair
@@ -32,7 +31,7 @@ from tapscope.comparator.runs.grids import StepRows
 from tapscope.comparator.runs.mesh_coords import MeshCoords
 from tapscope.comparator.runs.series import side_of
 from tapscope.core.errors import DataError
-from tapscope.core.site import compact_ranges
+from tapscope.core.site import compact_ranges, is_parameter
 from tapscope.run_format.record import Record
 
 if TYPE_CHECKING:

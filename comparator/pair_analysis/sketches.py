@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from msgspec import structs
 
-from tapscope.comparator.alignment.layout import is_parameter
 from tapscope.comparator.alignment.prepare import PairPreparer
 from tapscope.comparator.alignment.row_map import FORKED
 from tapscope.comparator.facts import StepResult
@@ -22,7 +21,7 @@ from tapscope.comparator.runs.series import Series
 from tapscope.core.dims import parse
 from tapscope.core.errors import DataError, DimsError
 from tapscope.core.formatting import number
-from tapscope.core.site import port_of
+from tapscope.core.site import is_parameter, port_of
 from tapscope.kernels.native.sketch import can_sketch, sketch_of
 from tapscope.run_format.record import Record
 from tapscope.run_format.run import Run

@@ -8,7 +8,6 @@ from itertools import islice
 from msgspec import Struct, field, structs
 
 from tapscope.comparator.alignment.align import JoinPlan
-from tapscope.comparator.alignment.layout import is_parameter
 from tapscope.comparator.alignment.prepare import PairPreparer, PreparedPair
 from tapscope.comparator.alignment.row_join import RowJoin
 from tapscope.comparator.assembly.pieces import leaves
@@ -25,6 +24,7 @@ from tapscope.comparator.runs.mesh_coords import Coords, varying_axes
 from tapscope.comparator.runs.series import Series
 from tapscope.core.axes import STAGES, Dims
 from tapscope.core.errors import DataError, DimsError
+from tapscope.core.site import is_parameter
 from tapscope.run_format.record import Record
 
 MAX_EQUAL_ERROR = 0.05

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from msgspec import Struct, structs
 
-from tapscope.comparator.alignment.layout import is_parameter
 from tapscope.comparator.alignment.prepare import PreparedPair
 from tapscope.comparator.alignment.row_map import RowMap
 from tapscope.comparator.facts import Place
@@ -37,7 +36,7 @@ from tapscope.comparator.pair_analysis.row_place import (
     summand_ratio,
 )
 from tapscope.comparator.pair_analysis.shape_class import ShapeClass
-from tapscope.core.site import module_of
+from tapscope.core.site import is_parameter, module_of
 from tapscope.kernels.native.channels import MIN_ROWS, Channel
 
 if TYPE_CHECKING:

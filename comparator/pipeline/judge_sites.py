@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 
 from msgspec import Struct, structs
 
-from tapscope.comparator.alignment.layout import is_parameter
 from tapscope.comparator.detectors.detector import Stage
 from tapscope.comparator.detectors.exclude_rerouted_rows import supported_changes
 from tapscope.comparator.noise_floor.kv_cache_error import kv_cache_epsilon
@@ -20,7 +19,7 @@ from tapscope.comparator.verdict.rules import Rule
 from tapscope.comparator.verdict.token_rows import tokens_of
 from tapscope.core import formatting
 from tapscope.core.dtypes import is_float
-from tapscope.core.site import Glob
+from tapscope.core.site import Glob, is_parameter
 from tapscope.expr.site_pattern import site_pattern
 from tapscope.run_format.manifest import CHECKPOINT_FORMAT
 from tapscope.run_format.run import Run

@@ -99,6 +99,11 @@ def port_of(site: str) -> str:
     return site.rpartition(":")[2]
 
 
+def is_parameter(site: str) -> bool:
+    """Whether the site is a parameter, a buffer or a gradient of one, which have no token rows whatever their shape."""
+    return port_of(site).startswith(("param[", "buffer["))
+
+
 NUMBERED_LAYER = r"(?i:layers?|blocks?|h)[_-]?(\d{1,5})"
 """Regular expression of a layer with its number in one name: ``layer2`` (torchvision's ResNet) or ``block_3``."""
 _LAYER = re.compile(rf"(?:\A|\.)(?:(\d+)|{NUMBERED_LAYER}|mid|mid_block|middle_block)(?![^.])")

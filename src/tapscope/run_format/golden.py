@@ -25,7 +25,7 @@ import numpy as np
 from tapscope.core import dtypes
 from tapscope.core.errors import DataError, RunCorruptError, RunVersionError
 from tapscope.core.regular_files import read_small, reading, replacing
-from tapscope.core.site import describe_layers, port_of
+from tapscope.core.site import describe_layers, is_parameter
 from tapscope.run_format.index import read_index
 from tapscope.run_format.ledger import encode_line
 from tapscope.run_format.manifest import FORMAT, INDEX, MANIFEST, check_manifest, rank_dir
@@ -214,8 +214,7 @@ def _sketch_of(
     if at not in keys:
         line = run.steps.get(at[0], {}).get(at[1])
         keys[at] = None if line is None else row_keys(line.info)
-    is_held = port_of(record.key.site).startswith(("param[", "buffer["))
-    by_step = None if is_held else keys[at]
+    by_step = None if is_parameter(record.key.site) else keys[at]
     index = sketch_index(
         record.shape, by_step, dims=record.dims, slots=record.rows, mesh=run.mesh, coords=run.coords(record.key.rank)
     )
