@@ -183,15 +183,15 @@ def _result(comparison: Comparison, finding: Finding, logprobs: TokenLogprobs, k
     routing = tuple(_routing(comparison))
     total = _stats(trainer, rollout, kl, clip)
     return Mismatch(
-        finding.site,
-        total,
-        per_request,
-        tokens,
-        routing,
-        logprobs.num_unknown,
-        int((~keep).sum()),
-        logprobs.num_nonfinite,
-        comparison.report,
+        site=finding.site,
+        total=total,
+        requests=per_request,
+        tokens=tokens,
+        routing=routing,
+        num_unknown=logprobs.num_unknown,
+        num_prompt=int((~keep).sum()),
+        num_nonfinite=logprobs.num_nonfinite,
+        report=comparison.report,
     )
 
 

@@ -39,14 +39,14 @@ class CaptureControl:
         config = answer.get("config") or {}
         rules, ranks = config.get("rules") or (), answer.get("ranks") or ()
         return CaptureState(
-            str(answer.get("run", "")),
-            int(answer.get("epoch") or 0),
-            bool(config.get("enabled")),
-            str(config.get("keep", "")),
-            tuple(map(str, rules)),
-            int(config.get("capture_steps") or 0),
-            len(ranks),
-            tuple(map(str, answer.get("hints") or ())),
+            run=str(answer.get("run", "")),
+            epoch=int(answer.get("epoch") or 0),
+            enabled=bool(config.get("enabled")),
+            keep=str(config.get("keep", "")),
+            rules=tuple(map(str, rules)),
+            capture_steps=int(config.get("capture_steps") or 0),
+            num_ranks=len(ranks),
+            hints=tuple(map(str, answer.get("hints") or ())),
         )
 
     def command(self, text: str) -> str:

@@ -151,18 +151,18 @@ class LiveRun:
         self._rates.append((time.monotonic(), total.records))
         (first, few), (last, many) = self._rates[0], self._rates[-1]
         return LiveView(
-            0,
-            self._state(),
-            total.records,
-            num_steps,
-            points[-1].step if points else None,
-            total.dropped,
-            total.nonfinite,
-            (many - few) / (last - first) if last > first else 0.0,
-            self._unread,
-            tuple(self._anomalies),
-            self._first_anomaly,
-            tuple(points),
+            number=0,
+            state=self._state(),
+            num_records=total.records,
+            num_steps=num_steps,
+            last_step=points[-1].step if points else None,
+            num_dropped=total.dropped,
+            num_nonfinite=total.nonfinite,
+            records_per_s=(many - few) / (last - first) if last > first else 0.0,
+            bytes_unread=self._unread,
+            anomalies=tuple(self._anomalies),
+            first_anomaly=self._first_anomaly,
+            points=tuple(points),
         )
 
     def _state(self) -> str:

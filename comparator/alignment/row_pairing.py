@@ -165,21 +165,21 @@ class RowPairing(Struct):
             (left.count(what), right.count(what)) for what in (FORKED, UNALIGNED, RECOMPUTED, REPLACED)
         )
         return RowMap(
-            left.side_rows(),
-            right.side_rows(),
-            self.names,
-            left.pair_of_row[mine],
-            left.position[mine],
-            left.visit[mine],
-            left.rows.branch[mine],
-            forked,
-            unaligned,
-            again,
-            superseded,
-            self.late_starts,
-            forks,
-            notes,
-            problems,
+            baseline=left.side_rows(),
+            target=right.side_rows(),
+            requests=self.names,
+            pair_request=left.pair_of_row[mine],
+            pair_position=left.position[mine],
+            pair_visit=left.visit[mine],
+            pair_branch=left.rows.branch[mine],
+            num_forked=forked,
+            num_unaligned=unaligned,
+            num_recomputed=again,
+            num_replaced=superseded,
+            late_starts=self.late_starts,
+            forks=forks,
+            notes=notes,
+            problems=problems,
         )
 
 

@@ -102,17 +102,17 @@ def _sample(heads: RecordedAttention, names: tuple[str, str]) -> tuple[Sample, A
     some = heads.given[1]
     width = some.values.shape[1]
     return Sample(
-        attend(tokens, own, heads.variant),
-        some.values[right],
-        some.request[right],
-        some.position[right],
-        some.step[right],
-        0,
-        width,
-        num_rows,
-        np.full(width, -1),
-        names if all(names) else ("float32", "float32"),
-        False,
+        baseline=attend(tokens, own, heads.variant),
+        target=some.values[right],
+        request=some.request[right],
+        position=some.position[right],
+        step=some.step[right],
+        first_column=0,
+        width=width,
+        num_rows=num_rows,
+        ranks=np.full(width, -1),
+        dtypes=names if all(names) else ("float32", "float32"),
+        is_integer=False,
     ), own
 
 

@@ -86,14 +86,14 @@ def detail_of(ready: PreparedPair, site: str, k: int | None = None) -> Detail:
         if dtype is not None:
             steps.add(distances(chunk.baseline, chunk.target, dtype))
     return Detail(
-        tuple((share, differences.percentile(share)) for share in PERCENTILES),
-        differences.octaves(),
-        dtype,
-        None if dtype is None else steps.largest,
-        None if dtype is None else steps.percentile(0.99),
-        channels.worst(),
-        agreement_of(ready) if dtype is not None and is_logits(site) else None,
-        choice_of(ready, k) if dtype is not None and k and is_router(site) else None,
+        percentiles=tuple((share, differences.percentile(share)) for share in PERCENTILES),
+        histogram=differences.octaves(),
+        ulp_dtype=dtype,
+        ulp_max=None if dtype is None else steps.largest,
+        ulp_p99=None if dtype is None else steps.percentile(0.99),
+        channels=channels.worst(),
+        logits=agreement_of(ready) if dtype is not None and is_logits(site) else None,
+        router=choice_of(ready, k) if dtype is not None and k and is_router(site) else None,
     )
 
 

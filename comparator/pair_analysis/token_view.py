@@ -121,14 +121,14 @@ class PairReader:
         shown = min(num_columns, width - first)
         cut = [[_padded(side[first : first + shown], shown) for side in pair] for pair in values]
         return Tile(
-            tuple(rows),
-            tuple(self._labels[i] for i in rows),
-            tuple(self._steps[rows.start : rows.stop].tolist()),
-            first,
-            self.num_rows,
-            width,
-            np.array([pair[0] for pair in cut]),
-            np.array([pair[1] for pair in cut]),
+            rows=tuple(rows),
+            labels=tuple(self._labels[i] for i in rows),
+            steps=tuple(self._steps[rows.start : rows.stop].tolist()),
+            first_column=first,
+            num_rows=self.num_rows,
+            num_columns=width,
+            baseline=np.array([pair[0] for pair in cut]),
+            target=np.array([pair[1] for pair in cut]),
         )
 
     @property

@@ -149,16 +149,16 @@ def group_ranks(run: Run, step: int, micro: int | None, recorded: Mapping[int, S
     infos = [(recorded[members[0]], members) for members in sorted(groups.values(), key=min)]
     return [
         Grid(
-            step,
-            micro,
-            info.phase,
-            info.grid,
-            info.rows,
-            info.token_ids,
-            info.drafts,
-            _rejected(run, step, members, info),
-            _branches(run, step, members, info),
-            tuple(sorted(members)),
+            step=step,
+            micro=micro,
+            phase=info.phase,
+            shape=info.grid,
+            rows=info.rows,
+            tokens=info.token_ids,
+            drafts=info.drafts,
+            rejected=_rejected(run, step, members, info),
+            branches=_branches(run, step, members, info),
+            ranks=tuple(sorted(members)),
         )
         for info, members in infos
     ]

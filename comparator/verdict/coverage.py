@@ -117,22 +117,23 @@ def cover(
         warnings.append(f"{formatting.plural(len(left), 'site')} allowed to be missing, e.g. {left[0]}")
     if num_objects:
         warnings.append(f"{num_objects:,} non-tensor records were skipped")
+    are_recorded = all(run.manifest.get("format") == FORMAT for run in runs)  # else hashes are computed by reading
     return Coverage(
-        sum(n for v, n in counts.items() if not v.is_orphan),
-        counts[Verdict.ONLY_BASELINE],
-        counts[Verdict.ONLY_TARGET],
-        counts[Verdict.SHAPE],
-        rows.known,
-        rows.num_pairs,
-        rows.num_forked,
-        rows.num_unaligned,
-        rows.num_recomputed,
-        rows.num_replaced,
-        rows.forks,
-        ledgers,
-        tuple(partial),
-        tuple(warnings),
-        0 if options.verify or not all(run.manifest.get("format") == FORMAT for run in runs) else _unread(findings),
+        num_sites_matched=sum(n for v, n in counts.items() if not v.is_orphan),
+        num_sites_only_baseline=counts[Verdict.ONLY_BASELINE],
+        num_sites_only_target=counts[Verdict.ONLY_TARGET],
+        num_sites_not_comparable=counts[Verdict.SHAPE],
+        rows_known=rows.known,
+        num_rows_aligned=rows.num_pairs,
+        num_rows_forked=rows.num_forked,
+        num_rows_unaligned=rows.num_unaligned,
+        num_rows_recomputed=rows.num_recomputed,
+        num_rows_replaced=rows.num_replaced,
+        forks=rows.forks,
+        ledgers=ledgers,
+        partial=tuple(partial),
+        warnings=tuple(warnings),
+        num_sites_unread=0 if options.verify or not are_recorded else _unread(findings),
     )
 
 

@@ -237,14 +237,14 @@ def _divergence(
         input_state = "equal"
     rest = tuple(name for name in dict.fromkeys(others) if name != module)
     return Divergence(
-        module,
-        finding.site,
-        finding,
-        step,
-        finding.worst,
-        input_state,
-        evidence,
-        bool(source) and not uncompared and not mixed,
+        module=module,
+        site=finding.site,
+        finding=finding,
+        step=step,
+        place=finding.worst,
+        inputs=input_state,
+        evidence=evidence,
+        is_certain=bool(source) and not uncompared and not mixed,
         alternatives=rest,
     )
 

@@ -209,14 +209,14 @@ def _series(metric: BenchMetric, values: _Values, index: dict[str, int]) -> Metr
     points = [(index[commit], statistics.fmean(each), len(each)) for commit, each in values.by_commit.items()]
     margins = [values.noise.interval(num) for _, _, num in points]
     return MetricSeries(
-        metric.name,
-        tuple(at for at, _, _ in points),
-        tuple(_rounded(mean) for _, mean, _ in points),
-        tuple(metric_text(mean) for _, mean, _ in points),
-        tuple(_rounded(mean / (1 + margin)) for (_, mean, _), margin in zip(points, margins, strict=True)),
-        tuple(_rounded(mean * (1 + margin)) for (_, mean, _), margin in zip(points, margins, strict=True)),
-        tuple(num for _, _, num in points),
-        values.noise.basis,
+        metric=metric.name,
+        commits=tuple(at for at, _, _ in points),
+        values=tuple(_rounded(mean) for _, mean, _ in points),
+        formatted=tuple(metric_text(mean) for _, mean, _ in points),
+        low=tuple(_rounded(mean / (1 + margin)) for (_, mean, _), margin in zip(points, margins, strict=True)),
+        high=tuple(_rounded(mean * (1 + margin)) for (_, mean, _), margin in zip(points, margins, strict=True)),
+        counts=tuple(num for _, _, num in points),
+        noise=values.noise.basis,
     )
 
 

@@ -78,16 +78,16 @@ def tile(table: ValueTable, row: int, column: int, num_rows: int, num_columns: i
     )
     numbers = range(row, stop)
     return Tile(
-        row,
-        column,
-        table.num_rows,
-        table.num_columns,
-        tuple(map(table.label, numbers)),
-        tuple(map(table.step, numbers)),
-        tuple(_padded(_texts(line), width, "") for left, _ in sides for line in left) if table.is_pair else (),
-        tuple(_padded(_texts(line), width, "") for _, right in sides for line in right),
-        tuple(_padded(_delta_texts(line), width, "") for each in deltas for line in each),
-        shares,
+        first_row=row,
+        first_column=column,
+        num_rows=table.num_rows,
+        num_columns=table.num_columns,
+        labels=tuple(map(table.label, numbers)),
+        steps=tuple(map(table.step, numbers)),
+        baseline=tuple(_padded(_texts(line), width, "") for left, _ in sides for line in left) if table.is_pair else (),
+        target=tuple(_padded(_texts(line), width, "") for _, right in sides for line in right),
+        difference=tuple(_padded(_delta_texts(line), width, "") for each in deltas for line in each),
+        shares=shares,
     )
 
 
@@ -107,15 +107,15 @@ def cell(table: ValueTable, row: int, column: int) -> CellView:
     with np.errstate(all="ignore"):
         delta = _delta_texts(difference(left[None], right[None])[0])[0] if table.is_pair else ""
     return CellView(
-        row,
-        column,
-        f"[{','.join(map(str, index))}]" if index else "",
-        table.label(row),
-        _texts(left)[0] if table.is_pair else "",
-        _texts(right)[0],
-        delta,
-        ulps,
-        table.link(row, column),
+        row=row,
+        column=column,
+        index=f"[{','.join(map(str, index))}]" if index else "",
+        label=table.label(row),
+        baseline=_texts(left)[0] if table.is_pair else "",
+        target=_texts(right)[0],
+        difference=delta,
+        ulps=ulps,
+        link=table.link(row, column),
     )
 
 
