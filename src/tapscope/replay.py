@@ -95,7 +95,8 @@ def replay(
     values = StoredTensors(baseline)
     comparison = compare_open_runs(baseline, target, options)
     full = comparison.report
-    modules = _selected(_output_modules(full.findings), options)
+    outputs = _outputs(full.findings)
+    modules = _selected(list(filter(None, outputs)), options)  # the root takes the tokens themselves
     inputs, reasons = _inputs(full.findings, target, modules)
     if not any(values.has(stored) for sites in inputs.values() for stored in sites.values()):
         raise DataError(
@@ -124,19 +125,18 @@ def replay(
                 reasons.setdefault(module_of(problem.site), f"{problem.site}: {problem.reason}")
         if progress is not None:
             progress(done + 1, len(levels))
-    return ReplayReport(modules=tuple(_judged(modules, full.findings, by_module, reasons)), report=full)
+    return ReplayReport(modules=tuple(_judged(modules, outputs, by_module, reasons)), report=full)
 
 
-def _output_modules(findings: Iterable[Finding]) -> list[str]:
-    """Modules of the target whose outputs were compared, in execution order; the root takes the tokens themselves."""
-    paths = [_module(f.target.site) for f in findings if f.target is not None and f.baseline and _is_output(f)]
-    return [path for path in dict.fromkeys(paths) if path]
-
-
-def _is_output(finding: Finding) -> bool:
-    site = finding.target.site if finding.target is not None else finding.site
-    port = port_of(split_call(site)[0])
-    return port.startswith("out") and not port.endswith(".grad")
+def _outputs(findings: Iterable[Finding]) -> dict[str, list[Finding]]:
+    """Module of the target -> the findings on its outputs that were compared, in execution order."""
+    by_module: dict[str, list[Finding]] = {}
+    for finding in findings:
+        if finding.target is not None and finding.baseline is not None:
+            port = port_of(split_call(finding.target.site)[0])
+            if port.startswith("out") and not port.endswith(".grad"):
+                by_module.setdefault(_module(finding.target.site), []).append(finding)
+    return by_module
 
 
 def _module(site: str) -> str:
@@ -199,26 +199,18 @@ def _run_level(
         alone = structs.replace(options, sites=(), skip=(), layers=None, allow_missing=("*",), allow_partial=True)
         with open_run(out) as run:
             report = compare_open_runs(baseline, run, alone).report
-    by_module: dict[str, list[Finding]] = {}
-    for f in report.findings:
-        if f.target is not None and f.baseline is not None and _is_output(f):
-            by_module.setdefault(_module(f.target.site), []).append(f)
-    return by_module, injector.problems
+    return _outputs(report.findings), injector.problems
 
 
 def _judged(
     modules: Iterable[str],
-    findings: Iterable[Finding],
+    outputs: Mapping[str, list[Finding]],
     replayed: Mapping[str, list[Finding]],
     reasons: Mapping[str, str],
 ) -> Iterable[ModuleReplay]:
-    full: dict[str, list[Finding]] = {}
-    for f in findings:
-        if f.target is not None and f.baseline is not None and _is_output(f):
-            full.setdefault(_module(f.target.site), []).append(f)
     own = {module for module in modules if module not in reasons and any(f.verdict.is_bad for f in replayed[module])}
     for module in modules:
-        whole = max(full[module], key=_badness)
+        whole = max(outputs[module], key=_badness)
         error, ratio = whole.error, whole.ratio
         if module in reasons or not replayed[module]:
             reason = reasons.get(module, "it was not called, or its outputs could not be compared")
