@@ -3,6 +3,7 @@
 from typing import Any
 
 from tapscope.cli import bench_baseline
+from tapscope.core.formatting import plural
 
 _TIMES = (("ttft_ms", "TTFT"), ("tpot_ms", "TPOT"), ("itl_ms", "ITL"), ("e2e_ms", "E2E"))
 
@@ -55,7 +56,7 @@ def _latency(result: dict[str, Any]) -> list[str]:
         f"{_compute(result['prefill'], machine)}",
     ]
     if "decode" in result:
-        step = f"{result['step_ms']['p50']:.2f} ms a step, {result['decode_tokens_per_s']:,.0f} tok/s"
+        step = f"{result['step_ms']['p50']:.2f} ms per step, {result['decode_tokens_per_s']:,.0f} tok/s"
         text.append(f"decode    {step}; {_memory(result['decode'], machine)}")
     text += ["", f"{'ms':<14}" + "".join(f"{name:>10}" for name in ("mean", "p50", "p90", "p95", "p99", "max"))]
     for key, label in (("prefill_ms", "prefill"), ("step_ms", "step"), ("latency_ms", "E2E")):
@@ -66,7 +67,7 @@ def _latency(result: dict[str, Any]) -> list[str]:
 def _model(result: dict[str, Any]) -> str:
     ranks = f", {result['tp']} ranks" if result["tp"] > 1 else ""
     kept = "" if result["kv_cache_dtype"] == result["dtype"] else f", KV cache {result['kv_cache_dtype']}"
-    where = f"{result['device']}, {result['machine']['threads']} threads{ranks}"
+    where = f"{result['device']}, {plural(result['machine']['threads'], 'thread')}{ranks}"
     return f"{result['model']} ({result['dtype']}{kept}, {where})"
 
 
@@ -85,17 +86,18 @@ def _workload(result: dict[str, Any]) -> str:
 def _tokens(result: dict[str, Any]) -> str:
     cached = f" ({result['cached_tokens']:,} cached)" if result["cached_tokens"] else ""
     counts = f"{result['prompt_tokens']:,} prompt{cached}, {result['output_tokens']:,} output"
-    return f"{counts}: {result['output_tokens_per_s']:,.1f} output tok/s, {result['total_tokens_per_s']:,.1f} in all"
+    rates = f"{result['output_tokens_per_s']:,.1f} output tok/s, {result['total_tokens_per_s']:,.1f} total tok/s"
+    return f"{counts}: {rates}"
 
 
 def _compute(shares: dict[str, Any], machine: dict[str, Any]) -> str:
-    limit = f"{_size(machine['flops_per_s'])}FLOP/s of {machine['dtype']} that this machine multiplies"
-    return f"{_size(shares['tflops_per_s'] * 1e12)}FLOP/s, {shares['flops_share']:.1%} of the {limit}"
+    limit = f"{_size(machine['flops_per_s'])}FLOP/s ({machine['dtype']} GEMM)"
+    return f"{_size(shares['tflops_per_s'] * 1e12)}FLOP/s, {shares['flops_share']:.1%} of this machine's {limit}"
 
 
 def _memory(shares: dict[str, Any], machine: dict[str, Any]) -> str:
-    limit = f"{_size(machine['read_bytes_per_s'])}B/s that this machine reads"
-    return f"{_size(shares['gb_per_s'] * 1e9)}B/s, {shares['bytes_share']:.1%} of the {limit}"
+    limit = f"{_size(machine['read_bytes_per_s'])}B/s (memory reads)"
+    return f"{_size(shares['gb_per_s'] * 1e9)}B/s, {shares['bytes_share']:.1%} of this machine's {limit}"
 
 
 def _size(value: float) -> str:
