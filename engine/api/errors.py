@@ -27,7 +27,7 @@ _STATUSES = {
         "cross-origin request from 'http://a.example' refused; use a program such as curl",
     ),
     404: ("No such route or model.", "the model 'other' does not exist here; this server has 'tiny'"),
-    405: ("The route does not support this method.", "GET /generate: Method Not Allowed"),
+    405: ("The route does not support this method.", "GET is not allowed on /generate; use POST"),
     413: ("The body is too large.", "the body is longer than 33554432 bytes"),
     500: ("A step failed.", "the observer raised ValueError: no"),
     503: ("The server is starting, overloaded, or has lost a rank.", "the server is starting or has ended"),

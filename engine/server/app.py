@@ -159,7 +159,12 @@ async def _on_bug(request: Request, error: Exception) -> JSONResponse:
 
 async def _on_http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
-    text = f"{request.method} {request.url.path[:200]}: {error.detail}"
+    method, path, headers = request.method, request.url.path[:200], error.headers or {}
+    text = f"{method} {path}: {error.detail}"
+    if error.status_code == 404:
+        text = f"unknown route: {method} {path}; GET /openapi.json lists the routes"
+    elif error.status_code == 405:
+        text = f"{method} is not allowed on {path}; use {headers.get('Allow')}"
     response = error_response(request.url.path, error.status_code, text)
-    response.headers.update(error.headers or {})
+    response.headers.update(headers)
     return response

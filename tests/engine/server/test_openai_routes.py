@@ -673,7 +673,8 @@ def test_embeddings_are_pooled_normalized_hidden_states(client: openai.OpenAI, p
         ("completions", {"prompt": "x", "best_of": 3}, 400, "best_of", "only the value of n"),
         ("completions", {"prompt": [10**6]}, 400, None, "expected 0 to"),
         ("completions", [], 400, None, "must be a JSON object"),
-        ("nothing", {}, 404, None, "Not Found"),
+        ("nothing", {}, 404, None, "unknown route: POST /v1/nothing; GET /openapi.json lists the routes"),
+        ("models", {}, 405, None, "POST is not allowed on /v1/models; use GET"),
     ],
 )
 def test_openai_routes_refuse_invalid_bodies_with_openai_errors(
@@ -685,7 +686,7 @@ def test_openai_routes_refuse_invalid_bodies_with_openai_errors(
     assert set(error) == {"message", "type", "param", "code"}
     assert words in error["message"]
     assert error["param"] == param
-    assert error["type"] == ("invalid_request_error" if status == 400 else "not_found_error")
+    assert error["type"] == ("not_found_error" if status == 404 else "invalid_request_error")
 
 
 def test_chat_ignores_fields_about_the_sender(client: openai.OpenAI) -> None:
