@@ -220,9 +220,9 @@ def _to_matching(
     if renamed := sum(left[p.baseline].name != right[p.target].name for p in pairs):
         notes.append(f"{formatting.plural(renamed, 'request')} with different names paired by equal prompts")
     if work.num_ambiguous:
-        notes.append(
-            f"{formatting.plural(work.num_ambiguous, 'request')} have the same tokens as another one: paired in order"
-        )
+        has = "has" if work.num_ambiguous == 1 else "have"
+        requests = formatting.plural(work.num_ambiguous, "request")
+        notes.append(f"{requests} {has} the same tokens as another one: paired in order")
     if shifted := [p for p in pairs if p.shift]:
         first = shifted[0]
         notes.append(

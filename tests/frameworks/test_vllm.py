@@ -145,6 +145,43 @@ def test_vllm_plugin_diff_names_the_module_of_a_bug(
     assert report.first_divergence.module == "model.layers.1.mlp.down_proj"
 
 
+class Drafting(FirstRunner):
+    """The last two rows of a request are drafts, of which one is accepted."""
+
+    def sample_tokens(self, grammar: Any) -> Any:
+        names = self.input_batch.req_ids
+        return SimpleNamespace(
+            sampled_token_ids=[[7, 8] for _ in names], req_id_to_index={name: at for at, name in enumerate(names)}
+        )
+
+
+def test_vllm_plugin_step_tells_drafts_accepted_ones_and_adapters(
+    process: ProcessDumper, monkeypatch: pytest.MonkeyPatch, weights: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    wrapper = install(monkeypatch)
+    vllm.register()
+    model, (name, tokens) = LlamaForCausalLM(CONFIG).load(weights), next(iter(PROMPTS.items()))
+    worker = wrapper(Worker(model, Requests({name: tokens}), Drafting))
+    worker.init_device()
+    worker.load_model()
+    lora = SimpleNamespace(lora_name="french")
+    worker.worker.model_runner.requests = {name: SimpleNamespace(lora_request=lora)}
+    drafts = {name: [-1, -1]}
+    worker.execute_model(SchedulerOutput({name: len(tokens)}, scheduled_spec_decode_tokens=drafts))
+    worker.sample_tokens(None)
+    worker.shutdown()
+    with open_run(tmp_path / "served") as run:
+        ((line,),) = (list(lines.values()) for lines in run.steps.values())
+    assert (line.info.drafts, line.info.adapters, line.info.row_sets) == (
+        {"0": 2},
+        {"0": "french"},
+        {"logits": (6, 7, 8)},
+    )
+    assert line.counts is not None
+    assert line.counts.accepted == {"0": 1}
+    assert [span.count for span, _ in line.own_rows()] == [8]
+
+
 def test_vllm_plugin_does_nothing_unless_the_environment_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("TAPSCOPE_ENABLED", "TAPSCOPE_CONTROL"):
         monkeypatch.delenv(name, raising=False)
@@ -179,7 +216,7 @@ def test_vllm_plugin_error_of_ours_leaves_the_worker_alone(
     wrapper = install(monkeypatch)
     vllm.register()
     worker = serve(wrapper, weights)
-    assert worker.worker.model_runner.requests.computed == {name: len(ids) for name, ids in PROMPTS.items()}
+    assert worker.worker.model_runner.running.computed == {name: len(ids) for name, ids in PROMPTS.items()}
     assert caplog.text.count("tapscope: opening a step failed (ValueError: boom); vLLM continues") == 1
 
 
@@ -316,6 +353,21 @@ def test_vllm_plugin_dims_inside_attention_follow_the_key_heads() -> None:
     plugin = vllm.VllmPlugin()
     assert plugin.module_dims(holder.attn, holder)["in[key]"] == "t h=8x2[tp]"
     assert plugin.module_dims(holder.k_norm, holder)["out"] == "t n=1x2[tp] d"
+
+
+def test_vllm_plugin_lora_layer_is_described_by_the_layer_inside() -> None:
+    holder, plugin = attention(1, 2), vllm.VllmPlugin()
+    qkv = holder.qkv_proj
+    holder.qkv_proj = wrapped = _Layer("MergedQKVParallelLinearWithLoRA", "BaseLayerWithLoRA", base_layer=qkv)
+    assert plugin.module_dims(wrapped, holder)["out[0]"] == "t (q=48+k=8x2+v=8x2)[tp]"
+    assert plugin.module_dims(holder.attn, holder)["in[key]"] == "t h=8x2[tp]"
+    assert plugin.module_facts("qkv_proj.base_layer", qkv, wrapped).is_optional
+    assert not plugin.module_facts("qkv_proj", wrapped, holder).is_optional
+    inner = _Layer("LogitsProcessor", "PluggableLayer")
+    logits = _Layer("LogitsProcessorWithLoRA", "BaseLayerWithLoRA", base_layer=inner)
+    facts = plugin.module_facts("logits_processor", logits, holder)
+    assert facts.row_sets == {"in[hidden_states]": "logits", "out": "logits"}
+    assert facts.forward == inner.forward
 
 
 def test_registry_plugin_that_raises_is_reported_once_and_capture_goes_on(

@@ -64,7 +64,7 @@ class FirstRunner:
     """vLLM's first model runner: logits in ``execute_model``, the batch in ``input_batch``."""
 
     def __init__(self, model: LlamaForCausalLM, requests: Requests) -> None:
-        self.model, self.requests = model, requests
+        self.model, self.running = model, requests
         self.input_batch = SimpleNamespace(req_ids=[], num_computed_tokens_cpu=np.zeros(0, np.int32))
 
     def get_model(self) -> LlamaForCausalLM:
@@ -75,13 +75,13 @@ class FirstRunner:
 
     def execute_model(self, scheduled: SchedulerOutput) -> Any:
         order = sorted(scheduled.num_scheduled_tokens, key=lambda name: scheduled.num_scheduled_tokens[name])
-        ids, positions = self.requests.packed(scheduled, order)
-        computed = [self.requests.computed.get(name, 0) for name in order]
+        ids, positions = self.running.packed(scheduled, order)
+        computed = [self.running.computed.get(name, 0) for name in order]
         self.input_batch = SimpleNamespace(req_ids=order, num_computed_tokens_cpu=np.array(computed, np.int32))
         hidden = self.model(input_ids=ids, positions=positions, intermediate_tensors=None, inputs_embeds=None)
         last = np.cumsum([scheduled.num_scheduled_tokens[name] for name in order]) - 1
         self.logits = self.model.compute_logits(hidden[torch.as_tensor(last)])
-        self.requests.advance(scheduled)
+        self.running.advance(scheduled)
 
     def sample_tokens(self, grammar: Any) -> torch.Tensor:
         return self.logits.argmax(-1)
@@ -93,17 +93,17 @@ class SecondRunner(FirstRunner):
     def prepare_inputs(self, scheduled: SchedulerOutput) -> Any:
         order = sorted(scheduled.num_scheduled_tokens)
         counts = [scheduled.num_scheduled_tokens[name] for name in order]
-        computed = [self.requests.computed.get(name, 0) for name in order]
+        computed = [self.running.computed.get(name, 0) for name in order]
         return SimpleNamespace(
             req_ids=order, num_scheduled_tokens=np.array(counts), num_computed_tokens_np=np.array(computed)
         )
 
     def execute_model(self, scheduled: SchedulerOutput) -> Any:
         batch = self.prepare_inputs(scheduled)
-        ids, positions = self.requests.packed(scheduled, batch.req_ids)
+        ids, positions = self.running.packed(scheduled, batch.req_ids)
         hidden = self.model(input_ids=ids, positions=positions, inputs_embeds=None, intermediate_tensors=None)
         self.hidden = hidden[torch.as_tensor(np.cumsum(batch.num_scheduled_tokens) - 1)]
-        self.requests.advance(scheduled)
+        self.running.advance(scheduled)
 
     def sample_tokens(self, grammar: Any) -> torch.Tensor:
         return self.model.compute_logits(self.hidden).argmax(-1)

@@ -8,8 +8,15 @@ SHARD = "t h[tp]"
 SUMMAND = "t h[tp:partial]"
 
 
+def without_adapter(module: Any) -> Any:
+    """The layer that a LoRA layer wraps, and calls only in parts; any other module as it is."""
+    is_wrapper = any(each.__name__ == "BaseLayerWithLoRA" for each in type(module).__mro__)
+    return getattr(module, "base_layer", module) if is_wrapper else module
+
+
 def layer_dims(module: Any, parent: Any, default_tp: Callable[[], int]) -> Mapping[str, str]:
     """Port -> dims of one module; ``default_tp`` gives the group's size where a layer does not store its own."""
+    module = without_adapter(module)
     kinds = {each.__name__ for each in type(module).__mro__}
     tp = _tp(module, default_tp)
     if tp == 1 and kinds & {"LinearBase", "VocabParallelEmbedding"}:
@@ -90,7 +97,7 @@ def _experts(module: Any) -> dict[str, str]:
 
 def _sibling(parent: Any, kind: str, default_tp: Callable[[], int]) -> Any:
     """A sharded layer of this kind next to the module."""
-    for child in parent.children():
+    for child in map(without_adapter, parent.children()):
         if any(each.__name__ == kind for each in type(child).__mro__) and _tp(child, default_tp) > 1:
             return None if getattr(child, "gather_output", False) else child
     return None

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from tapscope.core.framework_plugin import FrameworkPlugin, ModuleFacts, ProcessLayout, StepRows
 from tapscope.core.observe import RowSpan, StepInfo
 from tapscope.frameworks.host import guarded, is_wanted
-from tapscope.frameworks.parallel_dims import layer_dims, named_forward
+from tapscope.frameworks.parallel_dims import layer_dims, named_forward, without_adapter
 from tapscope.frameworks.parallel_state import call
 
 _log = logging.getLogger("tapscope")
@@ -56,19 +56,22 @@ class VllmPlugin(FrameworkPlugin):
 
     def module_facts(self, path: str, module: Any, parent: Any) -> ModuleFacts:
         """The output head is never called: ``compute_logits`` reads its weight. A rotary embedding calls a function of
-        its ``ApplyRotaryEmb``, except in multimodal models, which call the module."""
+        its ``ApplyRotaryEmb``, except in multimodal models, which call the module. LoRA layers do not call the linear
+        inside."""
         facts, name = super().module_facts(path, module, parent), type(module).__name__
-        return replace_fields(facts, is_called=name != "ParallelLMHead", is_optional=name == "ApplyRotaryEmb")
+        is_optional = name == "ApplyRotaryEmb" or (parent is not None and without_adapter(parent) is module)
+        return replace_fields(facts, is_called=name != "ParallelLMHead", is_optional=is_optional)
 
     def module_row_sets(self, module: Any) -> Mapping[str, str]:
         """Logits are computed for the last row of each request only."""
-        if type(module).__name__ != "LogitsProcessor":
+        if type(without_adapter(module)).__name__ != "LogitsProcessor":
             return {}
         return dict.fromkeys(("in[hidden_states]", "out"), _LOGITS)
 
     def module_forward(self, module: Any) -> Callable[..., Any] | None:
-        """Custom ops name their arguments in ``forward_native``."""
-        return named_forward(module)
+        """Custom ops name their arguments in ``forward_native``, and LoRA's logits processor in the one inside."""
+        base = without_adapter(module)
+        return base.forward if type(base).__name__ == "LogitsProcessor" else named_forward(module)
 
     def step_rows(
         self, model: Any, info: StepInfo, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -96,6 +99,8 @@ class _Request:
     """A request of a worker, and which of its rows were seen so far."""
 
     name: str
+    adapter: str = ""
+    """Name of its LoRA adapter."""
     end: int = 0
     """Position after the last row that was scheduled."""
     high: int = 0
@@ -176,7 +181,7 @@ class WorkerSession:
             self._end(error)
             raise
         if output is not None:  # None: sample_tokens() comes next
-            self._end(None)
+            self._end(None, output)
         return output
 
     def _sample_tokens(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -185,7 +190,7 @@ class WorkerSession:
         except BaseException as error:
             self._end(error)
             raise
-        self._end(None)
+        self._end(None, output)
         return output
 
     def _shutdown(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -226,11 +231,16 @@ class WorkerSession:
             step.__enter__()
             self._step, self._scheduled, self._batch = step, scheduled, None
 
-    def _end(self, error: BaseException | None) -> None:
+    def _end(self, error: BaseException | None, output: Any = None) -> None:
+        """End the open step; ``output`` is the worker's, or a promise of it under asynchronous scheduling."""
         if self._step is None:
             return
         step, self._step, self._scheduled, self._batch = self._step, None, None, None
         with _guarded("ending a step"):
+            info = self._dumper.current_step
+            if info is not None and info.drafts and isinstance(tokens := getattr(output, "sampled_token_ids", 0), list):
+                sampled = {self._request(name).name: tokens[at] for name, at in output.req_id_to_index.items()}
+                self._dumper.accept_drafts({name: max(len(sampled.get(name, ())) - 1, 0) for name in info.drafts})
             step.__exit__(None if error is None else type(error), error, None)
 
     def _forget(self, finished: Iterable[str]) -> None:
@@ -251,16 +261,20 @@ class WorkerSession:
         planned = counts
         if self._adapts:  # the rows of each request are waited for: rules that select requests slice by them
             counts = self._batch.query_start_loc[: len(counts) + 1].diff().tolist()
-        slots, at = list[int](), 0
-        for name, plan, count in zip(names, planned, counts, strict=True):
-            drafts = len((getattr(self._scheduled, "scheduled_spec_decode_tokens", None) or {}).get(name, ()))
-            slots += range(at + max(plan - 1 - drafts, 0), at + count)
+        requests = [self._request(name) for name in names]
+        drafts, slots, at = dict[str, int](), list[int](), 0
+        for name, request, plan, count in zip(names, requests, planned, counts, strict=True):
+            num_first = plan - len((getattr(self._scheduled, "scheduled_spec_decode_tokens", None) or {}).get(name, ()))
+            slots += range(at + max(num_first - 1, 0), at + count)
             at += count
+            if num_first < count:
+                drafts[request.name] = count - num_first
         phase = "decode" if all(starts) and max(counts) == 1 else "mixed" if any(starts) else "prefill"
         ids = ids if getattr(ids, "ndim", 0) == 1 else None
         grid = (at,) if ids is None else (len(ids),)
-        step = replace(info, phase=phase, grid=grid, row_sets={_LOGITS: tuple(slots)})
-        requests = [self._request(name) for name in names]
+        adapters = {each.name: each.adapter for each in requests if each.adapter}
+        row_sets = {_LOGITS: tuple(slots)}
+        step = replace(info, phase=phase, grid=grid, row_sets=row_sets, drafts=drafts, adapters=adapters)
         if not self._assumes_acceptance:
             return StepRows(info=replace(step, rows=_spans(requests, counts, starts)), token_ids=ids)
         outline = replace(step, rows=_spans([_Request(each.name) for each in requests], counts, starts))
@@ -301,8 +315,15 @@ class WorkerSession:
             name = _SUFFIX.sub("", request) if _has_suffixes() else request
             if any(name == each.name for each in self._requests.values()):
                 name = request
-            found = self._requests[request] = _Request(name)
+            found = self._requests[request] = _Request(name, self._adapter(request))
         return found
+
+    def _adapter(self, request: str) -> str:
+        """Name of a request's LoRA adapter, if it has one."""
+        runner = getattr(self._worker, "model_runner", None)
+        state = getattr(getattr(runner, "requests", {}).get(request), "lora_request", None)
+        lora = state or getattr(getattr(runner, "lora_state", None), "lora_requests", {}).get(request)
+        return str(getattr(lora, "lora_name", ""))
 
 
 def _spans(requests: Sequence[_Request], counts: Sequence[int], starts: Sequence[int]) -> tuple[RowSpan, ...]:

@@ -108,6 +108,8 @@ def test_requests_equal_prompts_match_in_order_with_a_warning(tmp_path: Path) ->
     report = diff_steps(tmp_path, left, right)
     assert "2 requests have the same tokens as another one: paired in order" in report.coverage.warnings
     assert report.coverage.partial[0] == "request 9 is only in t"
+    report = diff_steps(tmp_path / "one", [left[0][:1]], right)
+    assert "1 request has the same tokens as another one: paired in order" in report.coverage.warnings
 
 
 def test_requests_reused_id_is_another_request(tmp_path: Path) -> None:
