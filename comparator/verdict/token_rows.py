@@ -3,9 +3,10 @@
 import numpy as np
 from msgspec import Struct, structs
 
+from tapscope.comparator.alignment.prepare import PreparedPair
 from tapscope.comparator.facts import Place
 from tapscope.comparator.metrics.lazy_pair import LazyPair
-from tapscope.comparator.metrics.measure import WidthError, measure
+from tapscope.comparator.metrics.measure import MeasuredPair, WidthError, measure
 from tapscope.comparator.metrics.summand_ranks import faulty_rank, is_only_faulty_rank
 from tapscope.comparator.pair_analysis.pair_analyzer import PairAnalyzer
 from tapscope.comparator.pair_analysis.pair_result import PairResult
@@ -65,15 +66,19 @@ def tokens_of(
         for row in here[:MAX_TOKENS]
     ]
     place = place_of(measured, worst, ready, analyzer.preparer.row_map)
-    if finding.test == "replicas":
-        rank = finding.worst.rank if finding.worst is not None else None
-    elif place.rank is None:
-        rank = faulty_rank(measured, worst, ready)
-    else:
-        rank = place.rank if is_only_faulty_rank(measured, worst, ready, place.rank, finding.row_floor) else None
+    rank = _rank_at_fault(finding, measured, worst, ready, place)
     in_shard = () if rank is None else index_in_shard(measured, worst, ready, rank)
     place = structs.replace(place, rank=rank, in_shard=in_shard)
     return tuple(tokens), int(beyond.sum()), place
+
+
+def _rank_at_fault(finding: Finding, measured: MeasuredPair, row: int, ready: PreparedPair, place: Place) -> int | None:
+    """The only rank with the error of a row; None if there is no single one."""
+    if finding.test == "replicas":
+        return finding.worst.rank if finding.worst is not None else None
+    if place.rank is None:
+        return faulty_rank(measured, row, ready)
+    return place.rank if is_only_faulty_rank(measured, row, ready, place.rank, finding.row_floor) else None
 
 
 def _is_elsewhere(finding: Finding) -> bool:

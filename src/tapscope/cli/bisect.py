@@ -3,7 +3,7 @@
 import argparse
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -106,12 +106,7 @@ class BisectCommand:
         from tapscope.comparator import compare_open_runs
         from tapscope.dumper import Dumper
 
-        if args.max_runs is not None and args.max_runs < 1:
-            raise UsageError(f"--max-runs {args.max_runs}: must be at least 1")
-        if args.kernel and not args.reference_kernel:
-            raise UsageError("--kernel needs --reference-kernel: what to switch it to")
-        if args.site:
-            raise UsageError("bisect judges one site: give --output SITE instead of --site")
+        _check_flags(args)
         options = structs.replace(compare_flags.options_of(args), sites=(args.output,))
         work = prompts.of_run(Path(args.baseline))
         if not (args.map or args.strip_prefix):  # otherwise it may have another name there
@@ -150,27 +145,40 @@ class BisectCommand:
 
         with open_run(args.baseline) as baseline:
             modules = bisect(names, agrees, args.max_runs, None if state is None else state.answers)
-        if args.json:
-            output.write_json(
-                {
-                    "type": "summary",
-                    "schema": SCHEMA,
-                    "switched": what,
-                    "modules": list(modules),
-                    "num_runs": num_runs,
-                    "num_modules": len(names),
-                }
-            )
-        elif modules:
-            output.write_line(f"what      {what} of {', '.join(modules)}")
-            output.write_line(f"runs      {num_runs}, for {len(modules)} of {plural(len(names), _UNITS[what])}")
-        else:
-            output.write_line(f"what      {args.model} agrees with {args.baseline} with no module switched")
+        _write(args, what, modules, len(names), num_runs)
         return int(bool(modules))
 
 
 _Switched = Callable[[frozenset[str]], AbstractContextManager[object]]
 """Paths -> a context inside which these modules are switched."""
+
+
+def _check_flags(args: argparse.Namespace) -> None:
+    if args.max_runs is not None and args.max_runs < 1:
+        raise UsageError(f"--max-runs {args.max_runs}: must be at least 1")
+    if args.kernel and not args.reference_kernel:
+        raise UsageError("--kernel needs --reference-kernel: what to switch it to")
+    if args.site:
+        raise UsageError("bisect judges one site: give --output SITE instead of --site")
+
+
+def _write(args: argparse.Namespace, what: str, modules: Sequence[str], num_candidates: int, num_runs: int) -> None:
+    if args.json:
+        output.write_json(
+            {
+                "type": "summary",
+                "schema": SCHEMA,
+                "switched": what,
+                "modules": list(modules),
+                "num_runs": num_runs,
+                "num_modules": num_candidates,
+            }
+        )
+    elif modules:
+        output.write_line(f"what      {what} of {', '.join(modules)}")
+        output.write_line(f"runs      {num_runs}, for {len(modules)} of {plural(num_candidates, _UNITS[what])}")
+    else:
+        output.write_line(f"what      {args.model} agrees with {args.baseline} with no module switched")
 
 
 def _switch(

@@ -110,43 +110,7 @@ def is_golden(path: Path) -> bool:
 
 def read_golden(path: Path) -> Run:
     """Open a golden as a run; raises RunVersionError for a newer schema, and RunCorruptError for a damaged file."""
-    begin, text = _header(path)
-    (size,) = struct.unpack("<Q", begin)
-    if size > _MAX_HEADER:
-        raise RunCorruptError(f"{path}: damaged golden file: its header would have {size} bytes; record it again")
-    if len(text) < size:
-        raise RunCorruptError(
-            f"{path}: truncated golden file: it ends in its header, at byte {len(text)} of {size}; record it again"
-        )
-    has_crc32 = _check_header(begin, text, path)
-    metadata = _metadata(text)
-    schema = metadata.get("schema")
-    if not (isinstance(schema, str) and schema.isdecimal()):
-        raise RunCorruptError(f"{path}: damaged golden file: its header has no schema; record it again")
-    if int(schema) > SCHEMA:
-        raise RunVersionError(
-            f"{path} has golden schema {schema}; this tapscope reads up to {SCHEMA}: upgrade tapscope"
-        )
-    if int(schema) > 1 and not has_crc32:
-        raise RunCorruptError(f"{path}: damaged golden file: its header has no CRC-32; record it again")
-    try:
-        manifest = check_manifest(json.loads(metadata["manifest"]), path, path)
-        tensors = _decode(read_small(path, _MAX_BYTES))
-        sketches = tensors.pop("sketches")
-        lines = {int(name.removeprefix("lines.")): _inflate(data) for name, data in tensors.items()}
-        if len(sketches) % NBYTES:
-            raise ValueError("its content does not fit its header")
-    except (
-        KeyError,
-        ValueError,
-        TypeError,
-        AttributeError,
-        RecursionError,
-        zlib.error,
-        OSError,
-        struct.error,
-    ) as error:
-        raise RunCorruptError(f"{path}: damaged golden file: {error}; record it again") from None
+    manifest, sketches, lines = _content(path, _checked_metadata(path))
     root = Path(tempfile.mkdtemp(prefix="tapscope-golden-"))
     try:
         (root / MANIFEST).write_text(json.dumps(manifest))
@@ -168,13 +132,64 @@ def read_golden(path: Path) -> Run:
     return run
 
 
+def _checked_metadata(path: Path) -> dict[str, Any]:
+    """The metadata of the header; raises RunVersionError and RunCorruptError."""
+    begin, text = _header(path)
+    (size,) = struct.unpack("<Q", begin)
+    if size > _MAX_HEADER:
+        raise _damaged(path, f"its header would have {size} bytes")
+    if len(text) < size:
+        raise RunCorruptError(
+            f"{path}: truncated golden file: it ends in its header, at byte {len(text)} of {size}; record it again"
+        )
+    has_crc32 = _check_header(begin, text, path)
+    metadata = _metadata(text)
+    schema = metadata.get("schema")
+    if not (isinstance(schema, str) and schema.isdecimal()):
+        raise _damaged(path, "its header has no schema")
+    if int(schema) > SCHEMA:
+        raise RunVersionError(
+            f"{path} has golden schema {schema}; this tapscope reads up to {SCHEMA}: upgrade tapscope"
+        )
+    if int(schema) > 1 and not has_crc32:
+        raise _damaged(path, "its header has no CRC-32")
+    return metadata
+
+
+def _content(path: Path, metadata: dict[str, Any]) -> tuple[dict[str, Any], bytes, dict[int, bytes]]:
+    """(the manifest, all counters, the lines of each rank); raises RunCorruptError."""
+    try:
+        manifest = check_manifest(json.loads(metadata["manifest"]), path, path)
+        tensors = _decode(read_small(path, _MAX_BYTES))
+        sketches = tensors.pop("sketches")
+        lines = {int(name.removeprefix("lines.")): _inflate(data) for name, data in tensors.items()}
+        if len(sketches) % NBYTES:
+            raise ValueError("its content does not fit its header")
+    except (
+        KeyError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+        zlib.error,
+        OSError,
+        struct.error,
+    ) as error:
+        raise _damaged(path, error) from None
+    return manifest, sketches, lines
+
+
+def _damaged(path: Path, what: object) -> RunCorruptError:
+    return RunCorruptError(f"{path}: damaged golden file: {what}; record it again")
+
+
 def _check_header(begin: bytes, text: bytes, path: Path) -> bool:
     """Whether the header has a checksum; raises RunCorruptError if that is another one than the header's."""
     found = _CRC32.search(text)
     if found is None:
         return False
     if int(found[1], 16) != _header_crc32(begin + text):
-        raise RunCorruptError(f"{path}: damaged golden file: its header differs from its CRC-32; record it again")
+        raise _damaged(path, "its header differs from its CRC-32")
     return True
 
 
@@ -193,10 +208,7 @@ def _check_sketch(record: Record, sketches: bytes, path: Path) -> None:
     begin, end = record.sketch.entry.offset, record.sketch.entry.offset + record.sketch.entry.nbytes
     if zlib.crc32(sketches[begin:end]) != record.sketch.crc32:
         key = record.key
-        raise RunCorruptError(
-            f"{path}: damaged golden file: the sketch of {key.site} (rank {key.rank}, step {key.step}) differs from "
-            "its CRC-32; record it again"
-        )
+        raise _damaged(path, f"the sketch of {key.site} (rank {key.rank}, step {key.step}) differs from its CRC-32")
 
 
 def _sketch_of(

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tapscope.core.dims import parse
+from tapscope.core.dims import Dim, parse
 from tapscope.core.errors import DimsError
 from tapscope.core.observe import StepInfo
 from tapscope.run_format.record import COUNTERS as COUNTERS
@@ -136,39 +136,31 @@ def sketch_index(
     token rows, such as a parameter.
     """
     mesh, coords, shape = mesh or {}, coords or {}, tuple(shape)
-    parsed = None
-    if dims is not None:
-        try:
-            parsed = parse(dims)
-            parsed = parsed if parsed.ndim == len(shape) else None
-        except DimsError:
-            parsed = None
     axes: list[Array | None] = [None] * len(shape)
     wholes = list(shape)
-    if parsed is not None:
-        for at, dim in enumerate(parsed.dims):
-            split = [shard for shard in dim.shards if not shard.partial and mesh.get(shard.axis, 1) > 1]
-            if not split:
-                continue
-            if any(shard.axis not in coords for shard in split):
-                return f"the place of this rank along {split[0].axis} is unknown"
-            sections = len(dim.sections) or 1
-            if (
-                dim.groups
-                or any(shard.order == "zigzag" for shard in split)
-                or any(each.size is not None for each in dim.sections)
-                or (dim.size is not None and dim.size.copies > 1)
-                or shape[at] % sections
-            ):
-                return f"sketches do not support the dims {dims!r}"
-            parts = math.prod(mesh[shard.axis] for shard in split)
-            rank = 0
-            for shard in split:
-                rank = rank * mesh[shard.axis] + coords[shard.axis]
-            local = shape[at] // sections
-            indices = np.arange(shape[at])
-            axes[at] = indices // local * local * parts + rank * local + indices % local
-            wholes[at] = shape[at] * parts
+    for at, dim in enumerate(_dims_of(dims, len(shape))):
+        split = [shard for shard in dim.shards if not shard.partial and mesh.get(shard.axis, 1) > 1]
+        if not split:
+            continue
+        if any(shard.axis not in coords for shard in split):
+            return f"the place of this rank along {split[0].axis} is unknown"
+        sections = len(dim.sections) or 1
+        if (
+            dim.groups
+            or any(shard.order == "zigzag" for shard in split)
+            or any(each.size is not None for each in dim.sections)
+            or (dim.size is not None and dim.size.copies > 1)
+            or shape[at] % sections
+        ):
+            return f"sketches do not support the dims {dims!r}"
+        parts = math.prod(mesh[shard.axis] for shard in split)
+        rank = 0
+        for shard in split:
+            rank = rank * mesh[shard.axis] + coords[shard.axis]
+        local = shape[at] // sections
+        indices = np.arange(shape[at])
+        axes[at] = indices // local * local * parts + rank * local + indices % local
+        wholes[at] = shape[at] * parts
     depth, chosen = _row_axes(shape, step, slots, axes, wholes[0] if wholes else 0)
     runs = _runs(shape[depth:], axes[depth:], wholes[depth:])
     if runs is None:
@@ -178,6 +170,15 @@ def sketch_index(
         return SketchIndex(np.zeros(1, np.int64), np.zeros(1, np.uint32), runs, width, False)
     kept = np.flatnonzero(step.valid[chosen])
     return SketchIndex(kept, step.keys[chosen[kept]], runs, width, True)
+
+
+def _dims_of(dims: str | None, ndim: int) -> tuple[Dim, ...]:
+    """The parsed axes; () if they are unknown, invalid, or those of a tensor with another number of axes."""
+    try:
+        parsed = () if dims is None else parse(dims).dims
+    except DimsError:
+        return ()
+    return parsed if len(parsed) == ndim else ()
 
 
 def _row_axes(
