@@ -11,10 +11,13 @@ import numpy as np
 from tapscope.comparator.explain.error_region import ErrorRegion
 from tapscope.comparator.explain.hypothesis_test import MIN_INTEGERS, MIN_VALUES, MIN_VALUES_OF_ANY, Hypothesis
 from tapscope.comparator.explain.norms import is_norm
-from tapscope.core.site import module_of
+from tapscope.core.site import is_parameter, module_of
 
 Array = np.ndarray[Any, Any]
 
+LOSS_OF_RANK = "loss of a rank"
+"""Family: the gradient of the loss of one data-parallel rank, and of the loss of all."""
+_DATA_PARALLEL = frozenset({"dp", "dp_shard", "dp_replicate", "fsdp"})
 _ROUTERS = ("gate", "router")
 """Ends of the names of modules that choose experts."""
 MIN_RATE = 0.005
@@ -42,10 +45,26 @@ def constants(region: ErrorRegion) -> Iterator[Hypothesis]:
     is_whole = len(region.columns) == region.sample.baseline.shape[1] and region.sample.ranks.max(initial=-1) < 0
     is_whole = is_whole and not is_norm(region.sample.site) and not is_router(region.sample.site)
     for axis, size in region.sizes.items() if is_whole else ():
+        if axis in _DATA_PARALLEL and is_activation_gradient(region.sample.site):
+            yield from _of_one_rank(axis, size, before)
+            continue
         doubled = f"target = {size} × baseline, as if summed over {axis}={size} once too often (a doubled all-reduce)"
         yield Hypothesis("all-reduce", doubled, before * size)
         shared = f"target = baseline / {size}, as if one of {size} equal parts, or the mean over {axis}={size}"
         yield Hypothesis("all-reduce", shared, before / size)
+
+
+def is_activation_gradient(site: str) -> bool:
+    """Whether it is the gradient of an input, output or explicit value."""
+    return site.endswith(".grad") and not is_parameter(site)
+
+
+def _of_one_rank(axis: str, size: int, before: Array) -> Iterator[Hypothesis]:
+    """Each data-parallel rank differentiates the mean over its own tokens; only parameters' gradients are averaged."""
+    usual = f"each of {axis}={size} ranks averages the loss over its own tokens; "
+    usual += "gradients of parameters do not differ by this"
+    yield Hypothesis(LOSS_OF_RANK, f"target = {size} × baseline, as in data parallelism: {usual}", before * size)
+    yield Hypothesis(LOSS_OF_RANK, f"target = baseline / {size}, as in data parallelism: {usual}", before / size)
 
 
 def is_router(site: str) -> bool:

@@ -1,5 +1,6 @@
 """Pair analyzer: compare one matched pair of sites, without regard to other sites."""
 
+import math
 from collections.abc import Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -33,6 +34,9 @@ from tapscope.comparator.runs.series import side_of
 from tapscope.core.errors import DataError
 from tapscope.core.site import compact_ranges, is_parameter
 from tapscope.run_format.record import Record
+
+_OF_EACH_RANK = "each data-parallel rank has its own, and the runs have different numbers of these ranks"
+"""Why a loss is not compared."""
 
 if TYPE_CHECKING:
     from tapscope.comparator.metrics.detail import Detail
@@ -171,6 +175,9 @@ class PairAnalyzer:
             if is_shared:
                 self._shape_classes[shape_key] = shape_class
         result = PairResult(pair, site, shape_class.meta)
+        if result.problem and self._is_of_each_rank(pair):
+            result = PairResult(pair, site, structs.replace(result.meta, problem="", exclusion_reason=_OF_EACH_RANK))
+            return AnalyzedPair(result)
         if result.problem or prepared.plan.exclusion_reason:
             return AnalyzedPair(result, prepared if prepared.problem else None)
         try:
@@ -197,6 +204,19 @@ class PairAnalyzer:
             if not all(_same_rows(*rows) for rows in held):
                 return False
         return True
+
+    def _is_of_each_rank(self, pair: Pair) -> bool:
+        """Whether it is a number that each data-parallel rank has of its own rows, such as a loss, and the runs have
+        different numbers of these ranks."""
+        places = self.preparer.mesh_coords
+        sizes = [place.sizes.get("dp", 1) for place in places]
+        is_scalar = all(math.prod(side.first.shape) == 1 and side.is_float for side in pair.sides)
+        if sizes[0] == sizes[1] or not is_scalar or not self.preparer.row_map.known:
+            return False
+        return not is_parameter(pair.sides[0].site) and all(
+            place.sizes.get("dp", 1) == 1 or all(_is_data_parallel(firing, place) for firing in side.firings)
+            for side, place in zip(pair.sides, places, strict=True)
+        )
 
     def _unmatched(self, pair: Pair) -> PairResult:
         """The result of a site that only one run has."""

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
+from tapscope.comparator.explain.scale import LOSS_OF_RANK
 from tapscope.comparator.report.flags import flags
 from tapscope.comparator.verdict.finding import Finding, Verdict
 from tapscope.core.site import Glob, split_call
@@ -14,13 +15,15 @@ if TYPE_CHECKING:
     from tapscope.comparator.report.report import Header, Report
     from tapscope.comparator.verdict.localise import Divergence
 
+ACTIVATION_GRADIENTS = r"re::(in|out|tap).*\.grad$"
+"""Pattern for ``--skip`` that leaves gradients of parameters."""
 _PREFIX = re.compile(r"is removed: --strip-prefix (\S+)$")
 _DIMS = re.compile(r"--dims '((?:baseline|target):[^']+)'")
 
 
 def next_command(report: "Report") -> str:
-    """Match names, if few match; else show the culprit's values; else find out more about what could not be compared;
-    else view both runs."""
+    """Match names, if few match; leave out gradients of data-parallel losses; show the culprit's values; else find out
+    more about what could not be compared; else view both runs."""
     if again := _with_prefix_removed(report):
         return again
     names_differ = any(sentence.endswith("sites have a counterpart") for sentence in report.coverage.partial)
@@ -28,6 +31,9 @@ def next_command(report: "Report") -> str:
     if names_differ and report.coverage.proposed_map:
         return map_command  # the culprit is probably a module without a counterpart
     divergence = report.first_divergence
+    if divergence is not None and divergence.explanation and divergence.explanation.name == LOSS_OF_RANK:
+        options = replace(report.options, skip=(*report.options.skip, ACTIVATION_GRADIENTS))
+        return shlex.join(["tapscope", "diff", report.baseline.path, report.target.path, *flags(options)])
     if divergence is not None and not (divergence.finding.test == "shape" and _hints(divergence.finding)):
         side, run = divergence.finding.target, report.target
         if side is None:  # for a gradient that the target lacks
