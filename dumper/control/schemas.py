@@ -110,6 +110,7 @@ class ChangeAnswer(Strict):
     )
     unmatched: dict[str, list[str]] | None = Field(None, description="rank -> rules that match no site of its model")
     ended: str | None = Field(None, description="the capture that this change ended")
+    warning: str | None = Field(None, description="why nothing would be captured: the disk of the run is almost full")
 
 
 class ReleaseAnswer(Strict):

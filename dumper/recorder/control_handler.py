@@ -146,13 +146,8 @@ class ControlHandler:
         if running is not None and not replace:
             text = f'{running} is in progress; wait until it ends, or send "replace": true to end it now'
             return 409, {"error": text}
-        free, minimum = free_bytes(self._change.run), config.min_free_bytes or 0
-        if free is not None and free < minimum:
-            text = (
-                f"nothing would be captured: {size(free)} are free on the disk of the run, min_free_bytes is "
-                f"{size(minimum)}; free disk space or lower min_free_bytes"
-            )
-            return 409, {"error": text}
+        if reason := self._lack_of_space(config):
+            return 409, {"error": reason}
         return self._propose_config(identity, request, config)
 
     def _do_release(self, identity: bytes, request: Any, body: dict[str, Any]) -> Answer | None:
@@ -185,7 +180,19 @@ class ControlHandler:
         shown: dict[str, Any] = {"config": {name: content[name] for name in (*RUNTIME_FIELDS, "capture_steps")}}
         if (running := self._change.running_capture()) is not None:
             shown["ended"] = running
+        if config.enabled and (reason := self._lack_of_space(config)):
+            shown["warning"] = reason
         return self._change.propose(identity, request, payload, shown)
+
+    def _lack_of_space(self, config: DumperConfig) -> str:
+        """Why nothing would be captured on the disk of the run; empty if there is space."""
+        free, minimum = free_bytes(self._change.run), config.min_free_bytes or 0
+        if free is None or free >= minimum:
+            return ""
+        return (
+            f"nothing would be captured: {size(free)} are free on the disk of the run, min_free_bytes is "
+            f"{size(minimum)}; free disk space or lower min_free_bytes"
+        )
 
     def _current(self) -> DumperConfig:
         if not self._change.config:

@@ -62,6 +62,8 @@ def test_ctl_full_disk_refuses_a_capture_and_is_in_the_table(tmp_path: Path) -> 
         assert refused.returncode == 2
         assert "nothing would be captured" in refused.stderr
         assert "min_free_bytes" in refused.stderr
+        assert json.loads(ctl(job.run, "configure", "enabled=true").stdout)["warning"].startswith("nothing would be")
+        assert "warning" not in json.loads(ctl(job.run, "configure", "enabled=false").stdout)
         assert ctl(job.run, "capture", "--steps", "2", "min_free_bytes=0").returncode == 0
 
 
