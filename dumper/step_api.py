@@ -111,6 +111,13 @@ class StepAPI:
         recording = self._recording
         return recording.steps.micro(number) if recording is not None else contextlib.nullcontext()
 
+    def paused(self) -> AbstractContextManager[None]:
+        """Nothing that fires inside is recorded, and the open step goes on after it.
+
+        For a host that runs another model in a step, such as a draft model, which may share modules with this one.
+        """
+        return self._recording.collector.paused() if self._recording is not None else contextlib.nullcontext()
+
     def metric(self, name: str, value: float) -> None:
         """Record a number for the current step; raises StepError outside a step and for a non-number."""
         value = metric_value(name, value)

@@ -2,7 +2,8 @@
 
 import itertools
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,20 @@ class Collector:
         self.counters.end(step, self.capturer.device.end_step() | dict(metrics))
         self._queue.flush_soon()
         self.retention.end(step)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Nothing that fires inside is recorded in the open step."""
+        step = self.step
+        if step is None or step.skipped:
+            yield
+            return
+        self.capturer.native.end()
+        step.skipped = True
+        try:
+            yield
+        finally:
+            step.skipped = False
 
     def drop_step(self) -> None:
         """Forget the open step: nothing of it was to be kept."""

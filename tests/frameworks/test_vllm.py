@@ -146,9 +146,13 @@ def test_vllm_plugin_diff_names_the_module_of_a_bug(
 
 
 class Drafting(FirstRunner):
-    """The last two rows of a request are drafts, of which one is accepted."""
+    """The last two rows of a request are drafts, of which one is accepted. The draft model shares the embeddings."""
+
+    def propose_draft_token_ids(self) -> None:
+        self.model.model.embed_tokens(torch.tensor([1]))
 
     def sample_tokens(self, grammar: Any) -> Any:
+        self.propose_draft_token_ids()
         names = self.input_batch.req_ids
         return SimpleNamespace(
             sampled_token_ids=[[7, 8] for _ in names], req_id_to_index={name: at for at, name in enumerate(names)}
@@ -172,6 +176,8 @@ def test_vllm_plugin_step_tells_drafts_accepted_ones_and_adapters(
     worker.shutdown()
     with open_run(tmp_path / "served") as run:
         ((line,),) = (list(lines.values()) for lines in run.steps.values())
+        assert [record.shape[0] for record in run.select(["model.embed_tokens:out"])] == [len(tokens)]
+        assert run.ledger().complete
     assert (line.info.drafts, line.info.adapters, line.info.row_sets) == (
         {"0": 2},
         {"0": "french"},

@@ -4,6 +4,7 @@ vLLM loads :func:`register` in each of its processes through the entry point gro
 nothing unless ``TAPSCOPE_ENABLED`` or ``TAPSCOPE_CONTROL`` is set; all other settings are ``TAPSCOPE_*``, too.
 """
 
+import contextlib
 import functools
 import importlib
 import itertools
@@ -215,6 +216,9 @@ class WorkerSession:
         _sessions[model] = weakref.ref(self)
         if hasattr(runner, "prepare_inputs"):  # the second model runner keeps its batch in a local variable
             runner.prepare_inputs = _bound(self._prepare_inputs, runner.prepare_inputs)
+        for owner, name in ((runner, "propose_draft_token_ids"), (getattr(runner, "speculator", None), "propose")):
+            if (method := getattr(owner, name, None)) is not None:
+                setattr(owner, name, _bound(self._propose, method))
         api.process.attach(model)
         self._dumper = api.process
         _warn_of_settings(self._worker)
@@ -222,6 +226,11 @@ class WorkerSession:
     def _prepare_inputs(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._batch = call(*args, **kwargs)
         return self._batch
+
+    def _propose(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A draft model runs. It shares rotary embeddings with the model, and often token embeddings and the head."""
+        with self._dumper.paused() if self._dumper is not None else contextlib.nullcontext():
+            return call(*args, **kwargs)
 
     def _begin(self, scheduled: Any) -> None:
         if self._dumper is None or not getattr(scheduled, "total_num_scheduled_tokens", 0):
