@@ -197,6 +197,24 @@ def test_vllm_plugin_does_nothing_unless_the_environment_asks(monkeypatch: pytes
     assert wrapper.init_device is before
 
 
+def test_vllm_plugin_reads_no_rows_while_nothing_is_captured(
+    process: ProcessDumper, monkeypatch: pytest.MonkeyPatch, weights: dict[str, torch.Tensor]
+) -> None:
+    rows, read = vllm.WorkerSession.rows, list[int]()
+    monkeypatch.setattr(vllm.WorkerSession, "rows", lambda self, info, *call: read.append(1) or rows(self, info, *call))
+    wrapper = install(monkeypatch)
+    vllm.register()
+    worker = serve(wrapper, weights)
+    num_read = len(read)
+    assert num_read
+    process.configure(enabled=False)
+    for name in PROMPTS:
+        worker.worker.model_runner.running.computed[name] = 0
+        worker.execute_model(SchedulerOutput({name: 3}))
+        worker.sample_tokens(None)
+    assert len(read) == num_read
+
+
 def test_vllm_plugin_reports_a_missing_worker_in_one_sentence(
     process: ProcessDumper, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
