@@ -80,6 +80,7 @@ _ROOT = _rewrites(
     (r"^(?:model\.language_model|language_model\.model|model)(?=[.:])\.?", ""),
     (r"^(?:language_model\.)?logits_processor:out\[next_token_logits\]", "lm_head:out"),
     (r"^(?:language_model\.)?logits_processor(?=:out)", "lm_head"),
+    (r"^(?:language_model\.)?logits_processor:in\[hidden_states\]", "lm_head:in[input]"),
 )
 
 # Megatron-core, GPTModel. Its decoder ends in the final norm. A TE layer contains its preceding norm, as a weight.

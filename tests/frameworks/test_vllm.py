@@ -125,6 +125,7 @@ def test_vllm_plugin_step_covers_forward_and_logits_with_rows_of_the_scheduler(
     assert report.exit_code == 0, str(report)
     met = {f.target.site: f.baseline.site for f in report.findings if f.baseline and f.target}
     assert met["logits_processor:out"] == "lm_head:out"
+    assert met["logits_processor:in[hidden_states]"] == "lm_head:in[input]"
 
 
 def test_vllm_plugin_diff_names_the_module_of_a_bug(
