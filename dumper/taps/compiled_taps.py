@@ -37,6 +37,8 @@ _owners: dict[str, "_Owner"] = {}
 _without_gradients: "weakref.WeakSet[Selection]" = weakref.WeakSet()
 """Selections of gradients inside compiled code, which was reported."""
 _CALL_TENSORS = ("attention_mask", "position_ids", "cache_position")
+_PAST_OF_POSITIONS = "past of positions"
+"""Name without a value: the cache holds as many positions as are before the first one of the call."""
 
 
 class _Owner(NamedTuple):
@@ -243,9 +245,15 @@ def _collect_rows(
         if type(value) is Tensor:
             tensors.append(value.detach())
             names.append(name)
-            has_positions = has_positions or name != "attention_mask"
+            has_positions = has_positions or name == "cache_position" or (name == "position_ids" and value.ndim == 2)
+    keep = kwargs.get("logits_to_keep")
+    if isinstance(keep, int) and keep > 0:
+        numbers.append(keep)
+        names.append("logits_to_keep")
     cache = cache_of(kwargs)
-    if cache is not None and not has_positions and hasattr(cache, "get_seq_length"):
+    if cache is not None and has_positions:
+        names.append(_PAST_OF_POSITIONS)  # asking the cache would compile the model again for each length
+    elif cache is not None and hasattr(cache, "get_seq_length"):
         length = cache.get_seq_length()
         if type(length) is Tensor:
             tensors.append(length.detach())
@@ -383,10 +391,16 @@ def _called(key: str, event: str, names: Sequence[str], values: Sequence[Tensor]
     if handler is None:
         return
     arguments: dict[str, Any] = {}
-    tensors = iter(values)
+    tensors, counts = iter(values), iter(numbers)
     for name in names:
         if name == "past_length":
-            arguments["past_key_values"] = _Past(numbers[0])
+            arguments["past_key_values"] = _Past(next(counts))
+        elif name == _PAST_OF_POSITIONS:
+            positions = arguments.get("position_ids", arguments.get("cache_position"))
+            first = positions.reshape(-1, positions.shape[-1])[:, 0].max()
+            arguments["past_key_values"] = _Past(first if first.is_cuda else int(first))
+        elif name == "logits_to_keep":
+            arguments[name] = next(counts)
         elif name:
             value = next(tensors)
             arguments["past_key_values" if name == "past" else name] = _Past(value) if name == "past" else value

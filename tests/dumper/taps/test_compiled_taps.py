@@ -101,7 +101,7 @@ def test_compiled_transformers_model_records_what_the_eager_one_records(tmp_path
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4)).eval()
-    call: dict[str, Any] = {"input_ids": IDS, "use_cache": False}
+    call: dict[str, Any] = {"input_ids": IDS, "use_cache": False, "logits_to_keep": 1}
     with torch.no_grad(), Dumper(model, tmp_path / "eager", keep="full"):
         model(**call)
     with torch.no_grad(), Dumper(model, tmp_path / "compiled", keep="full"):
@@ -114,6 +114,27 @@ def test_compiled_transformers_model_records_what_the_eager_one_records(tmp_path
         if record.entry:
             np.testing.assert_allclose(found[record.key.site], eager.array(record), rtol=1e-4, atol=1e-5)
     assert run.steps[0][0].info == eager.steps[0][0].info
+    (logits,) = run.select(["lm_head:out"])
+    assert logits.rows == ((11, 1),)
+
+
+def test_compiled_generate_with_a_static_cache_records_the_eager_steps(tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4)).eval()
+    settings: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    for name in ("eager", "compiled"):
+        with torch.no_grad(), Dumper(model, tmp_path / name, keep="stats"):
+            if name == "compiled":
+                model.forward = torch.compile(model.forward, backend="eager")
+            model.generate(IDS, attention_mask=torch.ones_like(IDS), cache_implementation="static", **settings)
+    eager, run = open_run(tmp_path / "eager"), open_run(tmp_path / "compiled")
+    phases = [run.steps[n][0].info.phase for n in sorted(run.steps)]
+    assert phases == ["prefill", "decode", "decode"] == [eager.steps[n][0].info.phase for n in sorted(eager.steps)]
+    for step in run.steps:
+        assert run.steps[step][0].info.rows == eager.steps[step][0].info.rows
+    assert [r.rows for r in run.select(["lm_head:out"])] == [r.rows for r in eager.select(["lm_head:out"])]
 
 
 def test_compiled_taps_rules_triggers_and_budgets_work_in_compiled_code(tmp_path: Path) -> None:
