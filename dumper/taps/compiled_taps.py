@@ -396,7 +396,7 @@ def _called(key: str, event: str, names: Sequence[str], values: Sequence[Tensor]
         if name == "past_length":
             arguments["past_key_values"] = _Past(next(counts))
         elif name == _PAST_OF_POSITIONS:
-            positions = arguments.get("position_ids", arguments.get("cache_position"))
+            positions = next(arguments[told] for told in ("cache_position", "position_ids") if told in arguments)
             first = positions.reshape(-1, positions.shape[-1])[:, 0].max()
             arguments["past_key_values"] = _Past(first if first.is_cuda else int(first))
         elif name == "logits_to_keep":
