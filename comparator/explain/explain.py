@@ -26,7 +26,7 @@ from tapscope.comparator.explain.input_ranges import input_ranges, is_constant_b
 from tapscope.comparator.explain.masks import explain_mask
 from tapscope.comparator.explain.norm_weights import other_weights
 from tapscope.comparator.explain.norms import norms
-from tapscope.comparator.explain.parameter_updates import explain_parameter
+from tapscope.comparator.explain.parameter_updates import explain_batch, explain_parameter
 from tapscope.comparator.explain.position_ids import explain_position_ids
 from tapscope.comparator.explain.region_text import describe
 from tapscope.comparator.explain.related_sites import missing_all_reduce, partial_sums, related_sites, zero_partial_sum
@@ -110,9 +110,10 @@ def _explain(divergence: Divergence, sites: ComparedSites) -> Explanation | None
         return None
     try:
         runs = sites.preparer.baseline, sites.preparer.target
-        explanation = explain_mask(result.site, prepared, sites.preparer.row_map) or explain_parameter(
-            result, runs, divergence.step
-        )
+        rows, place = sites.preparer.row_map, divergence.place
+        steps = divergence.step if place is None else place.baseline_step, divergence.step
+        explanation = explain_mask(result.site, prepared, rows) or explain_batch(result.site, rows, steps)
+        explanation = explanation or explain_parameter(result, runs, divergence.step)
         if explanation is not None:
             return explanation
         if "bool" in {prepared.left[0].dtype, prepared.right[0].dtype}:

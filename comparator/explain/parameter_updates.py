@@ -5,10 +5,11 @@ from typing import Any
 
 import numpy as np
 
+from tapscope.comparator.alignment.row_map import PADDING, UNALIGNED, RowMap
 from tapscope.comparator.explain.optimizer import Trajectory, explained
 from tapscope.comparator.pair_analysis.pair_result import PairResult
 from tapscope.comparator.verdict.explanation import Explanation
-from tapscope.core.site import port_of
+from tapscope.core.site import is_parameter, port_of
 from tapscope.run_format.run import Run
 
 Array = np.ndarray[Any, Any]
@@ -22,6 +23,8 @@ CLIP_NORM_RTOL = 0.01
 MIN_CLIPPED = 3
 """Minimum number of steps, or tensors, with the clipping norm: two may agree by chance."""
 GRADIENT = ".grad"
+BATCH = "batch"
+"""Family: the runs train on different batches."""
 
 
 def explain_parameter(result: PairResult, runs: tuple[Run, Run], step: int) -> Explanation | None:
@@ -37,6 +40,23 @@ def explain_parameter(result: PairResult, runs: tuple[Run, Run], step: int) -> E
         known = [side for side in sides if side is not None]
         sentence = explained(known[0], known[1], max(step, 1)) if len(known) == len(sides) else ""
     return Explanation("optimizer", sentence, 0.0) if sentence else None
+
+
+def explain_batch(site: str, rows: RowMap, steps: tuple[int, int]) -> Explanation | None:
+    """The explanation of a parameter or its gradient if ``steps`` of baseline and target hold other token rows."""
+    if not is_parameter(site) or not rows.known:
+        return None
+    held = []
+    for side, step in zip((rows.baseline, rows.target), steps, strict=True):
+        grids = side.by_step().get(step)
+        if grids is None:
+            return None
+        pairs = np.concatenate([grid.pairs for grid in grids])
+        held.append(np.sort(pairs[(pairs >= UNALIGNED) & (pairs != PADDING)]))
+    if held[0].min(initial=0) >= 0 and np.array_equal(held[0], held[1]):
+        return None
+    sentence = f"step {steps[1]} holds other token rows in the target: the runs train on different batches"
+    return Explanation(BATCH, f"{sentence} (order of the data, seed of the sampler)", 0.0)
 
 
 def _trajectory(run: Run, site: str) -> Trajectory | None:

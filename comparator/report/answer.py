@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from tapscope.comparator.detectors.sampled_tokens import is_logits
+from tapscope.comparator.explain.parameter_updates import BATCH
 from tapscope.comparator.noise_floor.node import NO_INPUTS
 from tapscope.comparator.options import fail_on
 from tapscope.comparator.report.next_command import next_command
@@ -209,6 +210,7 @@ def _shared(report: "Report", divergence: Divergence) -> str:
     holders = {module_of(f.site) for f in alike}
     what = "gradients of parameters" if is_gradient else "parameters"
     by = "the optimizer, the clip, the accumulation" if is_gradient else "the optimizer, the checkpoint"
+    by = "the batch" if divergence.explanation and divergence.explanation.name == BATCH else by
     more = f"{formatting.plural(len(divergence.shared), 'more module')} of {len(holders):,}"
     return f"the {what} of {more} differ, too: the cause is what they share ({by}), not one module"
 

@@ -47,7 +47,7 @@ def llama() -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval()
 
 
-def train(folder: Path, name: str, *, scale: float = 1.0, updates: int = 2) -> Path:
+def train(folder: Path, name: str, *, scale: float = 1.0, updates: int = 2, seed: int = 0) -> Path:
     """A Trainer with two microbatches an update; ``scale`` is a bug in one layer's down_proj."""
     model, rows = llama(), torch.randint(0, 61, (8 * updates, 9), generator=torch.Generator().manual_seed(1))
     data = [{"input_ids": row, "labels": row} for row in rows]
@@ -62,7 +62,7 @@ def train(folder: Path, name: str, *, scale: float = 1.0, updates: int = 2) -> P
         save_strategy="no",
         disable_tqdm=True,
         use_cpu=True,
-        seed=0,
+        seed=seed,
     )
     trainer = Trainer(model, args, train_dataset=data)  # type: ignore[arg-type]
     trainer.add_callback(TapscopeCallback(folder / name, keep="full", grads=True, params=True))
@@ -85,8 +85,10 @@ def test_trainer_callback_diff_of_two_trainings_names_the_module(tmp_path: Path)
         open_run(train(tmp_path, "one")) as one,
         open_run(train(tmp_path, "same")) as same,
         open_run(train(tmp_path, "other", scale=1.1)) as other,
+        open_run(train(tmp_path, "shuffled", seed=1)) as shuffled,
     ):
         assert compare(one, same).exit_code == 0
+        assert "the runs train on different batches" in str(compare(one, shuffled))
         report = compare(one, other)
     assert report.first_divergence is not None
     assert report.first_divergence.module == "model.layers.1.mlp.down_proj"
