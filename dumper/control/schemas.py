@@ -4,16 +4,13 @@ Bodies are validated by :class:`~tapscope.dumper.config.DumperConfig` and the re
 serve callers without HTTP; these models describe them.
 """
 
-import ast
-import inspect
-import itertools
-import textwrap
 import types
 import typing
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
+from tapscope.core.field_docs import field_docs
 from tapscope.dumper.config import DEPRECATED, RUNTIME_FIELDS, DumperConfig
 
 
@@ -160,7 +157,7 @@ class ResetBody(Strict):
 
 
 def _documented(names: tuple[str, ...]) -> dict[str, Any]:
-    hints, docs = typing.get_type_hints(DumperConfig), field_docs()
+    hints, docs = typing.get_type_hints(DumperConfig), field_docs(DumperConfig)
     fields = {name: (_json_type(hints[name]) | None, Field(None, description=docs.get(name))) for name in names}
     former = {old: new for old, new in DEPRECATED.items() if new in names}
     return fields | {
@@ -176,16 +173,6 @@ def _json_type(hint: Any) -> Any:
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         return typing.Union[tuple(_json_type(each) for each in typing.get_args(hint))]  # noqa: UP007 - of a tuple
     return hint
-
-
-def field_docs() -> dict[str, str]:
-    """The docstring of each field of DumperConfig."""
-    body = typing.cast(ast.ClassDef, ast.parse(textwrap.dedent(inspect.getsource(DumperConfig))).body[0]).body
-    docs_of = {}
-    for line, after in itertools.pairwise(body):
-        if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name) and isinstance(after, ast.Expr):
-            docs_of[line.target.id] = inspect.cleandoc(str(ast.literal_eval(after.value)))
-    return docs_of
 
 
 _runtime = _documented(RUNTIME_FIELDS)

@@ -16,48 +16,61 @@ class TextBlock(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag="t
     """Text; images, documents and search results are not supported."""
 
     text: str
+    """The text."""
     cache_control: Any = None
+    """Without effect."""
     citations: Any = None
+    """Without effect."""
 
 
 class ThinkingBlock(msgspec.Struct, kw_only=True, tag="thinking"):
     """Reasoning of an earlier turn."""
 
     thinking: str
+    """The reasoning."""
 
 
 class ToolUseBlock(msgspec.Struct, kw_only=True, tag="tool_use"):
     """A call of an earlier turn."""
 
     id: str
+    """Id that the result refers to."""
     name: str
+    """The tool."""
     input: dict[str, Any] | None = None
+    """Its arguments."""
 
 
 class ToolResultBlock(msgspec.Struct, kw_only=True, tag="tool_result"):
     """Result of a tool call."""
 
     tool_use_id: str
+    """Id of the call."""
     content: str | list[TextBlock] | None = None
+    """Result, as a string or text blocks."""
     is_error: bool | None = None
+    """The call failed; the model reads "error: " before the content."""
 
 
 class UserTurn(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="role", tag="user"):
     """A turn of the user."""
 
     content: str | list[TextBlock | ToolResultBlock]
+    """A string, or blocks."""
 
 
 class AssistantTurn(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="role", tag="assistant"):
     """A turn of the model."""
 
     content: str | list[TextBlock | ThinkingBlock | ToolUseBlock]
+    """A string, or blocks."""
 
 
 class SystemTurn(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="role", tag="system"):
     """An instruction in the middle of a conversation."""
 
     content: str | list[TextBlock]
+    """A string, or text blocks."""
 
 
 Turn = UserTurn | AssistantTurn | SystemTurn
@@ -67,11 +80,16 @@ class AnthropicTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A custom tool; Anthropic's server-side tools are not supported."""
 
     name: NonEmptyStr
+    """Name of the tool."""
     input_schema: dict[str, Any]
+    """JSON schema of its arguments."""
     description: str | None = None
+    """What it does, for the model."""
     type: Literal["custom"] | None = None
     strict: bool | None = None
+    """Calls must match the schema."""
     cache_control: Any = None
+    """Without effect."""
 
 
 class AnthropicToolChoice(msgspec.Struct, kw_only=True):
@@ -79,7 +97,9 @@ class AnthropicToolChoice(msgspec.Struct, kw_only=True):
 
     type: Literal["auto", "any", "tool", "none"]
     name: str = ""
+    """The tool to call, with type ``tool``."""
     disable_parallel_tool_use: bool | None = None
+    """Allow at most one call."""
 
 
 def read_system(system: str | list[TextBlock] | None) -> list[Message]:

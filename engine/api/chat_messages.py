@@ -15,26 +15,32 @@ class TextPart(msgspec.Struct, kw_only=True, tag="text"):
     """Text of a message."""
 
     text: str
+    """The text."""
 
 
 class RefusalPart(msgspec.Struct, kw_only=True, tag="refusal"):
     """A refusal of an earlier turn."""
 
     refusal: str
+    """Its text, which is part of the message."""
 
 
 class FunctionCall(msgspec.Struct, kw_only=True):
     """The function of a call; OpenAI's arguments are encoded as JSON."""
 
     name: str
+    """The tool."""
     arguments: str | dict[str, Any] | None = None
+    """Object, or its JSON text as in OpenAI's API."""
 
 
 class ToolCall(msgspec.Struct, kw_only=True):
     """A call of an earlier turn."""
 
     function: FunctionCall
+    """What was called."""
     id: str | None = None
+    """Id that a tool's message refers to."""
     type: Literal["function"] = "function"
 
 
@@ -42,13 +48,21 @@ class ChatMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """One message; images, audio and files are not supported."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
+    """Author; ``developer`` is ``system`` where the chat template has no such role."""
     content: str | list[TextPart | RefusalPart] | None = None
+    """Text, or text parts, which newlines join."""
     name: str | None = None
+    """Name of the author, for the chat template."""
     tool_calls: list[ToolCall] | None = None
+    """Calls of an assistant's message."""
     tool_call_id: str | None = None
+    """Of a tool's message: the call that it answers."""
     reasoning_content: str | None = None
+    """Reasoning of an assistant's message."""
     reasoning: str | None = None
+    """The same; the newer name in vLLM."""
     refusal: str | None = None
+    """Stands for missing content."""
     type: Literal["text", "message"] | None = None
     """Without effect; lm-evaluation-harness sends it."""
     annotations: Annotated[list[Any], Meta(max_length=0), must_be("empty")] | None = None

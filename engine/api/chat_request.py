@@ -18,19 +18,33 @@ class ChatBody(SamplingFields, kw_only=True, frozen=True):
     """The body of POST /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
+    """The conversation, oldest message first; text only."""
     max_tokens: PositiveInt | None = None
+    """Former name of ``max_completion_tokens``."""
     max_completion_tokens: PositiveInt | None = None
+    """Maximum number of generated tokens, reasoning included. None: all that fit."""
     logprobs: bool = False
+    """Return the logprob of each generated token."""
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    """Number of most likely tokens at each position; needs ``logprobs``."""
     tools: list[dict[str, Any]] | None = None
+    """Functions that the model may call, in OpenAI's format."""
     tool_choice: ToolChoice | None = None
+    """``none``, ``auto``, ``required`` or one function. None: ``auto`` with tools, else ``none``."""
     parallel_tool_calls: bool = True
+    """Allow several calls in one answer."""
     reasoning_effort: str | None = None
+    """Variable of the chat template; also sets its ``enable_thinking``: false for ``none``."""
     chat_template_kwargs: dict[str, Any] | None = None
+    """Variables of the chat template; one that it does not read is refused (vLLM, SGLang)."""
     add_generation_prompt: bool = True
+    """End the prompt with the header of the assistant's turn (vLLM)."""
     continue_final_message: bool = False
+    """Continue the last message, which is the assistant's, instead of a new one (vLLM, SGLang)."""
     separate_reasoning: bool = True
+    """Return reasoning as ``reasoning_content``, not in ``content`` (SGLang)."""
     add_special_tokens: bool = False
+    """Let the tokenizer add special tokens to those of the chat template (vLLM)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

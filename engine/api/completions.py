@@ -26,11 +26,17 @@ class CompletionBody(SamplingFields, kw_only=True, frozen=True):
     """The body of POST /v1/completions."""
 
     prompt: Prompts
+    """A string, token ids, or a list of several prompts."""
     max_tokens: Count = 16
+    """Maximum number of generated tokens; 0 only with ``echo``."""
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    """Logprob of each token, and of this many most likely tokens. None: no logprobs."""
     echo: bool = False
+    """Return the prompt too, before the generated text."""
     best_of: PositiveInt | None = None
+    """Only the value of ``n`` is supported."""
     add_special_tokens: bool = True
+    """Let the tokenizer add special tokens, such as BOS (vLLM)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,12 +23,19 @@ class EmbeddingBody(RequestModel, kw_only=True, frozen=True):
     IGNORED = SENDER_FIELDS
 
     input: Prompts
+    """A string, token ids, or a list of several inputs."""
     model: str | None = None
+    """Name of the model; MODEL:ADAPTER or ADAPTER selects a LoRA adapter. None: the served one."""
     encoding_format: Literal["float", "base64"] = "float"
+    """``float``: numbers; ``base64``: little-endian float32."""
     pooling: Literal["last", "mean"] = "last"
+    """``last``: the last token's final hidden state; ``mean``: the mean over all tokens (ours)."""
     add_special_tokens: bool = True
+    """Let the tokenizer add special tokens, such as BOS (vLLM)."""
     truncate_prompt_tokens: TruncatePromptTokens | None = None
+    """Keep this many tokens at the end of the prompt; -1: as many as fit (vLLM). None: all."""
     dimensions: PositiveInt | None = None
+    """Leading elements to return, normalized again. None: all."""
 
 
 PARAMS = SamplingParams(max_new_tokens=1, ignore_eos=True)

@@ -33,21 +33,27 @@ class OutputFormat(msgspec.Struct, kw_only=True):
 
     type: Literal["json_schema"]
     schema: dict[str, Any]
+    """JSON schema of the answer."""
 
 
 class OutputConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Format of the output, and how much the model should reason: the template variable ``reasoning_effort``."""
 
     format: OutputFormat | None = None
+    """Constraint on the answer."""
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    """``reasoning_effort`` of the chat template; without effect if it does not read it."""
 
 
 class Thinking(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Whether the model reasons first; ``between_tools`` is ``disabled``. ``budget_tokens`` is not enforced."""
 
     type: Literal["enabled", "adaptive", "between_tools", "disabled"]
+    """``enabled`` and ``adaptive`` are on, the others off."""
     budget_tokens: PositiveInt | None = None
+    """Not enforced; must be below ``max_tokens``."""
     display: Any = None
+    """Without effect."""
 
 
 class CountBody(RequestModel, kw_only=True, frozen=True):
@@ -57,12 +63,19 @@ class CountBody(RequestModel, kw_only=True, frozen=True):
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {"speed": ("standard",)}
 
     model: str
+    """Name of the model; MODEL:ADAPTER or ADAPTER selects a LoRA adapter."""
     messages: Annotated[list[Turn], Meta(min_length=1)]
+    """Turns, oldest first; a final turn of the assistant is continued."""
     system: str | list[TextBlock] | None = None
+    """System prompt: a string, or text blocks."""
     tools: list[AnthropicTool] | None = None
+    """Functions that the model may call; Anthropic's own tools are not supported."""
     tool_choice: AnthropicToolChoice | None = None
+    """``auto``, ``any``, ``tool`` (with ``name``) or ``none``. None: ``auto`` with tools."""
     thinking: Thinking | None = None
+    """Whether the model reasons first, if its chat template has a switch. None: no."""
     output_config: OutputConfig | None = None
+    """``format``: JSON schema of the answer; ``effort``: ``reasoning_effort`` of the template."""
 
 
 class MessagesBody(CountBody, kw_only=True, frozen=True):
@@ -76,12 +89,18 @@ class MessagesBody(CountBody, kw_only=True, frozen=True):
     }
 
     max_tokens: PositiveInt
+    """Maximum number of generated tokens, reasoning included."""
     stop_sequences: Strings | None = None
+    """Strings that end the generation when they occur in its text."""
     stream: bool = False
+    """Answer with server-sent events, as in Anthropic's API."""
     temperature: Fraction | None = None
+    """Divisor of the logits; 0 is greedy. None: of generation_config.json, else 1."""
     top_k: Annotated[int, Meta(ge=0, lt=1 << 31)] | None = None
+    """Sample from the k most likely tokens; 0: from all."""
     top_p: TopP | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
+    """Without effect."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from msgspec import Meta
 from tapscope.core.convert import Count, PositiveInt, must_be, shown
 from tapscope.core.errors import RequestError, UsageError
 from tapscope.engine.api.generation_job import GenerationJob
-from tapscope.engine.api.request_model import Name, RequestModel, read_as
+from tapscope.engine.api.request_model import Name, RequestModel, described_schema, read_as
 from tapscope.engine.api.sampling_fields import NEUTRAL, Priority
 from tapscope.engine.api.served_model import ServedModel
 from tapscope.engine.params.sampling_params import SamplingParams
@@ -19,7 +19,7 @@ DEFAULT_MAX_NEW_TOKENS = 128
 _RENAMED = {"no_stop_trim": "include_stop_str_in_output", "sampling_seed": "seed"}
 _OTHER = ("spaces_between_special_tokens", "stream_interval")  # the first: older tokenizers' only
 
-_SAMPLING = msgspec.json.schema_components([SamplingParams], ref_template="{name}")[1]["SamplingParams"]["properties"]
+_SAMPLING = described_schema(SamplingParams)["properties"]
 Sampling = Annotated[
     dict[str, Any],
     Meta(
@@ -44,6 +44,7 @@ class GenerateBody(RequestModel, kw_only=True, frozen=True):
         Annotated[str | Annotated[list[str], Meta(min_length=1)], must_be("a string or a non-empty list of strings")]
         | None
     ) = None
+    """Prompt, or a list of them; excludes ``input_ids``."""
     input_ids: (
         Annotated[
             list[int | Ids],
@@ -52,9 +53,11 @@ class GenerateBody(RequestModel, kw_only=True, frozen=True):
         ]
         | None
     ) = None
+    """Token ids of a prompt, or a list of such lists; excludes ``text``."""
     sampling_params: Annotated[Sampling | list[Sampling], must_be("a JSON object" + _EACH)] = msgspec.field(
         default_factory=dict
     )
+    """As ``SamplingParams``, or a list, one for each prompt; ``max_new_tokens`` is 128 by default."""
     rid: (
         Annotated[
             Name | list[Name],
@@ -64,20 +67,30 @@ class GenerateBody(RequestModel, kw_only=True, frozen=True):
         ]
         | None
     ) = None
+    """Id of the request, for /abort_request; of several prompts a list, or a prefix."""
     stream: bool = False
+    """Answer with server-sent events, each with the whole output so far."""
     return_logprob: Annotated[bool | list[bool], must_be("true or false" + _EACH)] = False
+    """Return the logprob of each generated token, in ``meta_info``."""
     logprob_start_len: Annotated[Start | list[Start], must_be("an integer ≥ -1 (-1: no prompt tokens)" + _EACH)] = -1
+    """First position of the prompt whose logprobs are returned; -1: none."""
     top_logprobs_num: Annotated[Count | list[Count], must_be("an integer ≥ 0" + _EACH)] = 0
+    """Number of most likely tokens at each position."""
     token_ids_logprob: (
         Annotated[
             list[Count | list[Count]], must_be("a list of token ids, or a list of such lists, one for each prompt")
         ]
         | None
     ) = None
+    """Tokens whose logprobs are returned at each position; needs ``return_logprob``."""
     return_text_in_logprobs: bool = False
+    """Logprobs have each token also as a string."""
     capture: Literal["stats", "full"] | None = None
+    """Record this request's tensors: their statistics, or in full (ours)."""
     return_routed_experts: bool = False
+    """Return the experts of every position, in ``meta_info.routed_experts``."""
     return_hidden_states: bool = False
+    """Return the last hidden state of every position, in ``meta_info.hidden_states``."""
     routed_experts: (
         Annotated[
             Experts | list[Experts | None],
@@ -85,20 +98,32 @@ class GenerateBody(RequestModel, kw_only=True, frozen=True):
         ]
         | None
     ) = None
+    """Experts to use, as ``meta_info.routed_experts`` has them; -1: the router chooses (ours)."""
     priority: Priority = 0
+    """Higher is served first."""
     cache_salt: Name | None = None
+    """Cached prefixes are shared only between requests with the same salt (vLLM)."""
     extra_key: Name | None = None
+    """SGLang's name of ``cache_salt``."""
     lora_path: (
         Annotated[Name | list[Name | None], must_be("the name of a loaded adapter, or a list of names" + _EACH[4:])]
         | None
     ) = None
+    """Name of a loaded LoRA adapter. None: none."""
     data_parallel_rank: int | None = None
+    """DP replica that serves the request. None: the server chooses."""
     routed_dp_rank: int | None = None
+    """Another name of ``data_parallel_rank`` (SGLang)."""
     log_metrics: bool = True
+    """Must be true: /metrics counts every request."""
     session_id: Any = None
+    """Without effect."""
     conversation_id: Any = None
+    """Without effect."""
     custom_labels: Any = None
+    """Without effect."""
     external_trace_header: Any = None
+    """Without effect."""
 
     def __post_init__(self) -> None:
         if (self.text is None) == (self.input_ids is None):
@@ -138,7 +163,9 @@ class LoadAdapterBody(RequestModel, kw_only=True, frozen=True):
     IGNORED = ("lora_int_id", "base_model_name")
 
     lora_name: Name
+    """Name by which requests select the adapter."""
     lora_path: Annotated[Name, must_be("the directory of a PEFT adapter, on the server's host")]
+    """Directory of an adapter in PEFT's format, on the server's host."""
 
 
 class UnloadAdapterBody(RequestModel, kw_only=True, frozen=True):
@@ -147,6 +174,7 @@ class UnloadAdapterBody(RequestModel, kw_only=True, frozen=True):
     IGNORED = ("lora_int_id",)
 
     lora_name: Name
+    """Name of a loaded adapter."""
 
 
 class ProfileBody(RequestModel, kw_only=True, frozen=True):
@@ -162,7 +190,9 @@ class AbortBody(RequestModel, kw_only=True, frozen=True):
     FALSE_IS_ABSENT = True
 
     rid: Name | None = None
+    """Id of the request to abort; excludes ``abort_all``."""
     abort_all: bool = False
+    """Abort all live requests."""
 
     def __post_init__(self) -> None:
         if (self.rid is None) == (not self.abort_all):

@@ -1,13 +1,16 @@
 """RequestModel: base class of request bodies; validates JSON and describes it for OpenAPI."""
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Self, TypeVar
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Self, TypeVar, get_args, get_type_hints
 
 import msgspec
 from msgspec import Meta
 
 from tapscope.core.convert import InvalidValueError, convert
 from tapscope.core.errors import RequestError
+from tapscope.core.field_docs import field_docs
+from tapscope.engine.params.sampling_params import SamplingParams
 
 T = TypeVar("T")
 Name = Annotated[str, Meta(min_length=1, max_length=500)]
@@ -67,10 +70,36 @@ def read_as(to: type[T], value: Any, path: str = "") -> T:
 
 def openapi_body(model: type[RequestModel], example: dict[str, Any], *, required: bool = True) -> dict[str, Any]:
     """``openapi_extra`` of a route whose body is ``model``."""
-    (schema,), definitions = msgspec.json.schema_components([model], ref_template="{name}")
-    schema = _inlined(schema, definitions) | {"additionalProperties": False}
+    schema = described_schema(model) | {"additionalProperties": False}
     content = {"application/json": {"schema": schema, "example": example}}
     return {"requestBody": {"required": required, "content": content}}
+
+
+def described_schema(model: type) -> dict[str, Any]:
+    """JSON schema of ``model`` without references. Docstrings below fields describe them.
+
+    A field of a body without one means the same as the sampling parameter of this name.
+    """
+    (schema,), definitions = msgspec.json.schema_components([model], ref_template="{name}")
+    for cls in {model, *_structs(model)}:
+        docs = field_docs(SamplingParams) if issubclass(cls, RequestModel) else {}
+        docs |= field_docs(cls)
+        for name, field in definitions[cls.__name__]["properties"].items():
+            if name in docs:
+                field["description"] = re.sub(r"\bNone\b", "null", docs[name]).replace("``", "`")
+    described: dict[str, Any] = _inlined(schema, definitions)
+    return described
+
+
+def _structs(annotation: Any) -> Iterator[type]:
+    """Every Struct in an annotation, and in the fields of these."""
+    if isinstance(annotation, type) and issubclass(annotation, msgspec.Struct):
+        yield annotation
+        parts: Iterable[Any] = get_type_hints(annotation, include_extras=True).values()
+    else:
+        parts = get_args(annotation)
+    for part in parts:
+        yield from _structs(part)
 
 
 def _inlined(schema: Any, definitions: Mapping[str, Any]) -> Any:
@@ -80,5 +109,6 @@ def _inlined(schema: Any, definitions: Mapping[str, Any]) -> Any:
     if not isinstance(schema, dict):
         return schema
     if "$ref" in schema:
-        return _inlined(definitions[schema["$ref"]], definitions)
+        own = {name: value for name, value in schema.items() if name != "$ref"}
+        return _inlined(definitions[schema["$ref"]], definitions) | own
     return {name: _inlined(item, definitions) for name, item in schema.items() if name != "discriminator"}

@@ -24,6 +24,7 @@ class TextContent(msgspec.Struct, kw_only=True):
 
     type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
     text: str
+    """The text."""
 
 
 class InputItem(msgspec.Struct, kw_only=True):
@@ -31,11 +32,17 @@ class InputItem(msgspec.Struct, kw_only=True):
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     role: Literal["user", "assistant", "system", "developer"] | None = None
+    """Author of a message."""
     content: str | list[TextContent] | None = None
+    """Text of a message or of reasoning."""
     call_id: str | None = None
+    """Id that a call and its output share."""
     name: str | None = None
+    """Function that was called."""
     arguments: str | None = None
+    """Arguments of the call, as JSON text."""
     output: str | list[TextContent] | None = None
+    """Result of the call."""
 
 
 class FunctionTool(msgspec.Struct, kw_only=True):
@@ -53,30 +60,40 @@ class NamedTool(msgspec.Struct, kw_only=True):
 
     type: Literal["function"]
     name: str
+    """Name of the function."""
 
 
 class TextFormat(msgspec.Struct, kw_only=True):
     """Constraint on the text of the response."""
 
     type: Literal["text", "json_object", "json_schema"]
+    """``json_schema`` needs ``schema``."""
     name: str | None = None
+    """Without effect."""
     schema: dict[str, Any] | None = None
+    """JSON schema of the answer."""
     strict: bool | None = None
+    """Without effect."""
     description: str | None = None
+    """Without effect."""
 
 
 class TextOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Options of the text of the response."""
 
     format: TextFormat | None = None
+    """Constraint on the answer."""
     verbosity: Literal["medium"] | None = None
+    """Only the default is supported."""
 
 
 class ReasoningOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Options of reasoning; summaries are not written."""
 
     effort: str | None = None
+    """Sets ``reasoning_effort`` of the chat template."""
     summary: str | None = None
+    """Without effect."""
 
 
 class ResponsesBody(RequestModel, kw_only=True, frozen=True):
@@ -94,13 +111,20 @@ class ResponsesBody(RequestModel, kw_only=True, frozen=True):
         NonEmptyStr | Annotated[list[InputItem], Meta(min_length=1)],
         must_be("a string or a non-empty list of items"),
     ]
+    """A string, or items: messages, function calls, their outputs, and reasoning."""
     model: str | None = None
+    """Name of the model; MODEL:ADAPTER or ADAPTER selects a LoRA adapter. None: the served one."""
     instructions: str | None = None
+    """System message before the conversation."""
     max_output_tokens: PositiveInt | None = None
+    """Maximum number of generated tokens, reasoning included. None: all that fit."""
     stream: bool = False
+    """Answer with server-sent events, as in OpenAI's API."""
     temperature: NonNegative | None = None
+    """Divisor of the logits; 0 is greedy. None: of generation_config.json, else 1."""
     top_p: TopP | None = None
     tools: list[dict[str, Any]] | None = None
+    """Functions that the model may call; OpenAI's own tools are not supported."""
     tool_choice: (
         Annotated[
             Literal["none", "auto", "required"] | NamedTool,
@@ -108,10 +132,15 @@ class ResponsesBody(RequestModel, kw_only=True, frozen=True):
         ]
         | None
     ) = None
+    """``none``, ``auto``, ``required`` or one function. None: ``auto`` with tools, else ``none``."""
     parallel_tool_calls: bool = True
+    """Allow several calls in one answer."""
     text: TextOptions | None = None
+    """``format``: ``text``, ``json_object`` or ``json_schema``."""
     reasoning: ReasoningOptions | None = None
+    """``effort`` sets ``reasoning_effort`` of the chat template."""
     service_tier: Literal["auto", "default"] | None = None
+    """Without effect."""
     top_k: TopK | None = None
     min_p: Fraction | None = None
     seed: Seed | None = None
@@ -119,14 +148,18 @@ class ResponsesBody(RequestModel, kw_only=True, frozen=True):
     frequency_penalty: Penalty | None = None
     repetition_penalty: Positive | None = None
     logit_bias: LogitBias | None = None
+    """Added to the logits of these token ids, which are strings in JSON."""
     stop: Strings | None = None
     stop_token_ids: list[TokenId] | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
+    """Variables of the chat template; one that it does not read is refused (vLLM, SGLang)."""
     priority: Priority = 0
+    """Higher is served first, as in SGLang; in vLLM lower is."""
     cache_salt: NonEmptyStr = ""
+    """Cached prefixes are shared only between requests with the same salt (vLLM)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -52,34 +52,48 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Options of a stream."""
 
     include_usage: bool | None = None
+    """End the stream with an event that has the token counts."""
     include_obfuscation: bool | None = None
+    """Only false is supported."""
     continuous_usage_stats: bool | None = None
+    """With ``include_usage``: every event has the token counts so far (vLLM)."""
 
 
 class JsonSchemaFormat(msgspec.Struct, kw_only=True):
     """A named JSON schema."""
 
     schema: dict[str, Any]
+    """JSON schema of the output."""
 
 
 class ResponseFormat(msgspec.Struct, kw_only=True):
     """Constraint on the output; a structural tag has further members."""
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    """``json_schema`` needs ``json_schema``; ``structural_tag`` (SGLang) has further members."""
     json_schema: JsonSchemaFormat | None = None
+    """The schema, with any name."""
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """vLLM's constraint on the output: one of these."""
 
     json: dict[str, Any] | str | None = None
+    """JSON schema of the output, as an object or its JSON text."""
     regex: NonEmptyStr | None = None
+    """Regular expression that the whole output matches."""
     choice: Choices | None = None
+    """The output is one of these strings."""
     grammar: NonEmptyStr | None = None
+    """Grammar of the output: EBNF if it contains ``::=``, else Lark."""
     json_object: bool | None = None
+    """The output is any JSON object."""
     structural_tag: str | None = None
+    """XGrammar structural tag, as JSON text."""
     disable_any_whitespace: Literal[False] | None = None
+    """Only the default is supported."""
     disable_additional_properties: Literal[False] | None = None
+    """Only the default is supported."""
     whitespace_pattern: None = None
     """The last three are vLLM's; only their default behaviour is supported."""
 
@@ -91,45 +105,70 @@ class SamplingFields(RequestModel, kw_only=True, frozen=True):
     NEUTRAL = NEUTRAL
 
     model: str | None = None
+    """Name of the model; MODEL:ADAPTER or ADAPTER selects a LoRA adapter. None: the served one."""
     stream: bool = False
+    """Answer with server-sent events; the last one is ``[DONE]``."""
     stream_options: StreamOptions | None = None
+    """Token counts in the stream: ``include_usage``, ``continuous_usage_stats`` (vLLM)."""
     temperature: NonNegative | None = None
+    """Divisor of the logits; 0 is greedy. None: of generation_config.json, else 1."""
     top_p: TopP | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: LogitBias | None = None
+    """Added to the logits of these token ids, which are strings in JSON."""
     seed: Seed | None = None
     stop: Strings | None = None
     n: Annotated[int, Meta(ge=1, le=128)] = 1
     response_format: dict[str, Any] | None = None
+    """Constraint on the output: ``json_object``, ``json_schema``, or ``structural_tag`` (SGLang)."""
     modalities: list[Literal["text"]] | None = None
+    """Only text is generated."""
     service_tier: Literal["auto", "default"] | None = None
+    """Without effect."""
     top_k: TopK | None = None
     min_p: Fraction | None = None
     repetition_penalty: Positive | None = None
     min_tokens: Count | None = None
+    """Tokens before which end and stop tokens are masked and stop strings ignored (vLLM)."""
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     stop_regex: Strings | None = None
     regex: str | None = None
+    """Regular expression that the whole output matches (SGLang)."""
     ebnf: str | None = None
     guided_json: dict[str, Any] | str | None = None
+    """JSON schema of the output, as an object or its JSON text (vLLM)."""
     guided_regex: NonEmptyStr | None = None
+    """Regular expression that the whole output matches (vLLM)."""
     guided_choice: Choices | None = None
+    """The output is one of these strings (vLLM)."""
     guided_grammar: NonEmptyStr | None = None
+    """Grammar of the output: EBNF if it contains ``::=``, else Lark (vLLM)."""
     structured_outputs: StructuredOutputs | None = None
+    """One of ``json``, ``regex``, ``choice``, ``grammar``, ``json_object``, ``structural_tag`` (vLLM)."""
     allowed_token_ids: list[TokenId] | None = None
+    """Sample only these tokens; end tokens only if listed (vLLM). None: all tokens."""
     bad_words: list[NonEmptyStr] | None = None
+    """Strings that must not occur in the output (vLLM)."""
     prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    """Logprobs of the prompt, with this many most likely tokens; not in a stream (vLLM)."""
     return_token_ids: bool = False
+    """Return ``token_ids`` and ``prompt_token_ids`` (vLLM)."""
     return_tokens_as_token_ids: bool = False
+    """Write the tokens of logprobs as ``token_id:ID`` (vLLM)."""
     truncate_prompt_tokens: TruncatePromptTokens | None = None
+    """Keep this many tokens at the end of the prompt; -1: as many as fit (vLLM). None: all."""
     priority: Priority = 0
+    """Higher is served first, as in SGLang; in vLLM lower is."""
     rid: str | None = None
+    """Id of the request, for /abort_request (SGLang). None: that of the answer."""
     cache_salt: NonEmptyStr = ""
+    """Cached prefixes are shared only between requests with the same salt (vLLM)."""
     lora_path: NonEmptyStr | None = None
+    """Name of a loaded LoRA adapter (SGLang). None: that of ``model``, if any."""
 
     @property
     def include_usage(self) -> bool:

@@ -19,15 +19,23 @@ class TokenizeBody(RequestModel, kw_only=True, frozen=True):
     """POST /tokenize: a prompt as /v1/completions takes it, or messages as /v1/chat/completions does."""
 
     model: str | None = None
+    """Name of the model; MODEL:ADAPTER or ADAPTER selects a LoRA adapter. None: the served one."""
     prompt: str | None = None
+    """The string to tokenize; excludes ``messages``."""
     messages: Annotated[list[ChatMessage], Meta(min_length=1)] | None = None
+    """Conversation to render by the chat template; excludes ``prompt``."""
     add_special_tokens: bool | None = None
     """None: true for a prompt; false for messages, whose template writes them."""
     return_token_strs: bool = False
+    """Return ``token_strs`` too: each token as a string."""
     add_generation_prompt: bool = True
+    """End the prompt with the header of the assistant's turn."""
     continue_final_message: bool = False
+    """Continue the last message, which is the assistant's, instead of a new one."""
     chat_template_kwargs: dict[str, Any] | None = None
+    """Variables of the chat template; one that it does not read is refused."""
     tools: list[dict[str, Any]] | None = None
+    """Functions that the model may call, in OpenAI's format."""
 
     def __post_init__(self) -> None:
         if (self.prompt is None) == (self.messages is None):
@@ -38,7 +46,9 @@ class DetokenizeBody(RequestModel, kw_only=True, frozen=True):
     """POST /detokenize."""
 
     model: str | None = None
+    """Name of the model; MODEL:ADAPTER or ADAPTER selects a LoRA adapter. None: the served one."""
     tokens: list[Count]
+    """Token ids, all in the vocabulary."""
 
 
 def tokenize(body: Any, model: ServedModel) -> dict[str, Any]:

@@ -78,6 +78,7 @@ class NamedFunction(msgspec.Struct, kw_only=True):
     """The function to call."""
 
     name: str
+    """Its name."""
 
 
 class NamedToolChoice(msgspec.Struct, kw_only=True):

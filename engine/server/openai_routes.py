@@ -2,9 +2,9 @@
 
 from collections import defaultdict
 from collections.abc import AsyncGenerator
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Path, Request
 from fastapi.responses import JSONResponse, Response
 
 from tapscope.engine.api.chat_request import ChatBody, ChatRequest
@@ -24,6 +24,7 @@ from tapscope.engine.server.request_body import json_response
 from tapscope.engine.server.route_common import BodyReader, generate_all, respond, with_error_event, with_prompt
 from tapscope.engine.server.stream_responses import event_stream, unless_gone
 
+ModelName = Annotated[str, Path(description="The model, MODEL:ADAPTER, or ADAPTER.")]
 _CHAT = {"messages": [{"role": "user", "content": "What is 2 + 2?"}], "max_tokens": 16}
 _ITEMS = {"input": "What is 2 + 2?", "max_output_tokens": 16}
 _PROMPT = {"prompt": "def main():", "max_tokens": 16}
@@ -98,7 +99,7 @@ def _add_models(router: APIRouter, reader: BodyReader) -> None:
         return JSONResponse(model_list(await reader.model(), for_anthropic="anthropic-version" in request.headers))
 
     @router.get("/models/{name:path}")
-    async def one_model(name: str, request: Request) -> JSONResponse:
+    async def one_model(name: ModelName, request: Request) -> JSONResponse:
         """Describe the model with this name."""
         model = (await reader.model()).selected(name)
         model.check_name(name)

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
 
 from tapscope.core.errors import CheckpointError, LiveError
@@ -25,6 +25,9 @@ from tapscope.engine.api.weight_request import (
 from tapscope.engine.server.app_state import AppState
 from tapscope.engine.server.request_body import read_json, save_body
 
+WeightVersion = Annotated[
+    str | None, Query(description="Name of the new weights, which answers then have. null: the name stays.")
+]
 _SAFETENSORS: dict[str, Any] = {
     "requestBody": {
         "required": True,
@@ -58,7 +61,7 @@ def _add_update_routes(router: APIRouter, state: AppState) -> None:
         return await _update(state, body.model_path, body.weight_version, partial=False)
 
     @router.post(WEIGHTS_PATH, openapi_extra=_SAFETENSORS)
-    async def update_weights_from_tensor(request: Request, weight_version: str | None = None) -> Response:
+    async def update_weights_from_tensor(request: Request, weight_version: WeightVersion = None) -> Response:
         """Replace some or all weights by the body, a safetensors file with Hugging Face's names."""
         with TemporaryDirectory(prefix="tapscope-weights-") as folder:
             await save_body(request, Path(folder) / "model.safetensors")

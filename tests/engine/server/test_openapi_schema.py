@@ -1,7 +1,9 @@
 """schemathesis reads the server's OpenAPI description and finds no 500, with what it allows and what it does not."""
 
 from collections.abc import Iterator
+from typing import Any
 
+import jsonschema_rs
 import pytest
 import schemathesis
 from checkpoints import make_llama
@@ -12,6 +14,9 @@ from schemathesis import GenerationMode
 from soak_cases import mostly_soak
 
 from tapscope.engine import LLM
+from tapscope.engine.server.app import build_app
+from tapscope.engine.server.app_state import AppState
+from tapscope.engine.server.server_settings import ServerSettings
 
 FIXED = settings(
     derandomize=True,
@@ -89,3 +94,42 @@ def _ask(operation: schemathesis.schemas.APIOperation, mode: GenerationMode, num
     ask()
     assert found <= told, operation.label
     return found
+
+
+@pytest.fixture(scope="module")
+def description() -> dict[str, Any]:
+    document: dict[str, Any] = build_app(AppState("model", ServerSettings()), None).openapi()
+    return document
+
+
+def test_openapi_describes_every_request_field(description: dict[str, Any]) -> None:
+    fields = dict(_request_fields(description))
+    assert {path.split(" ")[0] for path in fields} >= {"/generate", "/v1/chat/completions", "/pause_generation"}
+    kinds = {"type", "role"}  # of an object, whose schema describes it
+    assert [path for path, text in fields.items() if not text and path.rpartition(".")[2] not in kinds] == []
+    assert [text for text in fields.values() if "None" in text or "``" in text] == []
+    assert fields["/tokenize .add_special_tokens"].startswith("null: true for a prompt")
+    assert fields["/v1/chat/completions .messages.reasoning_content"] == "Reasoning of an assistant's message."
+    assert fields["/v1/chat/completions .messages.tool_calls.function"] == "What was called."  # next to a reference
+    assert "MODEL:ADAPTER" in fields["/v1/chat/completions .model"], "inherited"
+    assert fields["/v1/messages .top_p"] == fields["/generate .sampling_params.top_p"]
+
+
+def _request_fields(description: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    for path, methods in description["paths"].items():
+        for route in methods.values():
+            for each in route.get("parameters", []):
+                yield f"{path} .{each['name']}", each.get("description", "")
+            for content in route.get("requestBody", {}).get("content", {}).values():
+                if "example" in content:
+                    jsonschema_rs.validate(content["schema"], content["example"])
+                yield from _fields(content["schema"], f"{path} ")
+
+
+def _fields(schema: dict[str, Any], path: str) -> Iterator[tuple[str, str]]:
+    """Every field at any depth."""
+    for name, each in schema.get("properties", {}).items():
+        yield f"{path}.{name}", each.get("description", "")
+        yield from _fields(each, f"{path}.{name}")
+    for part in (*schema.get("anyOf", ()), *filter(None, [schema.get("items")])):
+        yield from _fields(part, path)
