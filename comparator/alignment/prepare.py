@@ -211,7 +211,7 @@ class PairPreparer:
         if meaning in ("names", "slots"):
             return "it names the requests of the batch, whose rows are matched by tokens or by name"
         if meaning in ("lengths", "bounds") and any(self._has_several_grids):
-            return "data-parallel ranks hold the lengths of different requests"
+            return "the ranks of a run hold different rows, each with lengths of its own"
         if meaning in ("lengths", "bounds") and _shapes(baseline) != _shapes(target):
             return "the runs batch or pad differently, and rows are matched by request and position"
         return ""
