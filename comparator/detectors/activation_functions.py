@@ -33,10 +33,14 @@ FUNCTIONS: Mapping[str, Function] = {
     "gelu (quick)": lambda x: x * _sigmoid(1.702 * x),
     "hard swish": lambda x: x * np.clip(x / 6.0 + 0.5, 0.0, 1.0),
     "relu": lambda x: np.maximum(x, 0.0),
+    "relu6": lambda x: np.clip(x, 0.0, 6.0),
     "relu squared": lambda x: np.maximum(x, 0.0) ** 2,
     "sigmoid": _sigmoid,
     "tanh": np.tanh,
 }
+
+CLEARING = ("relu", "relu6", "relu squared", "hard swish")
+"""Those that are zero for all small inputs."""
 
 
 def derivative(function: Function) -> Function:

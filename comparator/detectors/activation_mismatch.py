@@ -81,11 +81,8 @@ class Table(Struct, frozen=True):
         return roundings
 
     def _unit(self, values: Array) -> Array:
-        exponents = np.frexp(values)[1] - 1
-        steps = np.maximum(dtypes.epsilon(self.dtype) * np.exp2(exponents), dtypes.smallest(self.dtype))
         kernel = np.abs(self.slope) if self.is_gradient else np.maximum(np.abs(self.x), np.abs(values))
-        unit: Array = steps + _KERNEL * kernel
-        return unit
+        return rounding_of(values, self.dtype, kernel)
 
     def is_of(self, name: str) -> bool:
         """Whether the errors of a function are those of rounding to nearest."""
@@ -108,6 +105,14 @@ class Table(Struct, frozen=True):
         apart = np.abs(one - two) > _MIN_FUNCTION_GAP * self._unit(one)
         mine, theirs = (float(np.square(self.roundings(values)[apart]).sum()) for values in (one, two))
         return len(np.unique(self.x[apart])) >= _MIN_INPUTS and _MIN_ENERGY_RATIO * mine <= theirs
+
+
+def rounding_of(values: Array, dtype: str, terms: Array) -> Array:
+    """The rounding of each of the ``values`` to a dtype, and of a float32 kernel that adds ``terms`` of these sizes."""
+    exponents = np.frexp(values)[1] - 1
+    steps = np.maximum(dtypes.epsilon(dtype) * np.exp2(exponents), dtypes.smallest(dtype))
+    rounding: Array = steps + _KERNEL * terms
+    return rounding
 
 
 class ActivationMismatch(Detector):
@@ -182,7 +187,7 @@ def _parts(site: str, sites: Mapping[str, PairResult], given: Mapping[str, Seque
 
 def _table(parts: Sequence[Sequence[AssembledTensor]]) -> Table | None:
     """The table of one run; None where inputs and outputs do not match."""
-    firings = [{_place(whole): whole for whole in wholes} for wholes in parts]
+    firings = [{place_of(whole): whole for whole in wholes} for wholes in parts]
     samples: list[list[Array]] = []
     for place, whole in firings[0].items():
         ours = [some.get(place) for some in firings]
@@ -199,7 +204,7 @@ def _table(parts: Sequence[Sequence[AssembledTensor]]) -> Table | None:
     return Table(x[use], y[use], slope[0][use] if slope else np.ones(1), dtype) if use.any() else None
 
 
-def _place(whole: AssembledTensor) -> tuple[object, ...]:
+def place_of(whole: AssembledTensor) -> tuple[object, ...]:
     """Identifies a firing of its site."""
     key = whole.records[0].key
     return key.step, key.micro, key.rank, key.occurrence

@@ -239,11 +239,12 @@ class ErrorModel:
 
     @cached_property
     def _usual_tables(self) -> tuple[Array, FloorTable, FloorTable]:
-        return self._tables(self._is_concentrated, self._is_rerouted)
+        tests, local, whole = self._tables(self._is_concentrated, self._is_rerouted)
+        return tests, local, local.where(self._downstream_of_mean(), whole)
 
     @cached_property
     def _downstream_tables(self) -> tuple[Array, FloorTable, FloorTable]:
-        # The error of a culprit is not rounding, so that the path bounds it even if rerouted rows are among the inputs.
+        # The error of a culprit is not rounding, so that the path bounds it whatever is among the inputs.
         return self._tables(self._is_made, np.zeros_like(self._is_made))
 
     @cached_property
@@ -266,6 +267,9 @@ class ErrorModel:
         if updates.values:
             at, tests_of_updates, *floors = updates.judged(self._terms)
             tests[:, at], local, whole = tests_of_updates, local.replaced(at, floors[0]), whole.replaced(at, floors[1])
+        if known := self.inputs.facts.inherited_activations:
+            these = [case for case, node in enumerate(self.inputs.nodes) if self.inputs.site(node) in known]
+            local, whole = local.inherited(these, tests), whole.inherited(these, tests)
         return tests, local, whole
 
     def _bounds(self) -> tuple[FloorTable, FloorTable]:
@@ -323,6 +327,18 @@ class ErrorModel:
         """[quantiles, cases]: factors on the errors of rows of functions that were not captured."""
         norms, softmax = self.effects[UnmatchedNorm].values, self.effects[SharpSoftmax]
         return np.array([norms.get(n) or softmax.factor(n) for n in self.inputs.nodes]).reshape(-1, 4).T
+
+    def _downstream_of_mean(self) -> Array:
+        """[cases]: whether a norm upstream subtracts from each channel of an image its mean. Rounding errors do not
+        share it, so that each such norm amplifies them by rms / standard deviation of its input; the path adds errors
+        up as if no module amplified them, and does not bound these."""
+        is_downstream = [False] * len(self.inputs.pairs)
+        for node in self.inputs.nodes:
+            if not self._graph.is_backward[node]:
+                origins = self._graph.inputs(node).nodes
+                is_norm = self._graph.nodes[node].subtracts_mean
+                is_downstream[node] = is_norm or any(map(is_downstream.__getitem__, origins))
+        return np.array([is_downstream[node] for node in self.inputs.nodes], bool)
 
     def _downstream_of_rerouted(self) -> Array:
         """[cases]: whether the inputs contain token rows that went to other experts, or rows that are all rounding:

@@ -33,6 +33,8 @@ class ComparisonFacts(NamedTuple):
     """Site of a gradient -> its elements that are zero in exactly one run."""
     inherited_attention: Mapping[str, float] = {}
     """Site of an attention output -> the error of its worst row, where its inputs explain all of it."""
+    inherited_activations: frozenset[str] = frozenset()
+    """Sites of outputs of ReLU and the like whose inputs explain all of their error."""
 
 
 NO_FACTS = ComparisonFacts()

@@ -17,6 +17,9 @@ TESTS = ("median_row", "p90_p98_row", "p90_p98_row", "max_row", "scale", "channe
 :data:`~.error_distribution.QUANTILES`, common gain, gain of one channel, largest element of the median row, largest
 element of all."""
 
+_OF_SINGLE_ROWS = tuple(i for i, test in enumerate(TESTS) if test in ("p90_p98_row", "max_row", "max_element"))
+"""Tests of a few rows or one element."""
+
 
 class FloorTable(Struct, frozen=True, eq=False):
     """The largest errors that rounding explains of some sites."""
@@ -69,6 +72,12 @@ class FloorTable(Struct, frozen=True, eq=False):
         """With a common gain of that size explained in addition."""
         *errors, own, channel, element, peak = self.limits
         return FloorTable(np.array((*errors, own + gain, channel, element, peak)))
+
+    def inherited(self, sites: Sequence[int], tests: Array) -> "FloorTable":
+        """With all errors explained that some sites have in single rows or elements; ``tests`` are [tests, sites]."""
+        limits, at = self.limits.copy(), np.ix_(_OF_SINGLE_ROWS, sites)
+        limits[at] = larger(limits[at], tests[at])
+        return FloorTable(limits)
 
     def where(self, these: Array, others: "FloorTable") -> "FloorTable":
         """Its own limits for ``these`` sites (bool), and those of ``others`` for the rest."""

@@ -13,7 +13,7 @@ from tapscope.comparator.pair_analysis.pair_result import PairResult
 from tapscope.comparator.runs.series import Series, content_id
 from tapscope.run_format.index import SiteInfo
 
-_POINTWISE = re.compile(r"(?i)act|[gs]elu|silu|swish|mish|sigmoid|tanh|softplus|dropout|identity")
+_POINTWISE = re.compile(r"(?i)act|elu|silu|swish|mish|sigmoid|tanh|softplus|dropout|identity")
 _OFFSET_WEIGHT = re.compile(r"Gemma\w*RMSNorm")
 _UNIQUE = None, None
 NO_INPUTS = "none"
@@ -68,6 +68,11 @@ class Node(Struct, frozen=True, gc=False):
     def convolves(self) -> bool:
         """Whether the module mixes the rows of an image or a signal, which are stored along its last axis."""
         return is_conv_class(self.cls) and not self.is_state and not self.is_summed
+
+    @property
+    def subtracts_mean(self) -> bool:
+        """Whether it is the output of a norm that subtracts from each channel of an image or signal its mean."""
+        return self.port.startswith("out") and is_conv_class(self.cls) and "Norm" in self.cls
 
     @property
     def has_offset_weight(self) -> bool:

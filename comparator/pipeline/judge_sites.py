@@ -74,7 +74,7 @@ def judge_sites(all_rows: ScreenedRuns, rules: tuple[Rule, ...] = (), noise: Mea
         screened = all_rows.without_rerouted_rows(supported)
         judge = Judge(screened.judged, sites, standards)
         findings = judge.findings()
-    judge, findings = _with_inherited_attention(judge, findings, screened, standards)
+    judge, findings = _with_inherited_errors(judge, findings, screened, standards)
     if noise is None and options.tolerance is None:
         screened, findings = _with_confined_rows(findings, screened, standards)
     # Detectors, for what the size of an error does not show.
@@ -105,21 +105,32 @@ def judge_sites(all_rows: ScreenedRuns, rules: tuple[Rule, ...] = (), noise: Mea
     return JudgedRuns(screened, findings, divergences, early)
 
 
-def _with_inherited_attention(
+def _with_inherited_errors(
     judge: Judge, findings: list[Finding], screened: ScreenedRuns, standards: Standards
 ) -> tuple[Judge, list[Finding]]:
-    """Judged again while the first failure is an attention output whose inputs explain its error."""
-    judged, measured, known = screened.judged, screened.measured, dict[str, float]()
+    """Judged again while activations seem to add an error, or the first failure is an attention output, whose inputs
+    explain it."""
+    judged, preparer, notes = screened.judged, screened.measured.analyzer.preparer, dict[str, str]()
     while any(finding.verdict.is_bad for finding in findings):
-        from tapscope.comparator.explain.recomputed_attention import NOTE, inherited_error  # needed only for these
+        from tapscope.comparator.explain import recomputed_activations, recomputed_attention  # needed only for these
 
-        new = inherited_error(findings, judged, measured.analyzer.preparer)
-        if new is None or new[0] in known:
+        known = standards.inherited_activations
+        activations = (
+            recomputed_activations.inherited_activations(findings, judged, judge.matched, judge.graph, preparer) - known
+        )
+        attention = None if activations else recomputed_attention.inherited_error(findings, judged, preparer)
+        if attention is not None and attention[0] not in notes:
+            errors = {**standards.inherited_attention, attention[0]: attention[1]}
+            standards = structs.replace(standards, inherited_attention=errors)
+            notes[attention[0]] = recomputed_attention.NOTE
+        elif activations:
+            standards = structs.replace(standards, inherited_activations=standards.inherited_activations | activations)
+            notes |= dict.fromkeys(activations, recomputed_activations.NOTE)
+        else:
             break
-        known[new[0]] = new[1]
-        judge = Judge(judged, measured.matched.sites, structs.replace(standards, inherited_attention=known))
+        judge = Judge(judged, screened.measured.matched.sites, standards)
         findings = [
-            structs.replace(one, notes=(*one.notes, NOTE)) if one.result.site in known else one
+            structs.replace(one, notes=(*one.notes, notes[one.result.site])) if one.result.site in notes else one
             for one in judge.findings()
         ]
     return judge, findings
@@ -138,7 +149,7 @@ def _with_confined_rows(
         return screened, findings
     confined = structs.replace(screened, results=evidence.pairs)
     judge = Judge(confined.judged, screened.measured.matched.sites, standards)
-    _, others = _with_inherited_attention(judge, judge.findings(), confined, standards)
+    _, others = _with_inherited_errors(judge, judge.findings(), confined, standards)
     merged = [new if new.result is not old.result else old for old, new in zip(findings, others, strict=True)]
     if not any(new.verdict.is_bad and new is not old for old, new in zip(findings, merged, strict=True)):
         preparer.leave_out_only(all_rows)

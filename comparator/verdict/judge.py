@@ -68,6 +68,8 @@ class Standards(Struct, frozen=True, kw_only=True):
     """See :attr:`~.floor_inputs.ComparisonFacts.kink_crossings`."""
     inherited_attention: Mapping[str, float] = field(default_factory=dict)
     """See :attr:`~.floor_inputs.ComparisonFacts.inherited_attention`."""
+    inherited_activations: frozenset[str] = frozenset()
+    """See :attr:`~.floor_inputs.ComparisonFacts.inherited_activations`."""
     allowed: tuple[SitePattern, ...] = ()
     """Sites that may differ."""
     explained: tuple[Glob, ...] = ()
@@ -120,6 +122,7 @@ class Judge:
             self._standards.unmatched_norms,
             self._standards.kink_crossings,
             self._standards.inherited_attention,
+            self._standards.inherited_activations,
         )
         self._model = ErrorModel(ours, self.graph, params, facts, self._standards.disabled)
         trim_heap()  # findings take as much space as the arrays from which floors were computed

@@ -19,6 +19,7 @@ KNOWN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu (tanh)": nn.GELU("tanh"),
     "gelu (quick)": QuickGELUActivation(),
     "hard swish": nn.functional.hardswish,
+    "relu6": nn.functional.relu6,
     "relu": nn.functional.relu,
     "relu squared": ReLUSquaredActivation(),
     "sigmoid": torch.sigmoid,

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from tapscope import Dumper
 from tapscope.comparator import Report, compare
+from tapscope.comparator.explain.recomputed_activations import NOTE
 from tapscope.comparator.report.answer import answer
 from tapscope.sources import open_run
 
@@ -60,6 +61,41 @@ class Narrow(nn.Sequential):
             self.add_module(f"relu{i}", nn.ReLU())
 
 
+class Clearing(nn.Sequential):
+    """ReLUs that leave little of most channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for i, width_in in enumerate((3, 16, 16)):
+            self.add_module(f"conv{i}", nn.Conv2d(width_in, 16, 3, 1, 1, bias=False))
+            norm = nn.BatchNorm2d(16)
+            nn.init.normal_(norm.weight, 2.0, 1.0)
+            nn.init.normal_(norm.bias, -2.5, 1.5)
+            self.add_module(f"norm{i}", norm)
+            self.add_module(f"relu{i}", nn.ReLU6() if i == 2 else nn.ReLU())
+
+
+class Deep(nn.Sequential):
+    """So many batch norms that rounding makes up a fifth of the values in bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for i in range(27):
+            self.add_module(f"conv{i}", nn.Conv2d(32 if i else 3, 32, 3, 1, 1, bias=False))
+            self.add_module(f"norm{i}", nn.BatchNorm2d(32))
+            self.add_module(f"relu{i}", nn.ReLU())
+
+
+def calibrated(model: nn.Module, x: Tensor) -> nn.Module:
+    """With the statistics of a batch in its batch norms."""
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.momentum = None
+    with torch.no_grad():
+        model.train()(x)
+    return model
+
+
 def capture(model: nn.Module, x: Tensor, out: Path, dtype: torch.dtype, harm: Callable[[nn.Module], object]) -> None:
     model = copy.deepcopy(model).eval().to(dtype)
     harm(model)
@@ -72,7 +108,10 @@ def report(kind: type[nn.Module], tmp_path: Path, harm: Callable[[nn.Module], ob
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = kind()
-        x = torch.randn(4, 3, *{Vision: (12, 12), Signal: (64,), Narrow: (16, 16)}[kind])
+        size = {Vision: (12, 12), Signal: (64,), Narrow: (16, 16)}.get(kind, (8, 8))
+        x = torch.randn(4, 3, *size)
+        if kind in (Clearing, Deep):
+            calibrated(model, torch.randn(16, 3, *size))
     capture(model, x, tmp_path / "b", torch.float32, lambda model: None)
     capture(model, x, tmp_path / "t", torch.bfloat16, harm)
     return diff(tmp_path / "b", tmp_path / "t")
@@ -121,6 +160,47 @@ def test_images_bug_near_rows_that_a_relu_clears_is_named(
 ) -> None:
     found = report(Narrow, tmp_path, lambda model: harm(model, layer))
     assert [d.module for d in found.divergences][:1] == [f"{module}{layer}"]
+
+
+def cleared_rows(module: nn.Module, args: object, out: Tensor) -> Tensor:
+    return out.index_fill(2, torch.tensor([3]), 0.0)
+
+
+def test_images_error_of_what_a_relu_leaves_is_inherited(tmp_path: Path) -> None:
+    """Of some channels a ReLU leaves less than the rounding of what it received."""
+    found = report(Clearing, tmp_path, lambda model: None, 3)
+    assert (found.exit_code, found.divergences) == (0, ())
+    (relu,) = (finding for finding in found.findings if finding.site == "relu2:out")
+    assert NOTE in relu.notes
+
+
+@pytest.mark.parametrize(
+    ("harm", "module"),
+    [
+        (lambda model: model.relu2.register_forward_hook(cleared_rows), "relu2"),
+        (lambda model: setattr(model, "relu2", nn.LeakyReLU(0.05)), "relu2"),
+        (lambda model: setattr(model, "relu2", nn.ReLU()), "relu2"),
+        (lambda model: model.norm2.bias.data.add_(0.3), "norm2"),
+    ],
+)
+def test_images_bug_where_a_relu_leaves_little_is_named(
+    tmp_path: Path, harm: Callable[[nn.Module], object], module: str
+) -> None:
+    found = report(Clearing, tmp_path, harm, 3)
+    assert [d.module for d in found.divergences][:1] == [module]
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_images_batch_norms_amplify_rounding(tmp_path: Path, seed: int) -> None:
+    """Each subtracts means, which rounding errors do not share."""
+    found = report(Deep, tmp_path, lambda model: None, seed)
+    assert (found.exit_code, found.divergences) == (0, ())
+
+
+@pytest.mark.parametrize("layer", [3, 12, 20])
+def test_images_bug_among_many_batch_norms_is_named(tmp_path: Path, layer: int) -> None:
+    found = report(Deep, tmp_path, lambda model: model.get_submodule(f"conv{layer}").weight.data.mul_(1.3), 0)
+    assert [d.module for d in found.divergences][:1] == [f"conv{layer}"]
 
 
 def test_images_place_is_an_index_for_show_slice(tmp_path: Path) -> None:
