@@ -332,7 +332,7 @@ def _http() -> str:
         "## Dumper control\n\nOn the port of `tapscope serve`, or on the address of the setting `control`.\n\n"
         + _routes(dumper),
         "## Engine\n\n`tapscope serve` only. `/v1/messages` follows Anthropic's API, the other `/v1` routes OpenAI's, "
-        "`/tokenize` and `/detokenize` vLLM's, the rest SGLang's. Fields that these APIs do not have, such as `min_p`, "
+        "`/tokenize` and `/detokenize` vLLM's, the rest mostly SGLang's. Fields that these APIs do not have, such as `min_p`, "
         "are extensions of vLLM and SGLang; (vLLM), (SGLang) or (ours) tells who defines a field. A field that is null "
         "counts as absent. On `/v1` routes, absent `temperature`, `top_p`, `top_k`, `min_p` and `repetition_penalty` "
         "come from the checkpoint's `generation_config.json`. [Serve](../guide/serve.md) has more.\n\n"
@@ -356,6 +356,9 @@ def _routes(api: dict[str, Any]) -> str:
             rows = [[f"`{name}`", *cells] for name, *cells in _inputs(route, api)]
             if rows:
                 parts.append(_table(["field", "type", "default", "meaning"], rows))
+            answer = [[f"`{name}`", *cells] for name, *cells in _answer(route, api)]
+            if answer:
+                parts.append("Main fields of its answer:\n\n" + _table(["field", "type", "meaning"], answer))
             parts.append("Responses: " + ", ".join(f"`{code}`" for code in sorted(route["responses"])))
     return "\n\n".join(parts)
 
@@ -370,6 +373,23 @@ def _inputs(route: dict[str, Any], api: dict[str, Any]) -> Iterator[tuple[str, s
         for name, each in body.get("properties", {}).items():
             default = _body_default(each, name in body.get("required", ()))
             yield name, _body_type(each), default, _prose(_resolved(each, api).get("description", ""))
+
+
+def _answer(route: dict[str, Any], api: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """(path, type, meaning) of each field of a successful answer, at any depth."""
+    content = route["responses"].get("200", {}).get("content", {}).get("application/json", {})
+    yield from _answer_fields(content.get("schema", {}), api, "")
+
+
+def _answer_fields(schema: dict[str, Any], api: dict[str, Any], path: str) -> Iterator[tuple[str, str, str]]:
+    schema = _resolved(schema, api)
+    if "items" in schema:
+        schema, path = _resolved(schema["items"], api), path and f"{path[:-1]}[]."
+    parts = [_resolved(each, api) for each in schema.get("anyOf", ())]
+    schema = next((each for each in parts if "properties" in each), schema)
+    for name, each in schema.get("properties", {}).items():
+        yield path + name, _body_type(each), _prose(_resolved(each, api).get("description", ""))
+        yield from _answer_fields(each, api, f"{path}{name}.")
 
 
 def _body_default(schema: dict[str, Any], is_required: bool) -> str:

@@ -31,9 +31,9 @@ class ErrorAnswer(Strict):
 class RankState(BaseModel):
     """One rank. Additional members are counters that its pipeline reports (``queue_bytes``, ``dropped``, ...)."""
 
-    rank: int
-    host: str | None
-    pid: int
+    rank: int = Field(description="global rank")
+    host: str | None = Field(description="its host")
+    pid: int = Field(description="its process")
     step: int = Field(description="the step it is in; -1 before the first")
     epoch: int = Field(description="the configuration it has applied")
     capture_steps_left: int | None = Field(description="steps left of a capture")
@@ -42,7 +42,9 @@ class RankState(BaseModel):
     bytes: int = Field(description="payload bytes written into this run")
     total_records: int = Field(description="records written into all runs of this recorder")
     total_bytes: int = Field(description="payload bytes written into all runs of this recorder")
-    status: Literal["connected", "silent", "closed", "died", "disk", "stopped"]
+    status: Literal["connected", "silent", "closed", "died", "disk", "stopped"] = Field(
+        description="its connection, or why it records nothing"
+    )
     stopped: str | None = Field(description="why it stopped capturing: a trigger or a budget")
     idle_s: float = Field(description="seconds since its step last grew")
 
@@ -50,25 +52,27 @@ class RankState(BaseModel):
 class StateAnswer(Strict):
     """The run, the configuration and every rank that ever joined."""
 
-    run: str
-    epoch: int
-    config: dict[str, Any]
-    world_size: int
-    ranks: list[RankState]
+    run: str = Field(description="directory of the run")
+    epoch: int = Field(description="number of the configuration; grows with each change")
+    config: dict[str, Any] = Field(description="the configuration")
+    world_size: int = Field(description="number of ranks of the job")
+    ranks: list[RankState] = Field(description="every rank that ever joined")
     hints: list[str] = Field(description="what suggests that not all ranks make the same calls")
     live: str = Field(description="address of the live record lines")
-    change_under_way: bool
-    capture_under_way: str | None
+    change_under_way: bool = Field(description="whether ranks still apply a change")
+    capture_under_way: str | None = Field(description="the capture in progress")
     write_s: dict[str, float] = Field(description="rank -> seconds spent in writing")
 
 
 class LiveDivergence(BaseModel):
     """The first site of a step that differs from the reference by more than rounding explains."""
 
-    step: int
-    rank: int
-    site: str
-    test: Literal["median_row", "worst_row", "scale", "tolerance", "nonfinite", "unequal"]
+    step: int = Field(description="step in which they differ")
+    rank: int = Field(description="rank that compared")
+    site: str = Field(description="the site")
+    test: Literal["median_row", "worst_row", "scale", "tolerance", "nonfinite", "unequal"] = Field(
+        description="the test that failed"
+    )
     error: float | None = Field(description="relative error of a row, or the number of elements")
     limit: float | None = Field(description="the largest error that passes")
     request: str | None = Field(None, description="request of the worst token row")
@@ -79,29 +83,29 @@ class LiveDivergence(BaseModel):
 class RankVerdict(Strict):
     """One rank's comparison with the reference run."""
 
-    rank: int
-    step: int
+    rank: int = Field(description="global rank")
+    step: int = Field(description="its last step")
     num_compared: int = Field(description="tensors compared")
     num_not_compared: int = Field(description="tensors without a counterpart, or of other shapes or tokens")
-    num_diverged_steps: int
-    first_divergence: LiveDivergence | None
+    num_diverged_steps: int = Field(description="steps with a divergence")
+    first_divergence: LiveDivergence | None = Field(description="of its earliest step")
 
 
 class VerdictAnswer(Strict):
     """The comparison of all ranks with the reference run."""
 
-    run: str
-    against: str
+    run: str = Field(description="directory of the run")
+    against: str = Field(description="the reference run")
     verdict: Literal["differs", "agrees", "unknown"] = Field(description="`unknown` while nothing was compared")
     first_divergence: LiveDivergence | None = Field(description="of the earliest step")
-    ranks: list[RankVerdict]
+    ranks: list[RankVerdict] = Field(description="the comparison of each rank")
 
 
 class ChangeAnswer(Strict):
     """A change that every rank accepted."""
 
-    epoch: int
-    config: dict[str, Any]
+    epoch: int = Field(description="number of the configuration; grows with each change")
+    config: dict[str, Any] = Field(description="the new configuration")
     ranks: dict[str, int | str] = Field(
         description="rank -> step from which it applies, `pending` where it is idle, or why it was not asked"
     )
@@ -113,39 +117,39 @@ class ChangeAnswer(Strict):
 class ReleaseAnswer(Strict):
     """The steps that the flight recorders have written."""
 
-    past: int
+    past: int = Field(description="number of steps that were asked for")
     ranks: dict[str, dict[str, int] | str] = Field(description="rank -> steps and bytes, or why there are none")
 
 
 class ResetAnswer(Strict):
     """The new run."""
 
-    epoch: int
-    run: str
-    ranks: dict[str, int | str]
+    epoch: int = Field(description="number of the configuration; grows with each change")
+    run: str = Field(description="directory of the new run")
+    ranks: dict[str, int | str] = Field(description="rank -> step from which it applies, or why it was not asked")
 
 
 class Module(Strict):
     """A module that can be tapped."""
 
-    path: str
-    cls: str = Field(alias="class")
-    ports: list[str]
+    path: str = Field(description="name of the module")
+    cls: str = Field(alias="class", description="its class")
+    ports: list[str] = Field(description="its inputs and outputs, such as in[0] and out")
 
 
 class SitesAnswer(Strict):
     """Modules and their ports; a site is `PATH:PORT`."""
 
-    num_sites: int
-    modules: list[Module]
+    num_sites: int = Field(description="number of sites")
+    modules: list[Module] = Field(description="modules, in the order of the model")
 
 
 class RankDump(Strict):
     """One rank, in SGLang's format."""
 
-    config: dict[str, Any]
-    dump_index: int
-    step: int
+    config: dict[str, Any] = Field(description="the configuration")
+    dump_index: int = Field(description="records written into this run")
+    step: int = Field(description="the step it is in")
 
 
 class ResetBody(Strict):

@@ -68,20 +68,28 @@ def read_as(to: type[T], value: Any, path: str = "") -> T:
         raise RequestError(str(error), param=error.path or None, code=code) from None
 
 
-def openapi_body(model: type[RequestModel], example: dict[str, Any], *, required: bool = True) -> dict[str, Any]:
-    """``openapi_extra`` of a route whose body is ``model``."""
+def openapi_body(
+    model: type[RequestModel], example: dict[str, Any], answer: Any = None, *, required: bool = True
+) -> dict[str, Any]:
+    """``openapi_extra`` of a route whose body is ``model`` and whose answer is the type ``answer``; None: any."""
     schema = described_schema(model) | {"additionalProperties": False}
     content = {"application/json": {"schema": schema, "example": example}}
-    return {"requestBody": {"required": required, "content": content}}
+    extra: dict[str, Any] = {"requestBody": {"required": required, "content": content}}
+    return extra if answer is None else extra | openapi_answer(answer)
 
 
-def described_schema(model: type) -> dict[str, Any]:
+def openapi_answer(answer: Any) -> dict[str, Any]:
+    """``openapi_extra`` of a route whose answer is the type ``answer``."""
+    return {"responses": {"200": {"content": {"application/json": {"schema": described_schema(answer)}}}}}
+
+
+def described_schema(model: Any) -> dict[str, Any]:
     """JSON schema of ``model`` without references. Docstrings below fields describe them.
 
     A field of a body without one means the same as the sampling parameter of this name.
     """
     (schema,), definitions = msgspec.json.schema_components([model], ref_template="{name}")
-    for cls in {model, *_structs(model)}:
+    for cls in set(_structs(model)) or {model}:
         docs = field_docs(SamplingParams) if issubclass(cls, RequestModel) else {}
         docs |= field_docs(cls)
         for name, field in definitions[cls.__name__]["properties"].items():

@@ -5,6 +5,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
+from tapscope.engine.api.answer_schemas import CountAnswer, MessagesAnswer
 from tapscope.engine.api.errors import error_responses
 from tapscope.engine.api.generation_job import make_jobs
 from tapscope.engine.api.messages_request import CountBody, MessagesBody, MessagesRequest, parse_count
@@ -23,7 +24,7 @@ def make_router(state: AppState, reader: BodyReader) -> APIRouter:
     """The routes; ``state.client`` exists once the app runs."""
     router = APIRouter(prefix="/v1/messages", tags=["anthropic"], responses=error_responses("/v1/messages"))
 
-    @router.post("", openapi_extra=openapi_body(MessagesBody, _EXAMPLE), response_model=None)
+    @router.post("", openapi_extra=openapi_body(MessagesBody, _EXAMPLE, MessagesAnswer), response_model=None)
     async def messages(request: Request) -> Any:
         """Generate the next message of a conversation; with `stream`, as Anthropic's events."""
         model, (parsed, prompt) = await reader.read(request, with_prompt(MessagesRequest.parse))
@@ -32,7 +33,7 @@ def make_router(state: AppState, reader: BodyReader) -> APIRouter:
         jobs = make_jobs(prompts, response.id, model, constraint_field=prompt.constraint_field)
         return await respond(request, generate_all(state, jobs, request), response, stream=parsed.stream)
 
-    @router.post("/count_tokens", openapi_extra=openapi_body(CountBody, _COUNTED))
+    @router.post("/count_tokens", openapi_extra=openapi_body(CountBody, _COUNTED, CountAnswer))
     async def count_tokens(request: Request) -> JSONResponse:
         """Count the prompt tokens of a /v1/messages request."""
         _, num_tokens = await reader.read(request, _count)

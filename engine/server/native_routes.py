@@ -13,6 +13,7 @@ from fastapi.responses import JSONResponse, Response
 
 from tapscope._version import __version__
 from tapscope.core.errors import LiveError, TapscopeError
+from tapscope.engine.api.answer_schemas import AdaptersAnswer, DetokenizeAnswer, GenerateAnswer, TokenizeAnswer
 from tapscope.engine.api.errors import error_responses, status_of
 from tapscope.engine.api.native_request import (
     AbortBody,
@@ -59,7 +60,11 @@ def make_router(state: AppState, reader: BodyReader) -> APIRouter:
 
 
 def _add_generate(router: APIRouter, state: AppState, reader: BodyReader) -> None:
-    @router.post("/generate", openapi_extra=openapi_body(GenerateBody, _EXAMPLE), response_model=None)
+    @router.post(
+        "/generate",
+        openapi_extra=openapi_body(GenerateBody, _EXAMPLE, GenerateAnswer | list[GenerateAnswer]),
+        response_model=None,
+    )
     async def generate(request: Request) -> Any:
         """Complete one prompt or a batch; with `stream`, as server-sent events with the cumulative output."""
         _, (body, items) = await reader.read(request, _read_generate)
@@ -79,12 +84,12 @@ def _read_generate(given: Any, model: ServedModel) -> tuple[GenerateBody, list[N
 
 
 def _add_tokenizer_routes(router: APIRouter, reader: BodyReader) -> None:
-    @router.post("/tokenize", openapi_extra=openapi_body(TokenizeBody, {"prompt": "def main():"}))
+    @router.post("/tokenize", openapi_extra=openapi_body(TokenizeBody, {"prompt": "def main():"}, TokenizeAnswer))
     async def tokenize_route(request: Request) -> Response:
         """Token ids of a prompt, or of messages rendered by the chat template; vLLM's fields."""
         return json_response((await reader.read(request, tokenize))[1])
 
-    @router.post("/detokenize", openapi_extra=openapi_body(DetokenizeBody, {"tokens": [5, 6]}))
+    @router.post("/detokenize", openapi_extra=openapi_body(DetokenizeBody, {"tokens": [5, 6]}, DetokenizeAnswer))
     async def detokenize_route(request: Request) -> Response:
         """Text of token ids, special tokens included."""
         return json_response((await reader.read(request, detokenize))[1])
@@ -147,8 +152,10 @@ def _add_cache_route(router: APIRouter, state: AppState) -> None:
 
 
 def _add_adapter_routes(router: APIRouter, state: AppState, reader: BodyReader) -> None:
-    @router.post("/load_lora_adapter", openapi_extra=openapi_body(LoadAdapterBody, _ADAPTER))
-    @router.post("/v1/load_lora_adapter", openapi_extra=openapi_body(LoadAdapterBody, _ADAPTER), tags=["openai"])
+    @router.post("/load_lora_adapter", openapi_extra=openapi_body(LoadAdapterBody, _ADAPTER, AdaptersAnswer))
+    @router.post(
+        "/v1/load_lora_adapter", openapi_extra=openapi_body(LoadAdapterBody, _ADAPTER, AdaptersAnswer), tags=["openai"]
+    )
     async def load_lora_adapter(request: Request) -> Response:
         """Load a LoRA adapter in PEFT's format under a name that requests then select."""
         body = LoadAdapterBody.parse(await read_json(request))
@@ -158,8 +165,12 @@ def _add_adapter_routes(router: APIRouter, state: AppState, reader: BodyReader) 
             state.adapters[body.lora_name] = body.lora_path
         return JSONResponse({"success": True, "loaded_adapters": state.adapters})
 
-    @router.post("/unload_lora_adapter", openapi_extra=openapi_body(UnloadAdapterBody, _UNLOADED))
-    @router.post("/v1/unload_lora_adapter", openapi_extra=openapi_body(UnloadAdapterBody, _UNLOADED), tags=["openai"])
+    @router.post("/unload_lora_adapter", openapi_extra=openapi_body(UnloadAdapterBody, _UNLOADED, AdaptersAnswer))
+    @router.post(
+        "/v1/unload_lora_adapter",
+        openapi_extra=openapi_body(UnloadAdapterBody, _UNLOADED, AdaptersAnswer),
+        tags=["openai"],
+    )
     async def unload_lora_adapter(request: Request) -> Response:
         """Unload a LoRA adapter: new requests cannot select it, and live ones (`num_live`) finish with it."""
         body = UnloadAdapterBody.parse(await read_json(request))

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Path, Request
 from fastapi.responses import JSONResponse, Response
 
+from tapscope.engine.api.answer_schemas import ChatAnswer, CompletionAnswer, EmbeddingAnswer, ResponsesAnswer
 from tapscope.engine.api.chat_request import ChatBody, ChatRequest
 from tapscope.engine.api.chat_response import ChatResponse
 from tapscope.engine.api.completions import CompletionBody, CompletionRequest, CompletionResponse
@@ -45,7 +46,7 @@ def make_router(state: AppState, reader: BodyReader) -> APIRouter:
 
 
 def _add_chat(router: APIRouter, state: AppState, reader: BodyReader) -> None:
-    @router.post("/chat/completions", openapi_extra=openapi_body(ChatBody, _CHAT), response_model=None)
+    @router.post("/chat/completions", openapi_extra=openapi_body(ChatBody, _CHAT, ChatAnswer), response_model=None)
     async def chat_completions(request: Request) -> Any:
         """Generate the next message of a conversation; with `stream`, as server-sent events."""
         model, (parsed, prompt) = await reader.read(request, with_prompt(ChatRequest.parse))
@@ -56,7 +57,7 @@ def _add_chat(router: APIRouter, state: AppState, reader: BodyReader) -> None:
 
 
 def _add_responses(router: APIRouter, state: AppState, reader: BodyReader) -> None:
-    @router.post("/responses", openapi_extra=openapi_body(ResponsesBody, _ITEMS), response_model=None)
+    @router.post("/responses", openapi_extra=openapi_body(ResponsesBody, _ITEMS, ResponsesAnswer), response_model=None)
     async def responses(request: Request) -> Any:
         """Generate a response: reasoning, text and function calls; with `stream`, as server-sent events. Not stored."""
         model, (parsed, prompt) = await reader.read(request, with_prompt(ResponsesRequest.parse))
@@ -67,7 +68,9 @@ def _add_responses(router: APIRouter, state: AppState, reader: BodyReader) -> No
 
 
 def _add_completions(router: APIRouter, state: AppState, reader: BodyReader) -> None:
-    @router.post("/completions", openapi_extra=openapi_body(CompletionBody, _PROMPT), response_model=None)
+    @router.post(
+        "/completions", openapi_extra=openapi_body(CompletionBody, _PROMPT, CompletionAnswer), response_model=None
+    )
     async def completions(request: Request) -> Any:
         """Complete one prompt or several; with `stream`, as server-sent events."""
         model, parsed = await reader.read(request, CompletionRequest.parse)
@@ -79,7 +82,7 @@ def _add_completions(router: APIRouter, state: AppState, reader: BodyReader) -> 
 
 
 def _add_embeddings(router: APIRouter, state: AppState, reader: BodyReader) -> None:
-    @router.post("/embeddings", openapi_extra=openapi_body(EmbeddingBody, _INPUT))
+    @router.post("/embeddings", openapi_extra=openapi_body(EmbeddingBody, _INPUT, EmbeddingAnswer))
     async def embeddings(request: Request) -> Response:
         """Embed prompts as unit vectors: the final hidden state of the last token, or the mean over all tokens."""
         model, parsed = await reader.read(request, EmbeddingRequest.parse)

@@ -10,8 +10,9 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
 
 from tapscope.core.errors import CheckpointError, LiveError
+from tapscope.engine.api.answer_schemas import DigestAnswer, MemoryAnswer, PauseAnswer, WeightsAnswer
 from tapscope.engine.api.errors import error_responses
-from tapscope.engine.api.request_model import openapi_body
+from tapscope.engine.api.request_model import openapi_answer, openapi_body
 from tapscope.engine.api.weight_request import (
     ContinueBody,
     DestroyGroupBody,
@@ -53,14 +54,15 @@ def make_router(state: AppState) -> APIRouter:
 
 def _add_update_routes(router: APIRouter, state: AppState) -> None:
     @router.post(
-        "/update_weights_from_disk", openapi_extra=openapi_body(WeightsBody, {"model_path": "/models/step-100"})
+        "/update_weights_from_disk",
+        openapi_extra=openapi_body(WeightsBody, {"model_path": "/models/step-100"}, WeightsAnswer),
     )
     async def update_weights_from_disk(request: Request) -> Response:
         """Replace the weights on every rank by a checkpoint's; a mismatching one is a 400 and changes nothing."""
         body = WeightsBody.parse(await read_json(request))
         return await _update(state, body.model_path, body.weight_version, partial=False)
 
-    @router.post(WEIGHTS_PATH, openapi_extra=_SAFETENSORS)
+    @router.post(WEIGHTS_PATH, openapi_extra=_SAFETENSORS | openapi_answer(WeightsAnswer))
     async def update_weights_from_tensor(request: Request, weight_version: WeightVersion = None) -> Response:
         """Replace some or all weights by the body, a safetensors file with Hugging Face's names."""
         with TemporaryDirectory(prefix="tapscope-weights-") as folder:
@@ -88,7 +90,9 @@ def _add_group_routes(router: APIRouter, state: AppState) -> None:
             await state.client.call_all("destroy_weights_update_group", group=body.group_name)
         return JSONResponse({"success": True, "message": f"left {body.group_name}"})
 
-    @router.post("/update_weights_from_distributed", openapi_extra=openapi_body(DistributedWeightsBody, _TENSORS))
+    @router.post(
+        "/update_weights_from_distributed", openapi_extra=openapi_body(DistributedWeightsBody, _TENSORS, WeightsAnswer)
+    )
     async def update_weights_from_distributed(request: Request) -> Response:
         """Replace weights by the tensors that the trainer broadcasts in this order; a mismatch changes nothing."""
         body = DistributedWeightsBody.parse(await read_json(request))
@@ -101,7 +105,7 @@ def _add_group_routes(router: APIRouter, state: AppState) -> None:
 
 
 def _add_digest_and_memory_routes(router: APIRouter, state: AppState) -> None:
-    @router.post("/weights_digest", openapi_extra=openapi_body(DigestBody, {}, required=False))
+    @router.post("/weights_digest", openapi_extra=openapi_body(DigestBody, {}, DigestAnswer, required=False))
     async def weights_digest(request: Request) -> Response:
         """Digest of every weight, summed over the ranks; `names` selects the naming scheme of the caller."""
         body = DigestBody.parse(await read_json(request, if_empty={}))
@@ -112,7 +116,7 @@ def _add_digest_and_memory_routes(router: APIRouter, state: AppState) -> None:
             raise LiveError(f"the DP replicas 0 and {different[0]} have different weights")
         return JSONResponse({"weight_version": state.weight_version, "weights": first})
 
-    @router.post("/release_memory_occupation", openapi_extra=openapi_body(MemoryBody, {}, required=False))
+    @router.post("/release_memory_occupation", openapi_extra=openapi_body(MemoryBody, {}, MemoryAnswer, required=False))
     async def release_memory_occupation(request: Request) -> Response:
         """Release the memory of `tags` (default: all); until it is resumed, requests are refused with 503."""
         body = MemoryBody.parse(await read_json(request, if_empty={}))
@@ -120,7 +124,7 @@ def _add_digest_and_memory_routes(router: APIRouter, state: AppState) -> None:
             answer = await state.client.release_memory(body.tags)
         return JSONResponse({"success": True} | answer)
 
-    @router.post("/resume_memory_occupation", openapi_extra=openapi_body(MemoryBody, {}, required=False))
+    @router.post("/resume_memory_occupation", openapi_extra=openapi_body(MemoryBody, {}, MemoryAnswer, required=False))
     async def resume_memory_occupation(request: Request) -> Response:
         """Allocate the memory of `tags` (default: all) again; weights have their values, the KV cache is empty."""
         body = MemoryBody.parse(await read_json(request, if_empty={}))
@@ -130,7 +134,9 @@ def _add_digest_and_memory_routes(router: APIRouter, state: AppState) -> None:
 
 
 def _add_pause_routes(router: APIRouter, state: AppState) -> None:
-    @router.post("/pause_generation", openapi_extra=openapi_body(PauseBody, {"mode": "retract"}, required=False))
+    @router.post(
+        "/pause_generation", openapi_extra=openapi_body(PauseBody, {"mode": "retract"}, PauseAnswer, required=False)
+    )
     async def pause_generation(request: Request) -> Response:
         """Stop computing on every replica; `num_live` requests, and new ones, wait until generation continues."""
         body = PauseBody.parse(await read_json(request, if_empty={}))
@@ -140,7 +146,7 @@ def _add_pause_routes(router: APIRouter, state: AppState) -> None:
             answers = await state.client.call_all("pause_generation", mode=body.mode)
         return _with_num_live(answers, "Generation paused successfully.")
 
-    @router.post("/continue_generation", openapi_extra=openapi_body(ContinueBody, {}, required=False))
+    @router.post("/continue_generation", openapi_extra=openapi_body(ContinueBody, {}, PauseAnswer, required=False))
     async def continue_generation(request: Request) -> Response:
         """Continue after a pause; 503 while the memory of weights or KV cache is released."""
         ContinueBody.parse(await read_json(request, if_empty={}))

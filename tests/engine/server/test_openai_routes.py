@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import jsonschema_rs
 import numpy as np
 import openai
 import pytest
 import torch
 from engine_http import HOLDS, served
+from openapi_fields import fields_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tapscope.engine.api.logprobs import completion_logprobs
@@ -711,3 +713,54 @@ def test_chat_without_a_template_is_refused(tmp_path: Path, path: Path) -> None:
         assert "bare has no chat template" in answer.json()["error"]["message"]
         done = httpx.post(f"{address}/v1/completions", json={"prompt": "one ", "max_tokens": 2, "temperature": 0})
         assert done.json()["choices"][0]["text"] == "two three "
+
+
+def test_openapi_describes_the_answers_of_each_route(url: str, path: Path) -> None:
+    said, sampled = {"model": "tiny", "messages": ask("think")}, {"prompt": "hi", "max_tokens": 5}
+    ids = {"return_token_ids": True, "prompt_logprobs": 1}
+    bodies: list[tuple[str, dict[str, Any]]] = [
+        ("/generate", {"text": "hi", "return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 1}),
+        ("/generate", {"text": ["hi"], "return_logprob": True, "token_ids_logprob": [5], "return_hidden_states": True}),
+        ("/generate", {"text": "hi", "sampling_params": {"max_new_tokens": 2, "logprobs": 0, "full_logprobs": True}}),
+        ("/tokenize", {"prompt": "hi", "return_token_strs": True}),
+        ("/detokenize", {"tokens": [5]}),
+        ("/v1/chat/completions", said | ids | {"logprobs": True, "top_logprobs": 2}),
+        ("/v1/chat/completions", {"messages": ask("weather"), "tools": TOOLS}),
+        ("/v1/chat/completions", {"messages": ask("hi"), "stop": ["there"]}),
+        ("/v1/completions", sampled | ids),
+        ("/v1/completions", sampled | {"echo": True, "logprobs": 2, "stop_regex": "."}),
+        ("/v1/embeddings", {"input": ["hi", "you"]}),
+        ("/v1/responses", {"input": "think"}),
+        ("/v1/responses", {"input": "count", "max_output_tokens": 2}),
+        ("/v1/messages", said | {"max_tokens": 40}),
+        ("/v1/messages/count_tokens", said),
+        ("/pause_generation", {}),
+        ("/continue_generation", {}),
+        ("/weights_digest", {}),
+        ("/update_weights_from_disk", {"model_path": str(path)}),
+        ("/release_memory_occupation", {}),
+        ("/resume_memory_occupation", {}),
+    ]
+    paths = httpx.get(f"{url}/openapi.json").raise_for_status().json()["paths"]
+    described = {route: {name for name, _ in fields_of(_answer_schema(paths, route))} for route, _ in bodies}
+    absent = {route: {name.rpartition(".")[2] for name in names} for route, names in described.items()}
+    for route, body in bodies:
+        answer = httpx.post(f"{url}{route}", json=body, timeout=60)
+        assert answer.status_code == 200, answer.text
+        jsonschema_rs.validate(_answer_schema(paths, route), answer.json())
+        absent[route] -= _names(answer.json())
+    assert absent.pop("/generate") == {"routed_experts", "routed_experts_shape"}, "of a mixture of experts"
+    assert set().union(*absent.values()) == set(), absent
+
+
+def _answer_schema(paths: dict[str, Any], route: str) -> dict[str, Any]:
+    schema: dict[str, Any] = paths[route]["post"]["responses"]["200"]["content"]["application/json"]["schema"]
+    assert [name for name, text in fields_of(schema) if not text] == []
+    return schema
+
+
+def _names(value: Any) -> set[str]:
+    """Every key in a JSON value."""
+    if isinstance(value, list):
+        return set().union(*map(_names, value))
+    return set(value).union(*map(_names, value.values())) if isinstance(value, dict) else set()

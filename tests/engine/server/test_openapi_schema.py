@@ -10,6 +10,7 @@ from checkpoints import make_llama
 from engine_http import Served
 from hypothesis import HealthCheck, Phase, example, given, settings
 from jobs import LIMIT_S
+from openapi_fields import fields_of
 from schemathesis import GenerationMode
 from soak_cases import mostly_soak
 
@@ -123,13 +124,4 @@ def _request_fields(description: dict[str, Any]) -> Iterator[tuple[str, str]]:
             for content in route.get("requestBody", {}).get("content", {}).values():
                 if "example" in content:
                     jsonschema_rs.validate(content["schema"], content["example"])
-                yield from _fields(content["schema"], f"{path} ")
-
-
-def _fields(schema: dict[str, Any], path: str) -> Iterator[tuple[str, str]]:
-    """Every field at any depth."""
-    for name, each in schema.get("properties", {}).items():
-        yield f"{path}.{name}", each.get("description", "")
-        yield from _fields(each, f"{path}.{name}")
-    for part in (*schema.get("anyOf", ()), *filter(None, [schema.get("items")])):
-        yield from _fields(part, path)
+                yield from fields_of(content["schema"], f"{path} ")
