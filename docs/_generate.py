@@ -331,12 +331,12 @@ def _http() -> str:
     parts = [
         "## Dumper control\n\nOn the port of `tapscope serve`, or on the address of the setting `control`.\n\n"
         + _routes(dumper),
-        "## Engine\n\n`tapscope serve` only. `/v1/messages` follows Anthropic's API, the other `/v1` routes OpenAI's, "
-        "`/tokenize` and `/detokenize` vLLM's, the rest mostly SGLang's. Fields that these APIs do not have, such as `min_p`, "
-        "are extensions of vLLM and SGLang; (vLLM), (SGLang) or (ours) tells who defines a field. A field that is null "
-        "counts as absent. On `/v1` routes, absent `temperature`, `top_p`, `top_k`, `min_p` and `repetition_penalty` "
-        "come from the checkpoint's `generation_config.json`. [Serve](../guide/serve.md) has more.\n\n"
-        + _routes(engine),
+        "## Engine\n\n`tapscope serve` only. `/v1/messages` follows Anthropic's API, the other `/v1` routes "
+        "OpenAI's, `/tokenize` and `/detokenize` vLLM's, the rest mostly SGLang's. Fields that these APIs do not "
+        "have, such as `min_p`, are extensions of vLLM and SGLang; (vLLM), (SGLang) or (ours) tells who defines a "
+        "field. A field that is null counts as absent. On `/v1` routes, absent `temperature`, `top_p`, `top_k`, "
+        "`min_p` and `repetition_penalty` come from the checkpoint's `generation_config.json`. "
+        "[Serve](../guide/serve.md) has more.\n\n" + _routes(engine),
     ]
     intro = (
         "Both applications serve their OpenAPI description at `/openapi.json`. A dumper error is "
