@@ -83,8 +83,7 @@ class NativeRecordWriter:
             step = firing.step
             calls = self._counters.announce, self._records.numbers, self.flush, self._record_at
             # Padding is cut off before statistics are taken
-            can_wait = hasattr(self.native, "use_rows") and not step.info.num_padding
-            room = (self._make_room, self._row_keys) if can_wait else ()
+            room = () if step.info.num_padding else (self._make_room, self._row_keys)
             # Without payloads it repeats none: each tensor comes to _record_at, where it is compared
             payloads = self._dedup.payloads if self.diverges is None else {}
             self.native.begin(step, str(step.info.step), step.serial, *calls, payloads, *room)
@@ -217,7 +216,6 @@ class NativeRecordWriter:
         def read(address: int) -> tuple[bytes, bytes]:
             functions = library.functions()
             assert functions is not None
-            assert functions.compose_rows is not None
             if sketches is None:
                 return functions.compose_rows(address, heads, tails, offsets, step, number), b""
             ends, digests = _take_sketches(sketches, offsets, counters, slots)

@@ -126,4 +126,4 @@ class RecordQueue:
 def _counter() -> Any:
     """:class:`Numbers`, of the C++ library where there is one."""
     functions = library.functions()
-    return Numbers() if functions is None or functions.numbers is None else functions.numbers()
+    return Numbers() if functions is None else functions.numbers()

@@ -120,7 +120,7 @@ def _leave() -> None:
 
 def _tell(number: int) -> None:
     """Fast paths do not take what fires in a capture."""
-    if (functions := library.functions()) is not None and functions.set_captures is not None:
+    if (functions := library.functions()) is not None:
         functions.set_captures(number)
 
 

@@ -59,7 +59,7 @@ def kernel_for(device: torch.device, dtype: torch.dtype) -> Callable[..., None] 
 
 def teach(record_template: Any, tensor: Tensor, port: "SitePort") -> bool:
     """Let the native writer launch the kernels for tensors like this one; False where it cannot."""
-    if EXCHANGE is None or not hasattr(record_template, "set_row_launch") or tensor.dtype.is_complex:
+    if EXCHANGE is None or tensor.dtype.is_complex:
         return False
     if kernel_for(tensor.device, tensor.dtype) is None:
         return False

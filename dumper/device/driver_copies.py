@@ -36,7 +36,7 @@ def start_copies(
     C++ library. Raises RuntimeError when the device has failed.
     """
     functions, handle = library.functions(), event.cuda_event
-    if functions is None or functions.copy_async is None or not handle or device.index is None:
+    if functions is None or not handle or device.index is None:
         return False
     if stream is None:
         stream = _cuda._cuda_getCurrentRawStream(device.index)

@@ -103,7 +103,6 @@ class ReplayPlan:
         """
         functions = library.functions()
         assert functions is not None
-        assert functions.compose_rows is not None
         tails, digests = self._tails, b""
         if slots:
             complete = list(tails)
@@ -123,8 +122,7 @@ class ReplayPlan:
 
 def is_available() -> bool:
     """Whether the C++ library that writes the lines is there."""
-    functions = library.functions()
-    return functions is not None and functions.compose_rows is not None
+    return library.functions() is not None
 
 
 def _block_value(payload: PlannedPayload, start: int) -> BlockValue:

@@ -121,8 +121,7 @@ def can_unpack() -> bool:
     """Whether the C++ library that writes the lines is here."""
     from tapscope.kernels.native import library  # loads NumPy
 
-    functions = library.functions()
-    return functions is not None and functions.compose_rows is not None
+    return library.functions() is not None
 
 
 class Unpacked(NamedTuple):
@@ -181,7 +180,7 @@ def _unpack(about: PackedRows, block: Any, first: int, number: int) -> Unpacked:
 
     table, data = about.table, memoryview(block).cast("B")
     functions = library.functions()
-    if len(data) < table.nbytes or functions is None or functions.compose_rows is None:
+    if len(data) < table.nbytes or functions is None:
         raise RecorderError(f"cannot read a block of {len(data)} bytes as one of {table.nbytes}")
     address = np.frombuffer(data, np.uint8).ctypes.data
     ends = [b""] * len(table.heads)

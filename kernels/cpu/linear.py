@@ -35,7 +35,7 @@ def grouped_linear(input: Tensor, weight: Tensor, ends: Tensor) -> Tensor | None
     where C++ does not serve, as for a group of many rows.
     """
     functions, (code, most_rows) = library.functions(), _KINDS.get(input.dtype, (0, 0))
-    if functions is None or functions.grouped_linear is None or not most_rows or is_intercepted(input):
+    if functions is None or not most_rows or is_intercepted(input):
         return None
     if input.ndim != 2 or not _lies_flat(input, input) or not _lies_flat(weight, input):
         return None
@@ -66,7 +66,7 @@ def is_intercepted(tensor: Tensor) -> bool:
 def _native(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
     """The product by C++; None where it cannot be had."""
     functions, (code, most_rows) = library.functions(), _KINDS.get(input.dtype, (0, 0))
-    if functions is None or functions.linear is None or input.ndim != 2 or not 0 < len(input) <= most_rows:
+    if functions is None or input.ndim != 2 or not 0 < len(input) <= most_rows:
         return None
     (rows, ins), outs = input.shape, len(weight)
     if weight.shape != (outs, ins) or not ins or not _lies_flat(input, input) or not _lies_flat(weight, input):

@@ -31,7 +31,7 @@ def paged_attention(
     kv_heads). Sums and softmax are in float32; :func:`paged_reference` is the same in plain torch.
     """
     functions, code = library.functions(), _CODES.get(query.dtype)
-    if functions is None or functions.paged is None or code is None or not len(query) or is_intercepted(query):
+    if functions is None or code is None or not len(query) or is_intercepted(query):
         return None
     if not all(tensor.is_cpu and tensor.is_contiguous() for tensor in (query, keys, page_table, lengths)):
         return None

@@ -11,7 +11,7 @@
 
 #pragma GCC diagnostic ignored "-Wpsabi"  // no vector is passed to a function that is not inlined
 
-#define TS_ABI 14  // equals ABI in library.py
+#define TS_ABI 15  // equals ABI in library.py
 
 #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "the hash reads words in memory order and needs a little-endian machine"

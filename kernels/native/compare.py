@@ -75,8 +75,6 @@ def compare_strips(strips: Sequence[Strip], num_rows: int, *, atol: float = 0.0,
     if functions is None:
         _compare_strips_reference(strips, compared, atol, rtol)
         return compared
-    if not functions.has_sums:
-        strips = [_without_sums(strip) for strip in strips]
     given = [(*native_sides(strip), strip.row, strip.column) for strip in strips]
     rows = compared.rows
     functions.compare(given, atol, rtol, rows.floats, rows.integers, compared.at_worst, compared.strip)

@@ -45,7 +45,7 @@ def deviation(strips: Sequence[Strip], num_rows: int, share: float | None = None
     if sum({strip.row: strip.num_rows for strip in strips}.values()) != num_rows:
         raise ValueError(f"the strips do not fill {num_rows} rows")
     functions = library.functions()
-    if functions is None or functions.deviation is None:
+    if functions is None:
         return deviation_reference(compare_strips(strips, num_rows).rows, share)
     given = [(*native_sides(strip), strip.row, strip.column) for strip in strips]
     return Deviation(*functions.deviation(given, num_rows, -1.0 if share is None else share))

@@ -14,7 +14,7 @@ import numpy as np
 from tapscope.core import dtypes
 from tapscope.core.errors import ConfigError
 
-ABI = 14
+ABI = 15
 """Must equal ``TS_ABI`` in common.h: a library left over from another version is not called."""
 
 CODES: dict[str, int] = {name: code for code, name in enumerate(n for n in dtypes.NAMES if n not in dtypes.COMPLEX)}
@@ -42,16 +42,16 @@ class Functions(NamedTuple):
     summarize: Any
     """(data, count, dtype code, with bag, copy to or 0, out)"""
     compare: Callable[[list[tuple[Any, ...]], float, float, Any, Any, Any, Any], None]
-    """(strips, atol, rtol, floats out, integers out, at worst out, strip out), see :mod:`.strips`"""
+    """(strips, atol, rtol, floats out, integers out, at worst out, strip out), see :mod:`.strips`; a side of a strip
+    may be a tuple (dtype code of the sum, its summands…)"""
     channel_sums: Callable[..., None]
     """(baseline, target, dtype codes x2, row indices x2 or None, first row, first column, sums to add to)"""
     find_channel: Callable[[Any], bytes | None]
     """(sums) -> index, gain, noise; None where sums are not finite"""
     overviews: Callable[[Any, Any, Any, Any, Any], bytes]
     """(floats, integers, at worst, bounds of sections, errors out) -> a struct Overview for each section"""
-    deviation: Callable[[list[tuple[Any, ...]], int, float], tuple[Any, ...]] | None
-    """(strips as for ``compare``, their rows, share or -1) -> the members of a :class:`.Deviation`; None where the
-    library that was built does not have it."""
+    deviation: Callable[[list[tuple[Any, ...]], int, float], tuple[Any, ...]]
+    """(strips as for ``compare``, their rows, share or -1) -> the members of a :class:`.Deviation`"""
     record_template: Callable[..., Any]
     """(head, tail, torch.dtype, torch.Size, elements, element size, dtype code) -> RecordTemplate"""
     record_writer: Callable[..., Any]
@@ -59,39 +59,35 @@ class Functions(NamedTuple):
     number of the autograd engine's task, ContextVar of tags, its value where there are none) -> RecordWriter"""
     fast_path: Callable[[Any], Any]
     """RecordWriter -> FastPath, see hook_fastpath.cpp"""
-    has_sums: bool
-    """Whether a side of ``compare`` may be a tuple (dtype code of the sum, its summands…)."""
-    tell: Callable[[int], tuple[bytes, bytes]] | None
+    tell: Callable[[int], tuple[bytes, bytes]]
     """(struct Summary) -> (text, digest)"""
-    compose_rows: Callable[..., bytes] | None
+    compose_rows: Callable[..., bytes]
     """(address, heads, tails, offsets of structs Summary as int64 or -1, step, number of the first, ends or nothing) ->
     record lines; heads, tails and ends are tuples of bytes"""
-    linear: Callable[..., bool] | None
+    linear: Callable[..., bool]
     """(x, w, bias or 0, y, rows, row stride of x, outs, ins, dtype code, threads) -> whether y was computed, which some
-    processors cannot; None as above, and torch serves."""
-    grouped_linear: Callable[..., bool] | None
-    """(x, w, ends, y, rows, groups, outs, ins, most rows of a group, dtype code, threads) -> whether y was computed;
-    None as above."""
-    paged: Callable[..., bool] | None
+    processors cannot"""
+    grouped_linear: Callable[..., bool]
+    """(x, w, ends, y, rows, groups, outs, ins, most rows of a group, dtype code, threads) -> whether y was computed"""
+    paged: Callable[..., bool]
     """(query, keys, values, table, lengths, out, requests, heads, kv heads, key dim, value dim, value stride, page
     size, table stride, window or 0, dtype code, dtype code of keys and values, threads, scale, scales of keys and of
-    values) -> whether it was computed; None as above."""
-    sketch: Callable[..., None] | None
-    """(data, dtype code, columns of a row, rows, keys, runs, counters to add to), see :mod:`.sketch`; None as above."""
-    set_captures: Callable[[int], None] | None
-    """Tells fast paths how many captures of CUDA graphs are under way: what fires in them is not for these. None as
-    above: then a device launches no kernel from a fast path."""
-    copy_async: Callable[..., bool] | None
+    values) -> whether it was computed"""
+    sketch: Callable[..., None]
+    """(data, dtype code, columns of a row, rows, keys, runs, counters to add to), see :mod:`.sketch`"""
+    set_captures: Callable[[int], None]
+    """Tells fast paths how many captures of CUDA graphs are under way: what fires in them is not for these."""
+    copy_async: Callable[..., bool]
     """(device, stream, event, copies as int64: to, from, bytes of each, None or what completes rows of statistics
     first, None or (side stream, copies on it after those)) -> whether they were started, and then the event recorded,
-    see dumper/device/driver_copies.py; None as above."""
+    see dumper/device/driver_copies.py"""
     module_call: Any
-    """What stands in the ``_call_impl`` of a module with taps, see module_call.cpp; None as above."""
-    launch_kernel: Callable[..., int | None] | None
+    """What stands in the ``_call_impl`` of a module with taps, see module_call.cpp"""
+    launch_kernel: Callable[..., int | None]
     """(CUfunction, grid of three, threads, bytes of shared memory, whether it overlaps, stream, parameters of 64 bits
-    each) -> the CUDA driver's code, 0 if the kernel was launched; None without a driver. None as above."""
-    numbers: Callable[[], Any] | None
-    """() -> an iterator from 0, whose ``take(N)`` gives the first of N numbers in a row; None as above."""
+    each) -> the CUDA driver's code, 0 if the kernel was launched; None without a driver"""
+    numbers: Callable[[], Any]
+    """() -> an iterator from 0, whose ``take(N)`` gives the first of N numbers in a row"""
 
 
 class _Choice(NamedTuple):
@@ -176,22 +172,21 @@ def _typed(library: ctypes.CDLL, module: Any) -> Functions:
         channel_sums=module.channel_sums,
         find_channel=module.find_channel,
         overviews=module.overviews,
-        deviation=getattr(module, "deviation", None),
+        deviation=module.deviation,
         record_template=module.RecordTemplate,
         record_writer=module.RecordWriter,
         fast_path=module.FastPath,
-        has_sums=hasattr(module, "SUMS"),
-        tell=getattr(module, "tell", None),
-        compose_rows=getattr(module, "compose_rows", None),
-        linear=getattr(module, "linear", None),
-        grouped_linear=getattr(module, "grouped_linear", None),
-        paged=getattr(module, "paged", None),
-        sketch=getattr(module, "sketch", None),
-        set_captures=getattr(module, "set_captures", None),
-        copy_async=getattr(module, "copy_async", None),
-        module_call=getattr(module, "ModuleCall", None),
-        launch_kernel=getattr(module, "launch_kernel", None),
-        numbers=getattr(module, "Numbers", None),
+        tell=module.tell,
+        compose_rows=module.compose_rows,
+        linear=module.linear,
+        grouped_linear=module.grouped_linear,
+        paged=module.paged,
+        sketch=module.sketch,
+        set_captures=module.set_captures,
+        copy_async=module.copy_async,
+        module_call=module.ModuleCall,
+        launch_kernel=module.launch_kernel,
+        numbers=module.Numbers,
     )
 
 

@@ -467,8 +467,7 @@ PyModuleDef kModule = {PyModuleDef_HEAD_INIT, "_tapscope", nullptr, 0, kMethods,
 
 PyMODINIT_FUNC PyInit__tapscope() {
     PyObject* module = PyModule_Create(&kModule);
-    if (module && PyModule_AddIntConstant(module, "SUMS", 1) < 0) Py_CLEAR(module);
-    if (module && !(ts::add_stencil(module) && ts::add_pen(module) && ts::add_numbers(module) &&
+    if (module && !(ts::add_record_template(module) && ts::add_record_writer(module) && ts::add_numbers(module) &&
                     ts::add_fast_path(module) && ts::add_module_call(module))) {
         Py_CLEAR(module);
     }

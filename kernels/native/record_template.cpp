@@ -16,7 +16,7 @@ namespace {
 PyObject *name_dtype, *name_size, *name_raw, *name_contiguous, *name_pointer;
 
 // RecordTemplate(head, tail, kind, size, count, width, code); a code of -1 is for a plain value
-PyObject* make_stencil(PyTypeObject* type, PyObject* args, PyObject*) {
+PyObject* make_record_template(PyTypeObject* type, PyObject* args, PyObject*) {
     PyObject *head, *tail, *kind, *size;
     long long count, width;
     int code;
@@ -35,7 +35,7 @@ PyObject* make_stencil(PyTypeObject* type, PyObject* args, PyObject*) {
     return reinterpret_cast<PyObject*>(self);
 }
 
-void free_stencil(PyObject* object) {
+void free_record_template(PyObject* object) {
     auto* self = reinterpret_cast<RecordTemplate*>(object);
     PyTypeObject* type = Py_TYPE(object);
     for (PyObject* each : {self->kind, self->size, self->grid, self->about, self->head, self->tail}) Py_XDECREF(each);
@@ -93,8 +93,8 @@ PyMethodDef kTemplateMethods[] = {
     {nullptr, nullptr, 0, nullptr},
 };
 PyType_Slot kTemplateSlots[] = {
-    {Py_tp_new, reinterpret_cast<void*>(make_stencil)},
-    {Py_tp_dealloc, reinterpret_cast<void*>(free_stencil)},
+    {Py_tp_new, reinterpret_cast<void*>(make_record_template)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(free_record_template)},
     {Py_tp_methods, kTemplateMethods},
     {0, nullptr},
 };
@@ -176,7 +176,7 @@ bool find_on_device(const RecordWriter* writer, const RecordTemplate* record_tem
            find_strided_view(view, found) && found->outer.empty() && found->address % 16 == 0;
 }
 
-bool add_stencil(PyObject* module) {
+bool add_record_template(PyObject* module) {
     const std::pair<PyObject**, const char*> names[] = {
         {&name_dtype, "dtype"},      {&name_size, "size"}, {&name_raw, "raw_repr"}, {&name_contiguous, "is_contiguous"},
         {&name_pointer, "data_ptr"},

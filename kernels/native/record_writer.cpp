@@ -501,7 +501,7 @@ bool repeat(RecordWriter* writer, const RecordTemplate* record_template, const S
     return true;
 }
 
-bool add_pen(PyObject* module) {
+bool add_record_writer(PyObject* module) {
     writer_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&kWriterSpec));
     pthread_atfork(nullptr, nullptr, [] { ++num_forks; });
     return add_names() && writer_type &&

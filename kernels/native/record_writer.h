@@ -109,8 +109,8 @@ bool repeat(RecordWriter* writer, const RecordTemplate* record_template, const S
 extern PyTypeObject *template_type, *writer_type;
 
 // Add the types to the module; false with an exception set.
-bool add_stencil(PyObject* module);
-bool add_pen(PyObject* module);
+bool add_record_template(PyObject* module);
+bool add_record_writer(PyObject* module);
 bool add_numbers(PyObject* module);
 
 // Captures of CUDA graphs under way in any thread: what fires in them is not for a writer.

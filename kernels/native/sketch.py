@@ -37,8 +37,7 @@ def can_sketch(dtype: str) -> bool:
 def sketch(address: int, dtype: str, index: SketchIndex) -> Array:
     """[256] float32: the counters of a contiguous tensor at ``address``."""
     functions = library.functions()
-    native = None if functions is None else functions.sketch
-    if native is None or not len(index.rows):
+    if functions is None or not len(index.rows):
         count = (int(index.rows.max()) + 1 if len(index.rows) else 0) * index.width
         kind = dtypes.numpy_dtype(dtype)
         if not count:
@@ -49,7 +48,7 @@ def sketch(address: int, dtype: str, index: SketchIndex) -> Array:
     rows, keys, runs = (
         np.ascontiguousarray(each, kind) for each, kind in zip(index[:3], (np.int64, np.uint32, np.int64), strict=True)
     )
-    native(address, library.CODES[dtype], index.width, rows, keys, runs, out)
+    functions.sketch(address, library.CODES[dtype], index.width, rows, keys, runs, out)
     return out.astype(np.float32)
 
 

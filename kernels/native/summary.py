@@ -54,7 +54,7 @@ def take(address: int, count: int, dtype: str, target: int = 0, bag: bool = True
 def tell(address: int) -> tuple[bytes, bytes]:
     """As :func:`take`, from the row of :data:`ROW_BYTES` at ``address`` that a device has computed (struct Summary)."""
     functions = library.functions()
-    if functions is not None and functions.tell is not None:
+    if functions is not None:
         return functions.tell(address)
     summary = _unpack(ctypes.string_at(address, ROW_BYTES))
     return text_of(summary), bytes.fromhex(summary.hash)

@@ -1,6 +1,8 @@
 """Triton kernels for torch tensors on a CUDA device: one family a file, the plain torch reference before the kernel.
 
-``paged_decode``, ``norm``, ``rope``, ``activation``: import the module that is needed, since each imports Triton.
+``paged_decode``, ``norm``, ``rope``, ``activation``: import the module that is needed, since each imports Triton. The
+engine does not call ``hadamard`` and ``page_transfer`` yet.
+
 :func:`why_not` tells, without importing Triton, whether a device is served; callers use torch where it is not.
 """
 

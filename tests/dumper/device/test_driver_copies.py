@@ -45,7 +45,6 @@ def test_driver_is_not_asked_with_an_event_that_does_not_exist_yet() -> None:
 def test_library_starts_no_copy_where_the_current_device_is_another() -> None:
     functions = library.functions()
     assert functions is not None
-    assert functions.copy_async is not None
     assert not functions.copy_async(63, 0, 1, packed_copies([(8, 8, 8)]), None)
     with pytest.raises(TypeError):
         functions.copy_async(0, 0, 1, b"", (1,))
