@@ -244,6 +244,16 @@ def test_copy_that_the_driver_refuses_raises_its_error(driver: Any) -> None:
         functions.copy_async(0, 3, 5, packed_copies([(16, 24, 8)]), None, (4, packed_copies([(8, 8, 8)])))
 
 
+def test_library_starts_no_copy_where_the_current_device_is_another(driver: Any) -> None:
+    functions = library.functions()
+    assert functions is not None
+    assert not functions.copy_async(63, 0, 1, packed_copies([(8, 8, 8)]), None)
+    with pytest.raises(TypeError):
+        functions.copy_async(0, 0, 1, b"", (1,))
+    with pytest.raises(TypeError):
+        functions.copy_async(0, 0, 1, b"", None, (1,))
+
+
 def test_copies_aside_wait_for_those_before(driver: Any) -> None:
     functions = library.functions()
     assert functions is not None

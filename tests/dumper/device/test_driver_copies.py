@@ -41,17 +41,6 @@ def test_driver_is_not_asked_with_an_event_that_does_not_exist_yet() -> None:
     assert not start_copies(DEVICE, never_recorded, b"", stream=0)
 
 
-@pytest.mark.skipif(library.functions() is None, reason="needs the C++ library")
-def test_library_starts_no_copy_where_the_current_device_is_another() -> None:
-    functions = library.functions()
-    assert functions is not None
-    assert not functions.copy_async(63, 0, 1, packed_copies([(8, 8, 8)]), None)
-    with pytest.raises(TypeError):
-        functions.copy_async(0, 0, 1, b"", (1,))
-    with pytest.raises(TypeError):
-        functions.copy_async(0, 0, 1, b"", None, (1,))
-
-
 def test_queue_reserves_all_or_nothing() -> None:
     queue = SendQueue(1000, None, None)
     assert queue.reserve_all([600, 600]) is None
