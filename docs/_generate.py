@@ -308,13 +308,20 @@ def _schema_type(schema: dict[str, Any]) -> str:
         return f"`{json.dumps(schema['const'])}`"
     for key in ("anyOf", "oneOf"):
         if key in schema:
-            return " or ".join(_schema_type(each) for each in schema[key])
+            texts = [_schema_type(each) for each in schema[key]]
+            split = [part for text in texts for part in ([text] if "(" in text else text.split(" or "))]
+            return " or ".join(dict.fromkeys(split))  # nested nullable types name null twice
     kind = schema.get("type", "any")
     if kind == "array" and "items" in schema:
-        return f"list of {_schema_type(schema['items'])}"
+        return f"list of {_element_type(schema['items'])}"
     if kind == "object" and isinstance(schema.get("additionalProperties"), dict):
-        return f"map of {_schema_type(schema['additionalProperties'])}"
+        return f"map of {_element_type(schema['additionalProperties'])}"
     return " or ".join(kind) if isinstance(kind, list) else kind
+
+
+def _element_type(schema: dict[str, Any]) -> str:
+    text = _schema_type(schema)
+    return f"({text})" if " or " in text else text
 
 
 # --- HTTP ---
