@@ -308,8 +308,8 @@ def _schema_type(schema: dict[str, Any]) -> str:
         return f"`{json.dumps(schema['const'])}`"
     for key in ("anyOf", "oneOf"):
         if key in schema:
-            texts = [_schema_type(each) for each in schema[key]]
-            split = [part for text in texts for part in ([text] if "(" in text else text.split(" or "))]
+            kinds = [_schema_type(each) for each in schema[key]]
+            split = [part for kind in kinds for part in ([kind] if "(" in kind else kind.split(" or "))]
             return " or ".join(dict.fromkeys(split))  # nested nullable types name null twice
     kind = schema.get("type", "any")
     if kind == "array" and "items" in schema:
