@@ -556,3 +556,14 @@ def test_segment_with_missing_bytes_is_not_sealed(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="were written"):
         segment.seal()
     assert read_header((tmp_path / "seg.safetensors").read_bytes()[8 : segment.header_bytes]) is None
+
+
+def test_run_that_cannot_be_created_leaves_no_directory(small_disk: Path) -> None:
+    (small_disk / "run").mkdir()
+    create_run(small_disk / "run", {})
+    with (small_disk / "filler").open("wb", buffering=0) as filler, pytest.raises(OSError, match="No space"):
+        while True:
+            filler.write(bytes(4096))
+    with pytest.raises(OSError, match="No space left on device"):
+        create_run(small_disk / "next", {})
+    assert {path.name for path in small_disk.iterdir()} == {"run", "filler"}

@@ -6,7 +6,7 @@ import os
 import stat
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +34,16 @@ _ENDING_S = 30.0
 def create_run(path: Path, manifest: dict[str, Any]) -> None:
     """Write ``run.json`` (atomically) into a directory that has none.
 
-    ``manifest`` may hold framework, model, dtype, mesh, world_size, command, seeds, config.
+    ``manifest`` may hold framework, model, dtype, mesh, world_size, command, seeds, config. Raises OSError, and then
+    leaves no empty directory behind.
     """
     path.mkdir(parents=True, exist_ok=True)
-    write_manifest(path, manifest)
+    try:
+        write_manifest(path, manifest)
+    except OSError:
+        with suppress(OSError):  # it holds something else
+            path.rmdir()
+        raise
 
 
 def remove_empty_run(path: Path) -> None:

@@ -66,9 +66,13 @@ def write_manifest(run: Path, content: dict[str, Any]) -> None:
     content = {"format": FORMAT, "version": VERSION, "created": created, **content}
     temporary = run / f".{MANIFEST}.{os.getpid()}"
     temporary.unlink(missing_ok=True)
-    with temporary.open("x", encoding="utf-8") as file:
-        file.write(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
-    temporary.replace(run / MANIFEST)
+    try:
+        with temporary.open("x", encoding="utf-8") as file:
+            file.write(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+        temporary.replace(run / MANIFEST)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
