@@ -204,7 +204,7 @@ def _tokens(run: Run) -> dict[int, int]:
 
 def _group_of(site: str) -> str:
     """Path of the site's module with ``*`` for each number."""
-    return _NUMBER.sub("*", site.rpartition(":")[0])
+    return _NUMBER.sub("*", module_of(site))
 
 
 def _heights(sites: Iterable[str]) -> dict[str, int]:

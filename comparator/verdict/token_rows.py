@@ -73,7 +73,7 @@ def tokens_of(
 
 
 def _rank_at_fault(finding: Finding, measured: MeasuredPair, row: int, ready: PreparedPair, place: Place) -> int | None:
-    """The only rank with the error of a row; None if there is no single one."""
+    """The rank that has the error of a row, if exactly one has it; else None."""
     if finding.test == "replicas":
         return finding.worst.rank if finding.worst is not None else None
     if place.rank is None:

@@ -1,7 +1,7 @@
-"""Kernels of taps, compiled in parallel between two steps.
+"""The Triton kernels that taps launch, compiled in parallel before a step needs them.
 
-Triton compiles a kernel when it is first launched, which takes one to three seconds: the first step with taps would
-wait for one after the other.
+Triton compiles a kernel when it is first launched, in one to three seconds, so the first step with taps
+would compile several of them one after the other.
 """
 
 import logging
@@ -22,10 +22,11 @@ cuda: Any = torch.cuda  # parts of it have no type hints
 
 
 def compile_ahead(models: Iterable[nn.Module], *, sketches: bool, rank: int = 0, world_size: int = 1) -> None:
-    """Compile what taps launch for values of these models, with ``sketches`` for sketches too; once in a process.
+    """Compile the kernels of statistics for these models, and with ``sketches`` those of sketches; once in a process.
 
-    Values are expected to be float32, int64 and of the types of floating-point parameters. Does nothing for devices
-    without kernels. Ranks share the work: the others call this with models of the same types.
+    Values of a model are expected to have the dtypes of its floating-point parameters, float32 or int64; kernels for
+    any other dtype are compiled when they are first launched. Does nothing where the models have no CUDA parameters.
+    Ranks share the work if all of them call this with models of the same dtypes.
     """
     if not cuda.is_initialized() or is_pooled() or cuda.is_current_stream_capturing():
         return  # memory that is taken here would be that of a graph
@@ -33,7 +34,7 @@ def compile_ahead(models: Iterable[nn.Module], *, sketches: bool, rank: int = 0,
     for device in {each.device for each in parameters}:
         found = {each.dtype for each in parameters if each.device == device and each.dtype.is_floating_point}
         dtypes = sorted({*found, torch.float32, torch.int64}, key=str)  # in one order on all ranks
-        kinds = [(device, dtype, is_sketch) for is_sketch in {False, sketches} for dtype in dtypes]
+        kinds = [(device, dtype, is_sketch) for is_sketch in sorted({False, sketches}) for dtype in dtypes]
         new = [kind for kind in kinds if kind not in _compiled]
         if new:
             _compiled.update(new)

@@ -190,9 +190,8 @@ class DecodeGraphs:
     def compile_kernels(self, sizes: Collection[int], observer: GraphObserver | None = None) -> None:
         """Compile the kernels of steps of ``sizes`` rows; inside :func:`.compiled_ahead`, which leaves out launches.
 
-        ``observer``: whose taps are in place, if they are.
-        A graph is captured and destroyed, so that the device computes nothing from inputs that are missing. Other ranks
-        are not needed.
+        With ``observer``, its taps are in place. A graph is captured and destroyed, so that the device computes nothing
+        from inputs that are missing. Other ranks are not needed.
         """
         self._stream = self._stream or cuda.Stream()
         held = [(module, name, getattr(module, name)) for module, name in self._holders]

@@ -151,10 +151,14 @@ class ModelRunner:
             self._capture_graphs(config, is_observed=observer is not None)
         self._metrics = StepMetrics(sum(self.cache_config.group_pages))
         if observer is not None:
-            with self.startup_timer.stage("observer"):
-                self.observer = observer(self.model, self.rank_info(config, model_config))
-                if self.graphs is not None and isinstance(self.observer, GraphObserver):
-                    self.graphs.compile_kernels(self.device, self.observer)
+            self._attach_observer(observer, self.rank_info(config, model_config))
+
+    def _attach_observer(self, observer: ObserverFactory, info: RankInfo) -> None:
+        """Create the observer, and compile the kernels of steps with its taps."""
+        with self.startup_timer.stage("observer"):
+            self.observer = observer(self.model, info)
+            if self.graphs is not None and isinstance(self.observer, GraphObserver):
+                self.graphs.compile_kernels(self.device, self.observer)
 
     def _load_model(self, config: EngineConfig, build: Callable[[], CausalLM], tp: TensorParallel) -> None:
         remedy = "use more ranks (tp), a smaller dtype, or quantized weights"

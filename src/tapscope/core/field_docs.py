@@ -9,7 +9,7 @@ from itertools import pairwise
 
 
 def field_docs(cls: type) -> dict[str, str]:
-    """Field -> the string below it, also of the classes that ``cls`` inherits from; empty where there is no source."""
+    """Docstring of each annotated field of ``cls`` and its base classes, by name; empty if no source is available."""
     docs: dict[str, str] = {}
     for base in reversed(cls.__mro__[:-1]):
         docs |= _docs_of_module(base.__module__).get(base.__name__, {})

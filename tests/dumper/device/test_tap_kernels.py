@@ -59,7 +59,9 @@ def tap_tensors(dtype: torch.dtype, *, sketches: bool) -> None:
 
 @pytest.mark.parametrize("sketches", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_kernels_compiled_ahead_serve_tensors_of_every_size(launched: set[Any], dtype: torch.dtype, sketches: bool):
+def test_kernels_compiled_ahead_serve_tensors_of_every_size(
+    launched: set[Any], dtype: torch.dtype, sketches: bool
+) -> None:
     for is_sketch in {False, sketches}:
         tap_kernels.launch_variants(CPU, dtype, is_sketch=is_sketch)
     ahead = set(launched)
