@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 Complete = Callable[[StepInfo, Mapping[str, Array]], StepInfo]
-_LOOK_S = 1.0
+_LOOK_S = 1.0  # how often a caller that waits checks whether the device still makes progress
 _DTYPES = {torch.int64: "int64", torch.int32: "int32", torch.bool: "bool"}
 
 
@@ -72,8 +72,9 @@ class LateRows:
     def wait(self) -> None:
         """Wait until it :attr:`is_ready`: for a caller that needs the rows while the step runs."""
         self._worker.hurry()
-        while not self._has_arrived.wait(_LOOK_S) and not self._worker.is_overdue:
-            pass
+        while not self._has_arrived.wait(_LOOK_S):
+            if self._worker.is_overdue or not self._worker.staging.num_pending:  # nothing will come
+                return
 
     def _start(self, name: str, tensor: torch.Tensor) -> None:
         if tensor.dtype not in _DTYPES:
