@@ -906,3 +906,16 @@ def test_d2h_worker_rows_of_a_device_that_fails_are_reported_as_far_as_shapes_do
     grid, rows, ids, _ = step
     assert (grid, [row.count for row in rows], ids) == ((2, 4), [4, 4], ())
     assert not run.ledger().complete
+
+
+@pytest.mark.parametrize(("num_pending", "is_overdue"), [(0, False), (1, True)])
+def test_d2h_worker_wait_for_late_rows_ends_when_no_copy_comes(num_pending: int, is_overdue: bool) -> None:
+    """No copy is pending any more, or the device makes no progress: the step keeps its outline."""
+    pending = SimpleNamespace(num_pending=num_pending)
+    worker: Any = SimpleNamespace(
+        start=lambda *args, **options: None, hurry=lambda: None, is_overdue=is_overdue, staging=pending
+    )
+    outline = StepInfo(step=0)
+    late = LateRows(worker, {"ids": torch.tensor([3])}, outline, lambda info, values: info, print)
+    late.wait()
+    assert late.info is outline
