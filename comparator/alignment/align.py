@@ -26,23 +26,24 @@ from tapscope.core.site import compact_ranges, is_parameter
 
 
 class JoinPlan(Struct, frozen=True):
-    """Which rows of a site are compared with which, and what is left over."""
+    """Row joins of one site, and the rows and firings left unmatched."""
 
     joins: tuple[RowJoin, ...] = ()
     counts: RowCounts = RowCounts()
-    """Token rows; all 0 when the tensors are compared whole."""
+    """Counts of token rows; all 0 when the tensors are compared whole."""
     num_missing: tuple[int, int] = (0, 0)
-    """Firings that baseline and target lack: without a partner although both runs computed their rows, and without an
-    explanation."""
+    """Number of firings that (baseline, target) lacks: the other run has the firing, both runs computed its rows, and
+    no known cause explains the gap."""
     problem: str = ""
+    """Why the site cannot be compared; empty if it can."""
     exclusion_reason: str = ""
     """Why no rows match although nothing is wrong; the pair is then excluded from the findings."""
     note: str = ""
-    """Assumptions made."""
+    """Assumptions behind the plan."""
 
 
 class Aligner:
-    """Plans joins; sites whose firings have the same shapes share one plan."""
+    """Plans the joins of sites; sites whose firings have the same keys, layouts and row subsets share one plan."""
 
     def __init__(self, row_map: RowMap, shift_steps: int = 0) -> None:
         self.rows = row_map
@@ -52,7 +53,7 @@ class Aligner:
     def plan(
         self, baseline: Sequence[AssembledTensor], target: Sequence[AssembledTensor], layouts: tuple[Layout, Layout]
     ) -> JoinPlan:
-        """Pair the firings of one site. Neither layout may have a problem."""
+        """Return the join plan for the firings of one site. Neither layout may have a problem."""
         left, right = layouts
         if left.by_rows != right.by_rows:
             side, other = ("baseline", "target") if left.by_rows else ("target", "baseline")
@@ -115,8 +116,11 @@ class Aligner:
         return JoinPlan(tuple(joins), num_missing=(0, 0) if self.rows.known else lacking, note=partners.note)
 
     def _of_tokens(self, one: AssembledTensor, two: AssembledTensor) -> Rows:
-        """The rows to compare of two tensors compared whole: all of them, or for a stacked copy of the token grid
-        without the rows that are padding in either stacking order."""
+        """Return the row indices to compare when two tensors are compared whole.
+
+        Normally all rows. If the first axis holds several copies of the token grid (copy-major or token-major), rows
+        that are padding under either order are excluded.
+        """
         grids = self.rows.baseline.of(one.records[0]), self.rows.target.of(two.records[0])
         num = one.shape[0] if len(one.shape) == 2 and one.shape == two.shape else 0
         if not num or is_parameter(one.records[0].key.site) or any(grid is None for grid in grids):
@@ -155,7 +159,10 @@ def _side(wholes: Sequence[AssembledTensor], layout: Layout, steps: SideRows, nu
 
 
 def without_rows(plan: JoinPlan, left_out: frozenset[int], left: Sequence[AssembledTensor]) -> JoinPlan:
-    """The plan without these row pairs; of tensors compared whole without the rows of these :func:`.row_numbers`."""
+    """Return the plan without the row pairs in ``left_out``.
+
+    For tensors compared whole, ``left_out`` contains :func:`.row_numbers` instead of row pairs.
+    """
     joins, count, wanted = [], 0, np.array(sorted(left_out), np.int64)
     for join in plan.joins:
         pairs = join.pairs
@@ -183,7 +190,8 @@ def _place(whole: AssembledTensor) -> tuple[int, tuple[int, int]]:
 
 
 def _turn(whole: AssembledTensor, grid: StepRows) -> int:
-    """Index of the firing among those of one grid: the occurrence, plus the microbatch in the upper bits."""
+    """Return the key of a call within one grid: the occurrence, with the microbatch in the upper bits if the grid
+    covers the whole step."""
     key = whole.records[0].key
     return key.occurrence + (key.micro << 20 if grid.whole_step else 0)
 
@@ -194,7 +202,7 @@ def _signature(whole: AssembledTensor, layout: Layout) -> tuple[object, ...]:
 
 
 def _cached_note(sides: Iterable[tuple[Sequence[AssembledTensor], Layout, KeyedRows]]) -> str:
-    """A note on rows that a run holds again in every step (cached positions)."""
+    """Return a note about layouts that repeat all cached positions in every step; empty if neither side has one."""
     for name, (wholes, layout, side) in zip(("baseline", "target"), sides, strict=True):
         if layout.has_cached_rows:
             slots = sum(math.prod(w.shape[axis] for axis in layout.axes) for w in wholes)

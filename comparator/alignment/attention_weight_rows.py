@@ -1,7 +1,8 @@
-"""Rows of attention weights ``[batch, heads, queries, keys]``, whose columns are tokens as well.
+"""Alignment of attention weights ``[batch, heads, queries, keys]``, whose columns are tokens as well.
 
-Rows are matched like any other rows, without padding. Columns match where the keys have the same positions: in the
-step's own grid (as far as both runs have it and the rest is padding), or in caches filled by the same steps.
+Query rows are matched like the rows of any other tensor, without padding. Key columns match if they hold the same
+positions: the keys are the step's own tokens (with nothing but padding after the common ones), or come from caches
+filled by the same steps.
 """
 
 from collections.abc import Sequence
@@ -18,11 +19,11 @@ from tapscope.comparator.assembly.pieces import Sliced
 from tapscope.comparator.runs.grids import SideRows, StepRows
 
 KEYS = 3
-"""Tensor axis of the keys."""
+"""Index of the key axis."""
 
 
 class AttentionPlan(Struct, frozen=True):
-    """A join plan, and both sides' firings cut to their common keys."""
+    """A join plan with the firings of both sides cut to their common keys."""
 
     plan: JoinPlan
     left: tuple[AssembledTensor, ...]
@@ -32,7 +33,7 @@ class AttentionPlan(Struct, frozen=True):
 def with_common_keys(
     plan: JoinPlan, left: Sequence[AssembledTensor], right: Sequence[AssembledTensor], rows: RowMap, steps: StepMatcher
 ) -> AttentionPlan:
-    """Keep the joins whose keys match, and cut the firings to the keys that both runs have."""
+    """Keep only the joins whose key columns match, and cut both firings of each join to the common keys."""
     if left[0].records[0].key.site.endswith(".grad") and _has_padding(left, rows.baseline):
         return AttentionPlan(structs.replace(plan, joins=(), exclusion_reason=_PADDED), tuple(left), tuple(right))
     like = steps.by_rows(2).baseline_of
@@ -64,8 +65,10 @@ def _has_padding(wholes: Sequence[AssembledTensor], steps: SideRows) -> bool:
 
 
 def _num_common(one: AssembledTensor, two: AssembledTensor, rows: RowMap) -> int:
-    """Number of leading keys that are the same tokens, if they are those of the step's own grid; 0 if anything but
-    padding remains."""
+    """Return the number of leading key columns that are the same tokens in both firings.
+
+    0 if the keys are not exactly the step's own grid, or if columns after the common ones hold anything but padding.
+    """
     grids = rows.baseline.of(one.records[0]), rows.target.of(two.records[0])
     if grids[0] is None or grids[1] is None:
         return 0
@@ -80,14 +83,14 @@ def _num_common(one: AssembledTensor, two: AssembledTensor, rows: RowMap) -> int
 
 
 def _keys(grid: StepRows, whole: AssembledTensor) -> "np.ndarray[tuple[int, int], np.dtype[np.int64]] | None":
-    """[batch, keys] row pair of each key; None if there are keys of earlier steps."""
+    """Return the row pair of each key as ``[batch, keys]``; None if some keys are from earlier steps."""
     batch = grid.grid[0] if len(grid.grid) == 2 else 1
     table = grid.pairs.reshape(batch, -1)
     return table if table.shape[1] == whole.shape[KEYS] else None
 
 
 def _aligned(join: RowJoin, one: AssembledTensor, two: AssembledTensor) -> RowJoin:
-    """Equal bytes mean equal rows only if nothing is cut."""
+    """Clear ``join.aligned`` if the key axes differ in length: equal bytes then no longer imply equal rows."""
     return join if one.shape == two.shape else structs.replace(join, aligned=False)
 
 

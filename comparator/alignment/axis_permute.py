@@ -1,4 +1,4 @@
-"""Axis permutation: match the axes of both sides by name where they are in a different order."""
+"""Axis permutation: match the axes of both sides by name when their orders differ."""
 
 from collections.abc import Sequence
 from itertools import chain
@@ -14,7 +14,7 @@ Wholes = tuple[AssembledTensor, ...]
 
 
 def permute_features(left: Wholes, right: Wholes, layouts: tuple[Layout, Layout]) -> tuple[Wholes, Wholes, str]:
-    """(baseline, target, problem) with the feature axes of one side in the order of the other's.
+    """Reorder the feature axes of one side to match the other; return (baseline, target, problem).
 
     ``n d`` matches ``d n`` and ``(n*d)``; ``b s h`` matches ``s b h`` where there are no token rows; ``o i`` matches
     ``i o``. Sides with different axis names are left unchanged: names are free, and ``h`` may well be ``n d``.
@@ -39,8 +39,8 @@ def permute_features(left: Wholes, right: Wholes, layouts: tuple[Layout, Layout]
 
 
 def flatten_leading_axes(left: Wholes, right: Wholes, layouts: tuple[Layout, Layout]) -> tuple[Layout, Layout]:
-    """The layouts, with common leading axes as rows where there are no token rows and one side has flattened the
-    axes after them: ``t n d`` matches ``t (n*d)``."""
+    """Return layouts with the common leading axes as rows, for tensors without token rows of which one side flattened
+    the remaining axes: ``t n d`` matches ``t (n*d)``."""
     dims = left[0].dims, right[0].dims
     if dims[0] is None or dims[1] is None or any(layout.by_rows for layout in layouts):
         return layouts
@@ -54,19 +54,20 @@ def flatten_leading_axes(left: Wholes, right: Wholes, layouts: tuple[Layout, Lay
 
 
 def _features(dims: Dims, layout: Layout) -> list[int]:
-    """Axes that are neither token rows nor of size zero."""
+    """Return the axes that are neither token rows nor dummy axes (named ``1``)."""
     return [i for i, dim in enumerate(dims.dims) if i not in layout.axes and dim.names != ("1",)]
 
 
 def _names(dim: Dim) -> tuple[str, ...]:
-    """Names with the same meaning on both sides: a sequence is ``s`` or ``t``; sections are one axis."""
+    """Return the axis names normalized across runs: ``s`` and ``t`` both name a sequence, and sections count as one
+    axis."""
     if dim.sections:
         return ("+".join(dim.names),)
     return tuple("t" if name == "s" else name for name in dim.names)
 
 
 def _reordered(whole: AssembledTensor, places: Sequence[int], order: Sequence[int]) -> AssembledTensor:
-    """The tensor with the axes ``order`` at the positions ``places``."""
+    """Return the tensor with the axes ``order`` moved to the positions ``places``."""
     assert whole.piece is not None
     assert whole.dims is not None
     axes = list(range(len(whole.shape)))

@@ -1,7 +1,7 @@
-"""Expert entries: the rows of MoE modules, whose order is determined by the router's choice.
+"""Expert entries: map rows inside MoE modules, ordered by the router's choice, to (token, choice) pairs.
 
 Experts work on (token, choice) pairs. The row of each pair follows from the full table of choices (padding included)
-and from the layout: sorted by expert, or unsorted with tokens or choices first. Routing maps tell the row itself.
+and from the layout: sorted by expert, or unsorted with tokens or choices first. A routing map gives the rows directly.
 """
 
 import math
@@ -28,26 +28,26 @@ _MAX_EXPERTS = 1 << 20
 
 
 class ExpertEntries(Struct, frozen=True):
-    """The (token, choice) pairs of a site, and the row of each in its firings."""
+    """The (token, choice) pairs of a site, and the row that each pair has in the site's firings."""
 
     keys: Array
-    """[entries] int64: row pair and expert as one integer; negative values are codes of :mod:`.row_map`."""
+    """[entries] int64: row pair and expert packed into one integer; negative values are codes of :mod:`.row_map`."""
     experts: Array
-    """[entries] int64: the expert, combined with its microbatch."""
+    """[entries] int64: expert index, combined with the microbatch."""
     at: tuple[Array, ...]
-    """For each layout of :func:`_layouts`, [entries]: index into :attr:`firing` and :attr:`row`."""
+    """One [entries] array per layout of :func:`_layouts`: index into :attr:`firing` and :attr:`row`."""
     firing: Array
-    """[rows] of all firings."""
+    """[rows] index of the firing; all firings are concatenated."""
     row: Array
-    """[rows] within the firing."""
+    """[rows] row index within the firing."""
 
     @property
     def is_known(self) -> bool:
-        """Whether there is only one layout."""
+        """Whether the row order is known, so that there is only one layout."""
         return len(self.at) == 1
 
     def rowed(self, layout: int) -> KeyedRows:
-        """The rows under one layout, with the keys to match them by."""
+        """Return the rows under one layout, with their matching keys."""
         at = self.at[layout]
         use, forked, unaligned = (self.keys >= 0), (self.keys == FORKED), (self.keys == UNALIGNED)
         valid = np.bincount(self.firing[at[use | forked | unaligned]], minlength=1)
@@ -59,8 +59,8 @@ class ExpertEntries(Struct, frozen=True):
 
 
 class ExpertChoiceTables:
-    """The tables of each token's experts in one run: integer tables with expert indices, as given to its modules, or
-    the routing maps that its routers returned."""
+    """The router choices that one run recorded: integer tables of expert indices passed to its modules, or routing maps
+    returned by its routers."""
 
     def __init__(self, run: Run, rows: SideRows) -> None:
         self._run, self._rows = run, rows
@@ -81,8 +81,11 @@ class ExpertChoiceTables:
         return bool(self._tables) or bool(self._maps)
 
     def entries(self, wholes: Sequence[AssembledTensor], num_pairs: int) -> ExpertEntries | None:
-        """The entries of the firings' rows, if a router's choice orders them: each step's firings then have one row per
-        entry. Raises DataError if the choice cannot be read."""
+        """Return the entries of one site's firings; None if no recorded choice orders their rows.
+
+        A table applies if the firings of each step have one row per (token, choice) pair. Raises DataError if the table
+        or map cannot be read.
+        """
         path = module_of(wholes[0].records[0].key.site)
         while path and self._tables:
             path = path.rpartition(".")[0]
@@ -91,7 +94,7 @@ class ExpertChoiceTables:
         return _mapped(self._maps, wholes, num_pairs) if self._maps else None
 
     def counts(self, wholes: Sequence[AssembledTensor]) -> Array | None:
-        """See :meth:`.RoutingMapTables.counts`."""
+        """Return the values of a site that holds per-expert row counts, see :meth:`.RoutingMapTables.counts`."""
         return self._maps.counts(wholes) if self._maps else None
 
     def _entries(
@@ -125,7 +128,7 @@ class ExpertChoiceTables:
 
 
 def _mapped(maps: RoutingMapTables, wholes: Sequence[AssembledTensor], num_pairs: int) -> ExpertEntries | None:
-    """Entries whose rows are known."""
+    """Return entries whose rows a routing map gives directly; None if no map accounts for the site."""
     routed = maps.rows(wholes)
     if routed is None:
         return None
@@ -135,7 +138,7 @@ def _mapped(maps: RoutingMapTables, wholes: Sequence[AssembledTensor], num_pairs
 
 
 class _Part(Struct, frozen=True):
-    """The entries of one table, with the members of :class:`ExpertEntries`."""
+    """The entries of one table; the fields match :class:`ExpertEntries`."""
 
     keys: Array
     experts: Array
@@ -143,9 +146,12 @@ class _Part(Struct, frozen=True):
 
 
 def _layouts(experts: Array) -> tuple[Array, ...]:
-    """Row of each entry under each known layout, each [tokens * choices], for ``experts`` [tokens, choices]: sorted by
-    expert, then token (grouped GEMM); by expert, then choice (a loop over experts); by expert descending (the backward
-    pass of such a loop); tokens first; choices first."""
+    """Return the row of each entry under each known layout, as arrays [tokens * choices], for ``experts`` [tokens,
+    choices].
+
+    The layouts are: by expert, then token (grouped GEMM); by expert, then choice (a loop over experts); both by
+    descending expert (the backward pass of a loop); tokens first; choices first.
+    """
     flat, num = experts.reshape(-1), experts.size
     by_choice = np.arange(num).reshape(experts.shape).T.reshape(-1)
     orders = [np.argsort(by, kind="stable") for by in (flat, -flat)]
@@ -154,8 +160,11 @@ def _layouts(experts: Array) -> tuple[Array, ...]:
 
 
 def _is_table(record: Record, rows: SideRows) -> bool:
-    """Whether it holds at least two integers per token row of its step. A single one counts only for modules that take
-    expert indices, because ids and positions of a step with one token per request look the same."""
+    """Return whether a record is a table of expert indices: at least two integers per token row of its step.
+
+    One integer per row is accepted only as an input of modules that take expert indices: with one token per request,
+    token ids and positions have the same shape.
+    """
     path, _, port = record.key.site.rpartition(":")
     shape, least = record.shape, 1 if "expert" in path.rpartition(".")[2] else 2
     if record.key.pass_ != FORWARD or not port.startswith("in[") or len(shape) < 2 or shape[-1] < least:
@@ -178,6 +187,6 @@ def _orders(tables: Iterable[Record], rows: int) -> bool:
 
 
 def place_of(whole: AssembledTensor) -> _Place:
-    """Key under which a choice and the rows that it orders were recorded."""
+    """Return the key that relates a firing to the router choice that orders its rows."""
     key = whole.records[0].key
     return key.model, key.step, key.micro, key.rank

@@ -1,10 +1,10 @@
 """Expert rows: match rows ordered by a router's choice if token and expert are the same in both runs.
 
-The layout of each run is inferred from the values of a sample of rows: of all known layouts, those under which
-matched rows are most similar. An unstable sort leaves the rows of an expert, padding included, in any order. If some
-rows are outliers then, the pairing is unknown, unless both runs got the same choice without padding. In that case
-row i matches row i if it is not far more similar to another row. The same holds for rows matched by a layout: where
-all rows share a few huge channels, unrelated rows are similar as well.
+The layout of each run is inferred from a sample of rows: the pair of known layouts under which matched rows are most
+similar. An unstable sort leaves the rows within an expert, padding included, in arbitrary order. If that shows as
+outlier rows, the pairing is unknown, unless both runs made the same choice without padding. Row i then matches row i
+unless it is far more similar to another row. The same check applies to rows matched by a layout: where all rows share a
+few huge channels, unrelated rows are similar too.
 """
 
 from collections.abc import Sequence
@@ -24,19 +24,20 @@ Array = np.ndarray[Any, Any]
 LAYOUT = Layout((0,), "inferred")
 _Sides = tuple[Sequence[AssembledTensor], Sequence[AssembledTensor]]
 _MAX_ROWS, _MAX_COLUMNS, _MAX_ODD, _MAX_SEARCHED = 256, 256, 32, 1024
-"""Sample sizes to tell layouts apart: rows, columns, outlier rows that are searched for elsewhere, and rows among which
-they are searched for."""
+"""Sample sizes for layout inference: rows, columns, outlier rows to search for elsewhere, and rows searched for each
+outlier."""
 _MAX_ROW_DISTANCE = 0.25
-"""L1 norm of the difference of two rows, relative to the sum of their norms, above which they are not of the same
-token and expert (or grossly wrong). Unrelated rows give 0.6 and more."""
+"""L1 norm of the difference of two rows, relative to the sum of their L1 norms, above which the rows are unrelated (or
+grossly wrong). Unrelated rows give 0.6 and more."""
 _MIN_SIMILAR_ROWS = 0.9
-"""Share of rows that must be similar for a layout to be accepted."""
+"""Fraction of rows that must be similar for a layout to be accepted."""
 _MIN_MISMATCH, _MISMATCH_RATIO = 1e-5, 4.0
-"""A distance of this size, and this many times that of the other rows, is more than rounding."""
+"""A row distance above the first value, and above the second times the distance of other rows, is more than
+rounding."""
 _IN_EXPERT_ORDER = "rows in the order of an expert choice"
 _NO_CHOICE = f"{_IN_EXPERT_ORDER}, which one run did not record"
 OTHER_RANKS = "rows of experts that are on other ranks in one of the runs"
-"""Why a site is not compared."""
+"""Reason for excluding a site whose expert rows are distributed differently over the ranks."""
 _NO_VALUES = f"{_IN_EXPERT_ORDER}: their pairing cannot be determined without values"
 _NO_ORDER = f"{_IN_EXPERT_ORDER}, with an unknown order within each expert"
 _FROM_COUNTS = "numbers of rows, padding included, that follow from the recorded choice of experts"
@@ -46,10 +47,10 @@ _NO_TOKEN = "rows of an expert that no token went to in both runs"
 def plan_experts(
     entries: tuple[ExpertEntries | None, ExpertEntries | None], wholes: _Sides, num_pairs: int
 ) -> JoinPlan | None:
-    """Pair the rows of a site; None if these are not the rows of an expert choice in either run, or if the recorded
-    choice of one run accounts for its rows and that of the other does not.
+    """Pair the rows of a site by token and expert.
 
-    Raises DataError where values cannot be read.
+    Returns None if no router choice orders the rows in either run, or if the only choice that does is a routing map of
+    one run. Raises DataError if values cannot be read.
     """
     left, right = entries
     if left is None or right is None:
@@ -76,8 +77,11 @@ def plan_experts(
 
 
 def plan_counts(counts: tuple[Array | None, Array | None]) -> JoinPlan | None:
-    """The plan for numbers of rows that follow from the routing maps of both runs; None if they are equal or do not.
-    The maps themselves are compared without padding."""
+    """Return a plan that excludes per-expert row counts that differ; None if they are equal or are not per-expert
+    counts.
+
+    The counts follow from the routing maps, which are themselves compared without padding.
+    """
     left, right = counts
     if left is None or right is None or np.array_equal(left, right):
         return None
@@ -85,14 +89,14 @@ def plan_counts(counts: tuple[Array | None, Array | None]) -> JoinPlan | None:
 
 
 def _are_on_other_ranks(one: AssembledTensor, other: AssembledTensor) -> bool:
-    """Whether the assembled shards have more columns than the other side has: each rank then has the rows of its own
-    experts first."""
+    """Return whether one side's assembled shards are wider than the other side: each rank then starts with the rows of
+    its own experts."""
     wide = max(one, other, key=lambda whole: whole.shape[1:])
     return one.shape[1:] != other.shape[1:] and len(wide.records) > 1
 
 
 class _MatchedRows:
-    """The matched entries of both sides, and the values of their rows under any layout."""
+    """The entries that match between the sides, with access to the values of their rows under any layout."""
 
     def __init__(self, sides: tuple[ExpertEntries, ExpertEntries], wholes: _Sides) -> None:
         self._sides, self._wholes = sides, wholes
@@ -102,7 +106,7 @@ class _MatchedRows:
         self._some = np.unique(np.linspace(0, max(0, len(first) - 1), _MAX_ROWS).astype(np.int64))[: len(first)]
 
     def layouts(self) -> tuple[int, int] | None:
-        """The layouts of both sides under which matched rows are most similar, preferring equal ones; None if that is
+        """Return the pair of layouts under which matched rows are most similar, preferring equal layouts; None if
         undecidable."""
         if not len(self._some):
             return 0, 0
@@ -121,24 +125,28 @@ class _MatchedRows:
         return (0, 0) if self._is_one_choice() and not self._are_moved(distances[0, 0]) else None
 
     def _are_loops(self) -> bool:
-        """Whether both sides have one call per expert: a loop, which needs no sort."""
+        """Return whether both sides have one call per expert: a loop over experts, which needs no sort."""
         return all(len({*map(place_of, side)}) < len(side) for side in self._wholes)
 
     def _is_one_choice(self) -> bool:
-        """Whether both runs have every entry at the same place, without padding."""
+        """Return whether both runs have every entry at the same index, without padding."""
         left, right = self._sides
         is_whole = len(self._entries[0]) == len(left.keys)
         return is_whole and np.array_equal(left.keys, right.keys) and np.array_equal(left.firing, right.firing)
 
     def _are_uneven(self, distances: Array) -> bool:
-        """Whether some rows are much further apart than most, or unrelated to the rows that they are matched with. With
-        padding, most are three quarters: rows of padding are in no order, and may be similar to all others."""
+        """Return whether some row distances far exceed the typical one, or belong to unrelated rows.
+
+        With padding, the typical distance is the 25 % quantile instead of the 75 % one: rows of padding are in no
+        particular order and may be similar to all others.
+        """
         is_whole = len(self._entries[0]) == len(self._sides[0].keys)
         most = max(_MIN_MISMATCH, _MISMATCH_RATIO * float(np.quantile(distances, 0.75 if is_whole else 0.25)))
         return bool(distances.max() > min(most, _MAX_ROW_DISTANCE))
 
     def _are_moved(self, distances: Array) -> bool:
-        """Whether a row that differs from the one at its place is far more similar to another row of its expert."""
+        """Return whether any row that differs from the row at its own index is far more similar to another row of its
+        expert."""
         left, right = (side.experts for side in self._sides)
         for i in np.argsort(-distances)[:_MAX_ODD].tolist():
             if distances[i] < _MIN_MISMATCH:
@@ -150,8 +158,8 @@ class _MatchedRows:
         return False
 
     def _are_elsewhere(self, distances: Array, rows: Array) -> bool:
-        """Whether one of the baseline's ``rows`` that differs from the one it is matched with is far more similar to
-        any other row of the target: the layout is wrong, then."""
+        """Return whether any baseline row of ``rows`` that differs from its match is far more similar to another target
+        row, which means that the layout is wrong."""
         outliers = [i for i in np.argsort(-distances)[:_MAX_ODD].tolist() if distances[i] >= _MIN_MISMATCH]
         if not outliers:
             return False
@@ -160,14 +168,15 @@ class _MatchedRows:
         return any(_row_distances(rows[i : i + 1], others).min() < distances[i] / _MISMATCH_RATIO for i in outliers)
 
     def _values(self, side: int, layout: int, which: Array) -> Array:
-        """[which, columns] float64: the first columns of the rows of the given entries of one side."""
+        """Return the values of the given entries' rows on one side as float64 [which, columns], cut to the leading
+        columns."""
         entries, wholes = self._sides[side], self._wholes[side]
         at = entries.at[layout][which]
         firing, row = entries.firing[at], entries.row[at]
         gathered: Array | None = None
         for i in np.unique(firing).tolist():
             here, whole = np.flatnonzero(firing == i), wholes[i]
-            assert whole.piece is not None  # it has values
+            assert whole.piece is not None  # plan_experts checked has_values
             parts = [block.rows(row[here]) for block in blocks(whole.piece, whole.run, LAYOUT.axes)]
             values = np.concatenate(parts, axis=1)[:, :_MAX_COLUMNS].astype(np.float64)
             gathered = np.zeros((len(row), values.shape[1])) if gathered is None else gathered
@@ -177,7 +186,8 @@ class _MatchedRows:
 
 
 def _row_distances(one: Array, two: Array) -> Array:
-    """[rows]: distance of each row pair, at most 1, so that one damaged row decides nothing."""
+    """Return the relative L1 distance of each row pair as [rows], clipped to 1 so that one damaged row decides
+    nothing."""
     if one.shape[-1] != two.shape[-1]:
         return np.zeros(len(two))
     distances = np.abs(one - two).sum(-1) / (np.abs(one) + np.abs(two)).sum(-1)

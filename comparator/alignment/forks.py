@@ -10,26 +10,26 @@ from tapscope.core.formatting import listed
 
 
 class Fork(Struct, frozen=True):
-    """The first position at which two runs of one request hold different tokens."""
+    """The first position at which the tokens of one request differ between the runs."""
 
     index: int
-    """Index of the paired requests."""
+    """Index into the paired requests."""
     request: str
-    """Its name in the baseline."""
+    """Name of the request in the baseline."""
     position: int
     baseline_token: int
     target_token: int
     in_prompt: bool
-    """Whether the tokens diverge within the prompt: the runs were given different prompts."""
+    """Whether the tokens diverge within the prompt, that is, the runs had different prompts."""
     baseline_text: str = ""
-    """What the token decodes to, if a tokenizer is known."""
+    """Decoded token; empty without a tokenizer."""
     target_text: str = ""
 
 
 def find_forks(
     left: Sequence[Request], right: Sequence[Request], pairs: Sequence[RequestPair]
 ) -> tuple[tuple[Fork, ...], list[str]]:
-    """Where the paired requests diverge, and notes on requests whose tokens are unknown."""
+    """Return the forks of the paired requests, and notes on requests whose tokens are unknown."""
     forks, unknown = [], []
     for index, pair in enumerate(pairs):
         one, two = left[pair.baseline], right[pair.target]
@@ -39,7 +39,7 @@ def find_forks(
         if not len(positions):
             unknown.append(one.label)
         elif (at := num_equal(mine, other)) < len(positions):
-            # What one run was given, the other may have generated: only the part given to both is the prompt.
+            # One run's prompt may include tokens that the other run generated: only the common part is the prompt.
             given = min(one.prompt_end, two.prompt_end - pair.shift)
             position = positions.item(at)
             forks.append(Fork(index, one.label, position, mine.item(at), other.item(at), position < given))

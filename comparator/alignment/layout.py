@@ -1,4 +1,4 @@
-"""Layout: which axes of a tensor are its token rows, from its dims or from the step's token grid."""
+"""Layout: which axes of a tensor are its token rows, according to its dims or to the step's token grid."""
 
 import math
 from collections.abc import Sequence
@@ -16,34 +16,35 @@ Array = np.ndarray[Any, Any]
 
 
 class Layout(Struct, frozen=True):
-    """Where a site's token rows are; the same for all of its firings."""
+    """The axes of a site that hold its token rows; the same for all firings of the site."""
 
     axes: tuple[int, ...] = ()
-    """Tensor axes that hold the token grid, in tensor order; empty when the tensor is compared whole."""
+    """Axes that hold the token grid, in tensor order; empty when the tensor is compared whole."""
     source: str = "whole"
-    """``annotated`` by dims, ``inferred`` from the grid, or ``whole``."""
+    """``annotated`` by dims, ``inferred`` from the grid, or ``whole`` if there are no token rows."""
     sequence_first: bool = False
-    """Sequence before batch: row s * B + b is slot b * S + s."""
+    """Sequence axis before batch axis: row s * B + b is slot b * S + s."""
     broadcast: bool = False
-    """One sequence stands for every sequence of the batch."""
+    """One sequence represents every sequence of the batch."""
     has_key_axis: bool = False
-    """Attention weights ``[batch, heads, queries, keys]``: the columns are tokens too, see
+    """Attention weights ``[batch, heads, queries, keys]``, whose columns are tokens too: see
     :mod:`.attention_weight_rows`."""
     has_cached_rows: bool = False
-    """The second axis covers all positions of the step's cache; the rows of the step itself are the last ones."""
+    """The second axis covers all positions of the step's KV cache; the step's own rows come last."""
     problem: str = ""
     """Why the annotation is invalid; the site is then not compared."""
 
     @property
     def by_rows(self) -> bool:
-        """Whether there are token rows."""
+        """Whether the tensor has token rows."""
         return bool(self.axes)
 
 
 def layout_of(site: str, wholes: Sequence[AssembledTensor], steps: SideRows) -> Layout:
-    """The layout of a site's firings, given the token grids of their steps.
+    """Return the layout of a site's firings, given the token grids of their steps.
 
-    Inference must hold for every firing: a table that has the grid's length in one step by chance has not in the next.
+    An inferred layout must fit every firing: a table whose size equals the grid's in one step by chance does not in the
+    next.
     """
     placed = [(w, rows) for w in wholes if (rows := steps.of(w.records[0])) is not None]
     if not placed or is_parameter(site):
@@ -59,12 +60,12 @@ def layout_of(site: str, wholes: Sequence[AssembledTensor], steps: SideRows) -> 
 
 
 def is_mask(site: str) -> bool:
-    """Whether the site is an attention mask, whose key axis covers the batch including padding."""
+    """Return whether the site is an attention mask, whose key axis covers the batch including padding."""
     return "mask" in port_of(site)
 
 
 def _outside(placed: Sequence[tuple[AssembledTensor, StepRows]]) -> str:
-    """The error message for a record that names rows outside its step's grid; empty if there is none."""
+    """Return an error message if a record names rows outside the grid of its step, otherwise an empty string."""
     for whole, rows in placed:
         for first, count in whole.records[0].rows or ():
             if first < 0 or count < 0 or first + count > rows.num_slots:
@@ -91,7 +92,8 @@ def _annotated(dims: Dims) -> Layout:
 
 
 def _one_for_all(layout: Layout, dims: Dims, placed: Sequence[tuple[AssembledTensor, StepRows]]) -> Layout:
-    """The layout, broadcast from one sequence if the tensor has no batch axis, or one of size 1."""
+    """Return the layout, marked as broadcast if the batch axis is missing or of size 1 while the grid has several
+    sequences."""
     b, s = dims.index("b"), dims.index("s")
     if s is None or any(b is not None and whole.shape[b] != 1 for whole, _ in placed):
         return layout
@@ -101,6 +103,8 @@ def _one_for_all(layout: Layout, dims: Dims, placed: Sequence[tuple[AssembledTen
 
 
 def _checked(layout: Layout, placed: Sequence[tuple[AssembledTensor, StepRows]]) -> Layout:
+    """Return the layout, or one with a problem if it gives a firing another number of rows than the firing's step
+    has."""
     if not layout.by_rows:
         return layout
     for whole, rows in placed:
@@ -115,7 +119,7 @@ def _checked(layout: Layout, placed: Sequence[tuple[AssembledTensor, StepRows]])
 
 
 def _inferred(whole: AssembledTensor, rows: StepRows) -> list[Layout]:
-    """Layouts that fit this firing, the most likely first."""
+    """Return the layouts that fit this firing, most likely first."""
     shape, expected, subset = whole.shape, num_rows(whole, rows), whole.records[0].rows is not None
     readings = []
     padded = len(rows.grid) == 2
@@ -131,7 +135,8 @@ def _inferred(whole: AssembledTensor, rows: StepRows) -> list[Layout]:
 
 
 def _may_be_keyed(whole: AssembledTensor, rows: StepRows) -> bool:
-    """Whether it has the shape of attention weights: a query for each slot of the grid, and at least as many keys."""
+    """Return whether the tensor has the shape of attention weights: one query per slot of the grid, and at least as
+    many keys."""
     batch, length = rows.grid if len(rows.grid) == 2 else (1, rows.num_slots)
     shape, record = whole.shape, whole.records[0]
     fits = len(shape) == 4 and (shape[0], shape[2]) == (batch, length) and shape[3] >= length
@@ -139,13 +144,13 @@ def _may_be_keyed(whole: AssembledTensor, rows: StepRows) -> bool:
 
 
 def num_rows(whole: AssembledTensor, rows: StepRows) -> int:
-    """Number of token rows that the tensor must have."""
+    """Return the number of token rows that the tensor must have."""
     subset = whole.records[0].rows
     return rows.num_slots if subset is None else sum(count for _, count in subset)
 
 
 def slots_of(whole: AssembledTensor, layout: Layout, rows: StepRows) -> tuple[Array, Array]:
-    """(slots, rows), two int64 arrays of one length: the grid slot of each row of the tensor."""
+    """Return (grid slots, row indices) of the tensor's rows: two int64 arrays of equal length."""
     subset = whole.records[0].rows
     if subset is not None:
         slots = np.concatenate([np.arange(first, first + count, dtype=np.int64) for first, count in ((0, 0), *subset)])

@@ -1,7 +1,8 @@
 """Layout inference: find the token rows of tensors without dims from the shapes of both sides.
 
-``[batch, heads, sequence, d]`` does not begin with the step's grid, but next to ``[tokens, heads * d]`` of the other
-run only one layout fits. Ambiguous shapes are not guessed: the message names the possible annotations.
+``[batch, heads, sequence, d]`` does not begin with the step's grid, but only one of its layouts is compatible with
+``[tokens, heads * d]`` of the other run. Ambiguous shapes are not guessed: the error message lists the possible
+annotations.
 """
 
 import math
@@ -24,9 +25,11 @@ _Wholes = tuple[Sequence[AssembledTensor], Sequence[AssembledTensor]]
 
 
 def infer_layouts(layouts: _Layouts, wholes: _Wholes, rows: tuple[SideRows, SideRows]) -> _Layouts:
-    """The layouts of both sides, replaced by the only inferred ones that fit both; annotations are kept.
+    """Return the layouts of both sides, replaced by inferred ones if exactly one combination fits both; annotations are
+    kept.
 
-    If several fit equally well, the :attr:`~.layout.Layout.problem` of the side that needs an annotation says so.
+    If several combinations fit equally well, :attr:`~.layout.Layout.problem` is set on each side that needs an
+    annotation.
     """
     if layouts[0].has_key_axis != layouts[1].has_key_axis:
         left, right = (_without_keys(layout) for layout in layouts)
@@ -41,7 +44,7 @@ def infer_layouts(layouts: _Layouts, wholes: _Wholes, rows: tuple[SideRows, Side
         return Layout(), Layout()  # equal shapes, whichever axis holds the tokens
     if is_mask(wholes[0][0].records[0].key.site):
         return Layout(), Layout()
-    if all(_is_said(layout, side[0]) for layout, side in zip(layouts, wholes, strict=True)):
+    if all(_is_fixed(layout, side[0]) for layout, side in zip(layouts, wholes, strict=True)):
         return layouts
     candidates = [_candidates(*one) for one in zip(layouts, wholes, rows, strict=True)]
     best = _usual(_likeliest(candidates, wholes))
@@ -59,8 +62,8 @@ def infer_layouts(layouts: _Layouts, wholes: _Wholes, rows: tuple[SideRows, Side
 
 
 def _are_padded(wholes: _Wholes, rows: tuple[SideRows, SideRows]) -> bool:
-    """Whether a grid of either side holds padding, whose values are undefined: such tensors cannot be compared
-    whole."""
+    """Return whether a grid of either side holds padding. Values of padding are undefined, so such tensors cannot be
+    compared whole."""
     return any(
         grid is not None and bool((grid.pairs == PADDING).any())
         for side, known in zip(wholes, rows, strict=True)
@@ -69,13 +72,14 @@ def _are_padded(wholes: _Wholes, rows: tuple[SideRows, SideRows]) -> bool:
 
 
 def _differ_in_shape(wholes: _Wholes) -> bool:
-    """Whether the sides have firings of other shapes, so that not all of them can be compared whole."""
+    """Return whether the shapes of the firings differ between the sides, so that not all of them can be compared
+    whole."""
     left, right = ([whole.shape for whole in side] for side in wholes)
     return left != right
 
 
 def _likeliest(candidates: Sequence[Sequence[Layout]], wholes: _Wholes) -> list[_Layouts]:
-    """The layout pairs under which both sides are most similar; none if they are not similar at all."""
+    """Return the combinations of candidate layouts with the highest :func:`_likeness`; empty if none fits."""
     by_likeness: dict[int, list[_Layouts]] = {}
     for left in candidates[0]:
         for right in candidates[1]:
@@ -84,14 +88,16 @@ def _likeliest(candidates: Sequence[Sequence[Layout]], wholes: _Wholes) -> list[
 
 
 def _usual(pairs: list[_Layouts]) -> list[_Layouts]:
-    """Without layouts that have features before batch and sequence, if any others remain: ``b h s d`` is used by
-    attention in transformers and ``s b h`` by Megatron, but ``h b s d`` by nothing."""
+    """Drop combinations with features before batch and sequence, unless no others remain.
+
+    ``b h s d`` (attention in transformers) and ``s b h`` (Megatron) are in use, ``h b s d`` is not.
+    """
     usual = [pair for pair in pairs if all(layout.axes[:1] == (0,) for layout in pair)]
     return usual or pairs
 
 
 def _without_keys(layout: Layout) -> Layout:
-    """Keep an annotated row layout; drop one inferred from attention weights."""
+    """Drop the key axis of an annotated layout; replace a layout inferred from attention weights by ``Layout()``."""
     return (
         layout
         if not layout.has_key_axis
@@ -102,14 +108,15 @@ def _without_keys(layout: Layout) -> Layout:
 
 
 def _is_unclear(layout: Layout, whole: AssembledTensor) -> bool:
-    """Whether ``[batch, sequence, heads, d]`` was inferred although ``[batch, heads, sequence, d]`` fits as well."""
+    """Return whether ``[batch, sequence, heads, d]`` was inferred although ``[batch, heads, sequence, d]`` fits as
+    well."""
     shape, last = whole.shape, layout.axes[-1] if layout.axes else 0
     return layout.source == "inferred" and shape[last] != 1 and shape[last] in shape[last + 1 : -1]
 
 
 def _is_per_sequence(layout: Layout, whole: AssembledTensor, rows: SideRows) -> bool:
-    """Whether the step has one token of each sequence, and ``[batch, n, d]`` n rows of each: an encoder's output, or
-    what cross-attention computes from it."""
+    """Return whether the step has one token per sequence but a ``[batch, n, d]`` tensor has n rows per sequence: an
+    encoder output, or a tensor that cross-attention derives from it."""
     grid, shape = rows.of(whole.records[0]), whole.shape
     if grid is None or len(grid.grid) != 2 or grid.grid[1] != 1:
         return False
@@ -117,7 +124,7 @@ def _is_per_sequence(layout: Layout, whole: AssembledTensor, rows: SideRows) -> 
 
 
 def _fit(layouts: _Layouts, wholes: _Wholes) -> bool:
-    """Whether both sides have token rows of one width in every firing."""
+    """Return whether both sides have token rows of equal width in every firing."""
     if not all(layout.by_rows for layout in layouts):
         return False
     shapes = [
@@ -126,14 +133,14 @@ def _fit(layouts: _Layouts, wholes: _Wholes) -> bool:
     return len({math.prod(_rest(layout, shape)) for layout, shape in shapes}) == 1
 
 
-def _is_said(layout: Layout, whole: AssembledTensor) -> bool:
-    """Whether dims, or the kind of the site, leave nothing to infer."""
+def _is_fixed(layout: Layout, whole: AssembledTensor) -> bool:
+    """Return whether the dims or the kind of the site leave no layout to infer."""
     return whole.dims is not None or layout.source == "annotated" or is_parameter(whole.records[0].key.site)
 
 
 def _candidates(layout: Layout, wholes: Sequence[AssembledTensor], rows: SideRows) -> list[Layout]:
-    """The distinct layouts that fit every firing of one side."""
-    if _is_said(layout, wholes[0]):
+    """Return the distinct layouts that fit every firing of one side."""
+    if _is_fixed(layout, wholes[0]):
         return [layout] if layout.by_rows else []
     placed = [(w.shape, grid) for w in wholes if (grid := rows.of(w.records[0])) is not None]
     if len(placed) < len(wholes) or any(w.records[0].rows is not None for w in wholes):
@@ -164,10 +171,13 @@ def _readings(shape: tuple[int, ...], rows: StepRows) -> Iterable[Layout]:
 
 
 def _cached(layout: Layout, wholes: Sequence[AssembledTensor], rows: SideRows) -> list[Layout]:
-    """Layouts whose second axis grows by the tokens of each step, as a cache does: MLA in transformers gives
-    ``kv_b_proj`` the latents of all positions, ``[batch, 1, positions, rank]``, the step's own last."""
+    """Return layouts whose second axis grows by the tokens of each step, like a KV cache.
+
+    MLA in transformers passes ``kv_b_proj`` the latents of all positions, ``[batch, 1, positions, rank]``, with the
+    step's own positions last.
+    """
     placed = [(w.shape, grid.grid) for w in wholes if (grid := rows.of(w.records[0])) is not None]
-    if _is_said(layout, wholes[0]) or len(placed) < len(wholes) or any(w.records[0].rows is not None for w in wholes):
+    if _is_fixed(layout, wholes[0]) or len(placed) < len(wholes) or any(w.records[0].rows is not None for w in wholes):
         return []
     if any(len(grid) != 2 or len(shape) < 3 or shape[0] != grid[0] for shape, grid in placed):
         return []
@@ -176,7 +186,7 @@ def _cached(layout: Layout, wholes: Sequence[AssembledTensor], rows: SideRows) -
 
 
 def _grows(placed: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], axis: int) -> bool:
-    """Whether each firing holds its own tokens after those of the one before, and at least one does."""
+    """Return whether each firing extends the previous one by its own tokens, and at least one has earlier positions."""
     before, some = -1, False
     for shape, (_, length) in placed:
         held = shape[axis] - length
@@ -187,7 +197,8 @@ def _grows(placed: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], axis: int)
 
 
 def _likeness(layouts: _Layouts, wholes: _Wholes) -> int:
-    """2 if the other axes are equal, 1 if one side has them flattened, 0 if they do not fit."""
+    """Return 2 if the remaining axes of both sides are equal, 1 if one side has them flattened, 0 if they do not
+    fit."""
     rests = [
         {_rest(layout, shape) for shape in {whole.shape for whole in side} if math.prod(shape)}
         for layout, side in zip(layouts, wholes, strict=True)
@@ -201,11 +212,12 @@ def _likeness(layouts: _Layouts, wholes: _Wholes) -> int:
 
 
 def _rest(layout: Layout, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the sizes of the axes that are not token rows, without axes of size 1."""
     return tuple(size for axis, size in enumerate(shape) if axis not in layout.axes and size != 1)
 
 
 def _doubtful(layouts: _Layouts, best: Sequence[_Layouts], wholes: _Wholes) -> _Layouts:
-    """The layouts, with a problem on the side whose shape is ambiguous."""
+    """Return the layouts with a problem set on each side whose shape is ambiguous."""
     settled = list(layouts)
     for side, (layout, mine) in enumerate(zip(layouts, wholes, strict=True)):
         ways = list(dict.fromkeys(pair[side] for pair in best))
@@ -219,7 +231,7 @@ def _doubtful(layouts: _Layouts, best: Sequence[_Layouts], wholes: _Wholes) -> _
 
 
 def _dims(layout: Layout, num_axes: int) -> str:
-    """The dims annotation of this layout."""
+    """Return the dims annotation that describes this layout."""
     names = dict(
         zip(
             layout.axes,

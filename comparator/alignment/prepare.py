@@ -1,6 +1,6 @@
 """Pair preparer: assemble both sides of a pair and decide which rows to compare.
 
-The only values read here are routers' choices and a sample of the rows that they order.
+Reads no values except routers' choices and a sample of the rows ordered by them.
 """
 
 import math
@@ -46,37 +46,38 @@ _EXPERTS = re.compile(r"(?:^|\.)(?:local_)?experts(?:\.|$)")
 GATHERED = "it holds the rows of all data-parallel ranks, in the order of the ranks"
 
 LeftOut = dict[tuple[Key, Key], frozenset[int]]
-"""A pair -> row pairs that it is prepared without."""
+"""(baseline series, target series) -> row pairs excluded from their comparison."""
 
 
 class _AssembledSide(Struct, frozen=True):
-    """The firings of a site of one run, assembled over ranks."""
+    """The firings of one run's site, assembled over ranks."""
 
     wholes: tuple[AssembledTensor, ...]
     broken: list[AssembledTensor]
-    """The firings that could not be assembled, although others could."""
+    """Firings that could not be assembled although others of the site could."""
     layout: Layout
     is_gathered: bool = False
-    """Whether they hold the rows of all data-parallel ranks, see :meth:`.SideRows.gathered`."""
+    """Whether the firings hold the rows of all data-parallel ranks, see :meth:`.SideRows.gathered`."""
 
 
 class PreparedPair(Struct, frozen=True):
-    """A pair ready to be measured."""
+    """A pair of sites that is ready to be measured."""
 
     left: Sequence[AssembledTensor]
     right: Sequence[AssembledTensor]
     layouts: tuple[Layout, Layout]
     plan: JoinPlan
     problem: str = ""
-    """Why it cannot be measured."""
+    """Why the pair cannot be measured; empty if it can."""
     num_broken: tuple[int, int] = (0, 0)
-    """Firings of baseline and target that were excluded: others of the site could be assembled, these could not."""
+    """Number of excluded firings of (baseline, target): these could not be assembled, although others of the site
+    could."""
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
-    """The notes that say why values may be wrong."""
+    """The subset of notes that say why values may be wrong."""
 
     def for_pair(self, pair: Pair) -> "PreparedPair":
-        """The same for another pair with this shape key."""
+        """Return this result transferred to another pair with the same shape key."""
         baseline, target = pair.sides
         left, right = WholesLike(self.left, baseline), WholesLike(self.right, target)
         return PreparedPair(
@@ -85,7 +86,7 @@ class PreparedPair(Struct, frozen=True):
 
     @property
     def joined_firings(self) -> list[AssembledTensor]:
-        """The firings that are compared, each once."""
+        """The firings that take part in joins, each once."""
         if len(self.plan.joins) == 1:
             (join,) = self.plan.joins
             return [self.left[join.baseline], self.right[join.target]]
@@ -93,22 +94,22 @@ class PreparedPair(Struct, frozen=True):
         return [*(self.left[i] for i in sorted(left)), *(self.right[i] for i in sorted(right))]
 
     def equal_by_hash(self, join: RowJoin) -> bool:
-        """Whether equal hashes show that the joined rows are equal."""
+        """Return whether the hashes prove that the joined rows are equal."""
         one, two = self.left[join.baseline], self.right[join.target]
         return self.may_be_equal(join) and (digest := one.digest) is not None and digest == two.digest
 
     def may_be_equal(self, join: RowJoin) -> bool:
-        """Whether equal hashes would show that the joined rows are equal."""
+        """Return whether equal hashes would prove that the joined rows are equal."""
         one, two = self.left[join.baseline], self.right[join.target]
         return one.dtype == two.dtype and join.aligned and self.layouts[0] == self.layouts[1]
 
     def unequal_by_hash(self, join: RowJoin) -> bool:
-        """Whether both tensors are assembled in the same way and their hashes differ."""
+        """Return whether both tensors are assembled in the same way and their hashes differ."""
         one, two = self.left[join.baseline].digest, self.right[join.target].digest
         return one is not None and two is not None and same_structure(one, two) and one != two
 
     def equal_by_multiset_hash(self, join: RowJoin) -> bool:
-        """Whether both tensors hold the same elements in any order, according to their multiset hashes."""
+        """Return whether the multiset hashes show that both tensors hold the same elements in any order."""
         one, two = self.left[join.baseline], self.right[join.target]
         if one.dtype != two.dtype or have_other_elements(one, two):
             return False
@@ -116,7 +117,8 @@ class PreparedPair(Struct, frozen=True):
 
 
 def have_other_elements(one: AssembledTensor, two: AssembledTensor) -> bool:
-    """Whether counting a few elements shows that two tensors do not hold the same, see :mod:`..runs.lazy_records`."""
+    """Return whether counting a few elements proves that two tensors hold different elements, see
+    :mod:`..runs.lazy_records`."""
     if one.piece is None or two.piece is None or not (is_partition(one.piece) and is_partition(two.piece)):
         return False
     try:
@@ -136,13 +138,15 @@ class PairPreparer:
         shift_steps: int = 0,
         ranks: frozenset[int] | None = None,
     ) -> None:
-        """``shift_steps``: target step number minus baseline step number; ``ranks``: the selected ones, None for
-        all."""
+        """Prepare pairs of ``baseline`` and ``target`` with the rows of ``row_map``.
+
+        ``shift_steps``: target step number minus baseline step number; ``ranks``: the selected ranks, None for all.
+        """
         self.baseline, self.target, self.row_map, self.shift_steps = baseline, target, row_map, shift_steps
         self._missing_shards = MissingShards(baseline, ranks), MissingShards(target, ranks)
         self._gathered = row_map.baseline.gathered(baseline), row_map.target.gathered(target)
         self._aligners: dict[tuple[bool, bool], Aligner] = {}
-        """By whether the tensors of each side hold the rows of all data-parallel ranks."""
+        """(baseline is gathered, target is gathered) -> aligner; gathered: with the rows of all data-parallel ranks."""
         self.mesh_coords: tuple[MeshCoords, MeshCoords] = mesh_coords_of(baseline), mesh_coords_of(target)
         self._expert_choices = (
             ExpertChoiceTables(baseline, row_map.baseline),
@@ -150,24 +154,24 @@ class PairPreparer:
         )
         self._left_out: LeftOut = {}
         self._templates: dict[Hashable, PreparedPair] = {}
-        """The first prepared pair of each shape key, see :mod:`.shape_key`."""
+        """Shape key -> first prepared pair with that key, see :mod:`.shape_key`."""
 
     def leave_out(self, pair: Pair, rows: frozenset[int]) -> None:
-        """Prepare the pair without these row pairs from now on, either."""
+        """Exclude these row pairs from all later preparations of the pair, in addition to those already excluded."""
         baseline, target = pair.sides
         key = key_of(baseline), key_of(target)
         self._left_out[key] = self._left_out.get(key, frozenset()) | rows
 
     def left_out(self) -> "LeftOut":
-        """What is left out, for :meth:`leave_out_only`."""
+        """Return a copy of the exclusions, to be restored by :meth:`leave_out_only`."""
         return dict(self._left_out)
 
     def leave_out_only(self, rows: "LeftOut") -> None:
-        """Leave out what was left out before, or nothing."""
+        """Replace the exclusions by ``rows``, as returned by :meth:`left_out`."""
         self._left_out = dict(rows)
 
     def prepare(self, pair: Pair) -> PreparedPair:
-        """Prepare a pair of tensors; never raises because of what the runs hold."""
+        """Prepare a pair; the contents of the runs never make this raise."""
         form = self.shape_key(pair)
         if (known := self.template(form)) is not None:
             return known.for_pair(pair)
@@ -178,8 +182,10 @@ class PairPreparer:
         return ready
 
     def shape_key(self, pair: Pair) -> Hashable:
-        """Key of pairs for which :meth:`prepare` gives the same result, apart from their tensors; None for a pair that
-        shares it with none."""
+        """Return the key shared by pairs for which :meth:`prepare` gives the same result except for the tensors.
+
+        None if the result of this pair cannot be reused.
+        """
         if self._left_out or any(self._expert_choices):
             return None
         baseline, target = pair.sides
@@ -187,11 +193,12 @@ class PairPreparer:
         return None if None in forms else forms
 
     def template(self, form: Hashable) -> PreparedPair | None:
-        """The first pair with this shape key, if others can be made from it."""
+        """Return the prepared pair from which others with the shape key ``form`` can be derived, if there is one."""
         return self._templates.get(form)
 
     def weights_of(self, side: int, series: Series) -> list[list[Block]]:
-        """The firings of a site of one run if they may be attention weights with values; else empty."""
+        """Return the blocks of each firing of a site of run ``side``; empty unless the site may be attention weights
+        with values."""
         is_output = port_of(series.site).startswith("out") and not series.site.endswith(".grad")
         if not is_output or len(series.shape) != _WEIGHTS or not dtypes.is_float(series.dtype):
             return []
@@ -202,11 +209,11 @@ class PairPreparer:
         return [blocks(whole.piece, whole.run, layout.axes) for whole in wholes if whole.piece is not None]
 
     def rows_of(self, side: int) -> SideRows:
-        """The row tables of the baseline (0) or the target (1)."""
+        """Return the row tables of the baseline (0) or the target (1)."""
         return self.row_map.target if side else self.row_map.baseline
 
     def batch_description(self, baseline: Series, target: Series) -> str:
-        """Why an argument that describes the batch is not compared; empty for any other site."""
+        """Return why an argument that describes the batch is not compared; empty for any other site."""
         meaning = meaning_of(baseline.site) if self.row_map.known else None
         if meaning in ("names", "slots"):
             return "it names the requests of the batch, whose rows are matched by tokens or by name"
@@ -218,7 +225,7 @@ class PairPreparer:
 
     @cached_property
     def _has_several_grids(self) -> tuple[bool, bool]:
-        """Whether ranks of each run compute different rows in one step."""
+        """Whether ranks of (baseline, target) compute different rows in one step."""
         left, right = (
             any(len(set(map(id, by_rank.values()))) > 1 for by_rank in side.at.values())
             for side in (self.row_map.baseline, self.row_map.target)
@@ -262,8 +269,10 @@ class PairPreparer:
     def _lacking(
         self, sides: tuple[tuple[AssembledTensor, ...], tuple[AssembledTensor, ...]], layouts: tuple[Layout, Layout]
     ) -> PreparedPair | None:
-        """The pair excluded because of missing shards that the run itself accounts for; None if none are missing or
-        they are unexplained."""
+        """Return the pair as excluded if a side lacks shards for a known reason.
+
+        None if no shards are missing, or if the run does not explain why.
+        """
         for side, (wholes, gaps) in enumerate(zip(sides, self._missing_shards, strict=True)):
             if wholes[0].lacks_shards and gaps.reason:
                 plan = JoinPlan(exclusion_reason=f"{wholes[0].problem}: {gaps.reason}")
@@ -272,7 +281,7 @@ class PairPreparer:
         return None
 
     def _plan_of_experts(self, left: Sequence[AssembledTensor], right: Sequence[AssembledTensor]) -> JoinPlan | None:
-        """The plan for rows ordered by a router's choice; None if no choice orders them."""
+        """Return the plan for rows ordered by a router's choice; None if no recorded choice orders the rows."""
         if left[0].problem or right[0].problem:
             return None
         num_pairs = self.row_map.num_pairs
@@ -287,8 +296,12 @@ class PairPreparer:
             return JoinPlan(problem=str(error))
 
     def _are_on_other_ranks(self, site: str, problem: str) -> bool:
-        """Whether the rows of an expert are those of tokens of several ranks: expert parallelism over data-parallel
-        ranks, in one run, or in both with different sizes or without dims that relate the ranks."""
+        """Return whether the rows of an expert come from tokens of several ranks that cannot be related between the
+        runs.
+
+        That is expert parallelism over data-parallel ranks in one run, or in both with different sizes or without dims
+        that relate the ranks.
+        """
         groups = [{axis: sizes.get(axis, 1) for axis in ("ep", "dp")} for sizes in (m.sizes for m in self.mesh_coords)]
         if any(max(group[axis] for group in groups) == 1 for axis in ("ep", "dp")) or is_parameter(site):
             return False
@@ -304,7 +317,7 @@ class PairPreparer:
         return self._aligners[key]
 
     def _assembled(self, side: int, series: Series) -> _AssembledSide:
-        """The firings of a site; ranks that hold different rows are separate firings."""
+        """Assemble the firings of a site; ranks that hold different rows give separate firings."""
         run, rows = (self.baseline, self.target)[side], self.rows_of(side)
         places = self.mesh_coords[side]
         if any(firing.is_stacked for firing in series.firings):
@@ -331,29 +344,32 @@ def _shapes(series: Series) -> list[tuple[int, ...]]:
 
 
 def _sound(run: Run, places: MeshCoords, series: Series) -> tuple[tuple[AssembledTensor, ...], list[AssembledTensor]]:
-    """(firings that could be assembled, those that could not); all of them as the first if none with values could."""
+    """Assemble a series; return (firings that could be assembled, firings that could not).
+
+    If none with values could be assembled, the first tuple holds all firings, the failed ones first.
+    """
     wholes = materialise(run, places, series)
     sound, broken = tuple(w for w in wholes if not w.problem), [w for w in wholes if w.problem]
-    if broken and not any(math.prod(w.shape) for w in sound):  # none, or those of idle data-parallel ranks
+    if broken and not any(math.prod(w.shape) for w in sound):  # no firings, or empty ones of idle data-parallel ranks
         return (*broken, *sound), []
     return sound, broken
 
 
 class MissingShards:
-    """Reasons for missing shards, from the run's ledger or from the selection of ranks."""
+    """Explains missing shards by the run's ledger or by the selection of ranks."""
 
     def __init__(self, run: Run, ranks: frozenset[int] | None) -> None:
-        """``ranks``: the selected ones; None for all."""
+        """Look up missing shards of ``run``; ``ranks`` are the selected ranks, None for all."""
         self._run, self._ranks = run, ranks
 
     @property
     def are_chosen(self) -> bool:
-        """Whether ranks were excluded by the user."""
+        """Whether the user's selection excludes ranks of the run."""
         return self._ranks is not None and not self._ranks.issuperset(self._run.ranks)
 
     @cached_property
     def reason(self) -> str:
-        """Why a shard may be missing; empty if the run should have all of them."""
+        """Why a shard may be missing; empty if the run should have all shards."""
         if self.are_chosen:
             return f"--ranks {compact_ranges(self._ranks or ())} excludes it"
         ledger = self._run.ledger()

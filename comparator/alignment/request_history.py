@@ -1,8 +1,9 @@
-"""Request history: the requests that a run computed and all their token rows, from the grids of its steps.
+"""Request history: the requests that a run computed, with all their token rows, derived from the grids of its steps.
 
-A name is not yet a request. A batch index ("0", "1", …) names a different request in every call, an id may be reused
-when its request is done, and a request may be computed more than once (preemption, a growing prompt, an epoch).
-Each time a name starts again at its first position is a *round*; rounds with consistent tokens are one request.
+A name does not yet identify a request. A batch index ("0", "1", …) names a different request in every call, an id may
+be reused after its request has finished, and a request may be computed more than once (preemption, a growing prompt, an
+epoch). A *round* begins each time a name starts again at its first position; rounds with consistent tokens are one
+request.
 """
 
 import math
@@ -24,13 +25,13 @@ NEVER = np.iinfo(np.int64).max
 
 
 class Request(Struct, eq=False):
-    """One request of one run, with its tokens as far as they are known."""
+    """One request of one run, with its known tokens."""
 
     name: str
     part: int
-    """0 for the first request of that name, 1 for the next, …"""
+    """Index among the requests of this name: 0 for the first."""
     step: int
-    """Step in which it was first computed."""
+    """Step that first computed the request."""
     first: int
     """Lowest computed position."""
     end: int
@@ -41,44 +42,45 @@ class Request(Struct, eq=False):
 
     @property
     def label(self) -> str:
-        """The name, with the step if the name alone is ambiguous."""
+        """The name, with the step appended if the name alone is ambiguous."""
         return f"{self.name} (step {self.step})" if self.part else self.name
 
     @property
     def is_one_repeated_token(self) -> bool:
-        """Whether an unnamed request holds one token at least twice, and no other."""
+        """Whether the request has a generated name and consists of one token, repeated at least once."""
         _, known = self.tokens.columns()
         return is_generated_name(self.name) and len(known) > 1 and bool((known == known[0]).all())
 
     @property
     def text(self) -> bytes:
-        """Token ids from :attr:`first` on, 8 bytes each, highest first; empty if some are unknown."""
+        """Token ids from :attr:`first` on as big-endian int64; empty if some are unknown."""
         _, known = self.tokens.columns()
         return known.astype(">i8").tobytes() if len(known) == self.end - self.first else b""
 
 
 class RequestHistory(Struct, frozen=True):
-    """The requests of one run and all of its rows, as columns of equal length in the order of computation."""
+    """The requests of one run and all their rows, as columns of equal length in order of computation."""
 
     grids: tuple[Grid, ...]
     requests: tuple[Request, ...]
     request: Array
-    """Index into :attr:`requests`."""
+    """[rows] index into :attr:`requests`."""
     position: Array
     visit: Array
-    """As the host recorded it."""
+    """[rows] visit as recorded by the host."""
     is_recomputed: Array
-    """How often the same (request, position) was computed before."""
+    """[rows] int: how often the same (request, position) was computed before."""
     is_replaced: Array
-    """bool: computed for, or after, a token that was replaced later: a rejected draft."""
+    """[rows] bool: computed for, or after, a token that was replaced later, such as a rejected draft."""
     grid: Array
-    """Index into :attr:`grids`."""
+    """[rows] index into :attr:`grids`."""
     slot: Array
     branch: Array
-    """See :attr:`.RowSpan.branch`; such rows are of no token that the request has."""
+    """[rows] see :attr:`.RowSpan.branch`; rows of a branch do not belong to any token of the final request."""
 
     def padding_sequences(self) -> frozenset[int]:
-        """Unnamed requests that look like the padding of packed batches: last in each, and one token repeated."""
+        """Return the indices of unnamed requests that look like padding of packed batches: one repeated token, at the
+        end of a batch."""
         ends = np.append(np.flatnonzero(np.diff(self.grid)), len(self.grid) - 1) if len(self.grid) else ()
         begins = np.append(0, np.add(ends, 1)[:-1]).astype(np.int64)
         last: set[int] = set()
@@ -90,7 +92,7 @@ class RequestHistory(Struct, frozen=True):
 
 
 class _Chunk(Struct):
-    """Adjacent rows, and the position from which a later token replaced theirs."""
+    """A span of adjacent rows, and the position from which later tokens replaced the span's own."""
 
     grid: int
     run: RowSpan
@@ -98,20 +100,24 @@ class _Chunk(Struct):
 
 
 class _Round(Struct):
-    """What was computed for a name since it last started at its first position."""
+    """The rows computed for a name since it last started at its first position."""
 
     request: Request
     chunks: list[_Chunk] = field(default_factory=list)
 
 
 _Parts = list[tuple[int, RowSpan, Sequence[int]]]
-"""(index of the grid, rows, their tokens)."""
+"""(grid index, rows, tokens of the rows) of one thread in one step."""
 _Thread = tuple[str, int, int]
-"""(name, lineage, sequence within a packed batch row): what continues from step to step."""
+"""(name, lineage, sequence within a packed batch row): identifies a request from one step to the next."""
 
 
 def follow_requests(grids: Sequence[Grid], lineage: Mapping[int, int]) -> RequestHistory:
-    """Follow every request through the steps; ``lineage`` separates ranks on which one name is two requests."""
+    """Reconstruct the requests from the grids of all steps.
+
+    ``lineage`` maps a rank to its lineage: on ranks of different lineages, an equal generated name is a different
+    request.
+    """
     rounds: dict[_Thread, list[_Round]] = {}
     for _, here in groupby(enumerate(grids), key=lambda item: (item[1].step, item[1].micro)):
         together = [item for item in here if item[1].rows]
@@ -131,8 +137,9 @@ def follow_requests(grids: Sequence[Grid], lineage: Mapping[int, int]) -> Reques
 def _collect(bouts: dict[_Thread, _Parts], index: int, grid: Grid, line: int, *, alone: bool) -> None:
     """Add a grid's rows to the parts of each thread in this step.
 
-    A batch row of a padded model may hold several packed sequences. Its name is generated then, and a new sequence
-    begins where positions go back, or jump while no other rank holds the positions between; not in a tree of drafts.
+    A batch row of a padded model may hold several packed sequences under one generated name. A new sequence begins
+    where positions go back, or jump ahead while no other rank holds the positions between. Neither applies to a tree of
+    drafts.
     """
     start = 0
     threads: dict[str, int] = {}
@@ -153,12 +160,14 @@ def _collect(bouts: dict[_Thread, _Parts], index: int, grid: Grid, line: int, *,
 
 @lru_cache(maxsize=4096)
 def is_generated_name(name: str) -> bool:
-    """Whether a request name is a plain number: a batch index or counter, which identifies nothing across runs."""
+    """Return whether a request name is a plain number: a batch index or counter, which identifies nothing across
+    runs."""
     return name.strip("#").isdecimal()
 
 
 def _advance(rounds: list[_Round], name: str, parts: _Parts, grid: Grid) -> None:
-    """Continue one thread with ``parts`` in the step of ``grid``."""
+    """Append the ``parts`` that a thread computed in the step of ``grid`` to its rounds, starting a new round if
+    needed."""
     branches = [_Chunk(index, run) for index, run, _ in parts if run.branch]
     if branches and rounds:
         rounds[-1].chunks += branches
@@ -179,7 +188,7 @@ def _advance(rounds: list[_Round], name: str, parts: _Parts, grid: Grid) -> None
         and (grid.phase == "prefill" or (grid.phase != "decode" and end - start > 1))
     ):
         request.prompt_end = end
-    branch = NEVER  # where a tree of drafts branches within the step: the accepted branch is unknown
+    branch = NEVER  # position where a tree of drafts branches within the step: the accepted branch is unknown
     for (index, run, given), kept_end in zip(parts, kept_ends, strict=True):
         tokens = given[: max(kept_end - run.position, 0)]
         changed = _replace(current, run.position, tokens) if run.position < request.end and tokens else None
@@ -200,12 +209,13 @@ def _advance(rounds: list[_Round], name: str, parts: _Parts, grid: Grid) -> None
 
 
 def _kept_ends(parts: _Parts, end: int, grid: Grid, name: str) -> list[int]:
-    """The position before which the rows of each part were kept; ``end``: that after the last row of the step."""
+    """Return for each part the position before which its rows were kept; ``end`` is the position after the step's last
+    row."""
     accepted = grid.branches.get(name)
     if accepted is None:
         rejected = grid.rejected.get(name, 0)
         return [end - rejected if rejected else NEVER] * len(parts)
-    row = -(sum(run.count for _, run, _ in parts) - grid.drafts[name])  # of the first draft: 0
+    row = -(sum(run.count for _, run, _ in parts) - grid.drafts[name])  # row 0 is the first draft
     ends = []
     for _, run, _ in parts:
         kept = 0
@@ -217,7 +227,8 @@ def _kept_ends(parts: _Parts, end: int, grid: Grid, name: str) -> list[int]:
 
 
 def _replace(current: _Round, start: int, tokens: Sequence[int]) -> int | None:
-    """Mark what was computed for or after a token that is now replaced, and return its position."""
+    """Mark rows computed for or after a replaced token as stale and return the token's position; None if nothing
+    changed."""
     changed = current.request.tokens.changed(start, tokens)
     if changed is None:
         return None
@@ -229,7 +240,8 @@ def _replace(current: _Round, start: int, tokens: Sequence[int]) -> int | None:
 
 
 def _merge(rounds: list[_Round], requests: list[Request], chunks: list[tuple[int, _Chunk]], part: int) -> int:
-    """Merge rounds with consistent tokens into requests; append these and their chunks, and return their number."""
+    """Merge rounds with consistent tokens into requests, append these and their chunks, and return the number of
+    requests."""
     mine: list[int] = []
     for one in rounds:
         same = next((i for i in mine if _agree(requests[i], one.request)), None)
@@ -247,7 +259,7 @@ def _merge(rounds: list[_Round], requests: list[Request], chunks: list[tuple[int
 
 
 def _agree(one: Request, other: Request) -> bool:
-    """Whether the tokens of two rounds are equal where both are known."""
+    """Return whether the tokens of two rounds are equal where both are known."""
     if one.first != other.first:
         return False
     small, large = sorted((one.tokens, other.tokens), key=len)
@@ -276,13 +288,13 @@ def _columns(grids: Sequence[Grid], requests: list[Request], chunks: list[tuple[
 
 
 def _narrow(column: Array) -> Array:
-    """The column in int32 if that suffices: there may be millions of rows."""
+    """Cast the column to int32 if its values fit: a run may have millions of rows."""
     return column.astype(np.int32) if column.max(initial=0) < 1 << 31 else column
 
 
 def _count_again(request: Array, position: Array, superseded: Array, branch: Array) -> Array:
-    """For each row, how many earlier rows have its request, position and branch and were not replaced."""
-    order = np.lexsort((superseded, branch, position, request))  # stable: time is the last key
+    """Count for each row the earlier rows with the same request, position, branch and superseded flag."""
+    order = np.lexsort((superseded, branch, position, request))  # stable: ties stay in order of computation
     same = np.ones(len(order), bool)
     same[:1] = False
     for column in (request, position, branch, superseded):

@@ -1,8 +1,8 @@
-"""Request matching: which request of the target is which of the baseline.
+"""Request matching: pair each request of the target with its counterpart in the baseline.
 
-A user-given name decides. A plain number does not, since it is a batch index. Next, tokens decide: equal ones first,
-then the longest common prefix that covers at least the shorter prompt, each request once. The rest is matched by
-number, so that different prompts are reported as such.
+A user-given name decides. A plain number does not, because it is a batch index. Tokens decide next: equal tokens first,
+then the longest common prefix that covers at least the shorter prompt, each request once. The remaining requests are
+matched by number, so that different prompts are reported as different.
 """
 
 from collections import Counter
@@ -19,18 +19,20 @@ from tapscope.core import formatting
 Array = np.ndarray[Any, Any]
 
 MAX_TRIES = 40_000
-"""Pairs of unmatched requests whose tokens are compared; the rest is reported as not tried."""
+"""Maximum number of pairs of unmatched requests whose tokens are compared; beyond it, requests are reported as not
+tried."""
 
 MIN_MOVED = 4
-"""Fewest equal tokens at shifted positions that are not chance, unless they are all there are."""
+"""Minimum number of equal tokens at shifted positions that rules out chance, unless the requests have no other
+tokens."""
 
 
 NAMED = 4
-"""Requests named in one sentence."""
+"""Number of requests listed in one sentence."""
 
 
 class RequestPair(Struct, frozen=True):
-    """A pair of requests, as indices into both sides."""
+    """A pair of requests, as indices into the requests of both sides."""
 
     baseline: int
     target: int
@@ -39,17 +41,17 @@ class RequestPair(Struct, frozen=True):
 
 
 class RequestMatching(Struct):
-    """The paired requests, and sentences on assumptions and on what is missing."""
+    """The paired requests, with sentences on assumptions (notes) and on unpaired requests (problems)."""
 
     pairs: list[RequestPair]
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     padding: tuple[frozenset[int], frozenset[int]] = (frozenset(), frozenset())
-    """Unpaired requests of each side that are padding."""
+    """Unpaired requests of (baseline, target) that are padding."""
 
 
 class _Match(Struct):
-    """Requests of both sides that have no partner yet."""
+    """Work list of the matching: the pairs so far and the requests without a partner."""
 
     sides: tuple[Sequence[Request], Sequence[Request]]
     rest: tuple[list[int], list[int]]
@@ -57,7 +59,7 @@ class _Match(Struct):
     num_ambiguous: int = 0
 
     def take(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Record pairs of requests."""
+        """Record pairs and remove their requests from :attr:`rest`."""
         new_pairs = list(pairs)
         self.pairs += new_pairs
         for side, taken in enumerate(zip(*new_pairs, strict=True)):
@@ -65,7 +67,8 @@ class _Match(Struct):
             self.rest[side][:] = [i for i in self.rest[side] if i not in gone]
 
     def by(self, key: Callable[[Request], object]) -> list[tuple[list[int], list[int]]]:
-        """Groups of unmatched requests with an equal key on both sides; a key of None matches nothing."""
+        """Group unmatched requests by ``key``; return groups with requests on both sides. A key of None matches
+        nothing."""
         groups: dict[object, tuple[list[int], list[int]]] = {}
         for side, rest in enumerate(self.rest):
             for i in rest:
@@ -82,8 +85,8 @@ def match_requests(
 ) -> RequestMatching:
     """Pair the requests of both runs.
 
-    ``names`` are the names of the runs, for messages; ``padding`` are the requests of each that look like padding, and
-    count as such if they have no partner.
+    ``names`` are the run names, for messages. ``padding`` are the requests of each run that look like padding; they
+    count as padding only if they have no partner.
     """
     work = _Match((left, right), (list(range(len(left))), list(range(len(right)))))
     chosen = _chosen_names(left) & _chosen_names(right)
@@ -100,13 +103,13 @@ def match_requests(
 
 
 def _chosen_names(requests: Sequence[Request]) -> set[str]:
-    """Names that the user gave to exactly one request."""
+    """Return the user-given names that belong to exactly one request."""
     counts = Counter(r.name for r in requests)
     return {name for name, count in counts.items() if count == 1 and not is_generated_name(name)}
 
 
 def _like_named(work: _Match, left: Sequence[int], right: Sequence[int]) -> list[tuple[int, int]]:
-    """Pair equal requests: those with the same name first, the others in order."""
+    """Pair requests with equal tokens: requests with the same name first, the others in order."""
     by_name = {(work.sides[1][j].name, work.sides[1][j].part): j for j in right}
     pairs = [(i, j) for i in left if (j := by_name.get((work.sides[0][i].name, work.sides[0][i].part))) is not None]
     taken = {i for i, _ in pairs}, {j for _, j in pairs}
@@ -117,8 +120,8 @@ def _like_named(work: _Match, left: Sequence[int], right: Sequence[int]) -> list
 def _by_beginning(work: _Match, left: Sequence[int], right: Sequence[int]) -> list[tuple[int, int]]:
     """Pair requests with the same first position by the longest common prefix of their tokens, each once.
 
-    In sorted order the longest common prefix is shared with a neighbour. Neighbours are joined from the longest
-    prefix down, and requests without a partner in a joined range are paired there.
+    In sorted order the longest common prefix is always shared with a neighbor. Neighboring ranges are joined from the
+    longest prefix down, and unpaired requests within a joined range are paired there.
     """
     everyone = sorted(
         (work.sides[side][i].text, side, i) for side, indices in enumerate((left, right)) for i in indices
@@ -144,26 +147,26 @@ def _by_beginning(work: _Match, left: Sequence[int], right: Sequence[int]) -> li
 
 
 def _common(one: bytes, two: bytes) -> int:
-    """Length of the common suffix of two token byte strings (stored highest position first), in tokens."""
+    """Return the length in tokens of the common prefix of two strings of :attr:`.Request.text`."""
     num = min(len(one), len(two)) // 8
     return num_equal(np.frombuffer(one, np.int64, num), np.frombuffer(two, np.int64, num))
 
 
 def num_equal(one: Array, two: Array) -> int:
-    """Number of equal elements before the first that differs."""
+    """Return the number of equal elements before the first difference."""
     other = one != two
     return int(other.argmax()) if other.any() else len(one)
 
 
 def _prompt(one: Request, two: Request) -> int:
-    """Number of tokens that two requests must share to be one: the length of the shorter prompt."""
+    """Return the number of tokens that two requests must share to be paired: the length of the shorter prompt."""
     return min(one.prompt_end - one.first, two.prompt_end - two.first)
 
 
 def _by_overlap(work: _Match) -> int:
     """Pair requests that begin at different positions (a cached prefix, offset positions), best first.
 
-    Returns how many requests were not tried because there are too many.
+    Returns the number of requests that were not tried because there are too many.
     """
     left, right = ([i for i in work.rest[side] if work.sides[side][i].tokens] for side in (0, 1))
     if len(left) * len(right) > MAX_TRIES:
@@ -187,13 +190,13 @@ def _by_overlap(work: _Match) -> int:
 
 
 def _needed(one: Request, two: Request, shift: int) -> int:
-    """Number of tokens of the shorter prompt that both hold, at least 1."""
+    """Return the number of tokens of the shorter prompt that both requests hold, at least 1."""
     begin = max(one.first, two.first - shift)
     return max(1, min(one.prompt_end, two.prompt_end - shift) - begin)
 
 
 def best_shift(one: Request, two: Request) -> tuple[int, int]:
-    """(target position minus baseline position, number of equal tokens from the first common one on)."""
+    """Return (target position minus baseline position, number of equal tokens from the first common position on)."""
     delta = two.first - one.first
     here = _overlap(one, two, 0)
     moved = _overlap(one, two, delta) if delta else 0
@@ -251,7 +254,11 @@ def _padding_note(name: str, pads: Sequence[Request]) -> str:
 
 
 def _alone(name: str, side: Sequence[Request], rest: Sequence[int]) -> str:
-    """Message for requests that only one run has; with generated names, a growing prompt looks like several."""
+    """Return a message about requests that only one run has.
+
+    Under generated names, one growing prompt looks like several requests; the message then says how to record the
+    identity.
+    """
     listed = formatting.listed([side[i].label for i in rest])
     sentence = f"request {listed} is only in {name}" if len(rest) == 1 else f"requests {listed} are only in {name}"
     for one in (side[i] for i in rest[:NAMED] if is_generated_name(side[i].name) and side[i].text):

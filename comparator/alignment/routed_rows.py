@@ -1,8 +1,8 @@
-"""Routing maps: flags [tokens, experts] by which a router's module tells which tokens an expert works on.
+"""Routing maps: bool flags [tokens, experts] with which a router module assigns tokens to experts.
 
-Megatron's dispatcher gathers the tokens of an expert-parallel group in the order of its ranks, and hands each expert
-those whose flag is set, in that order; all experts of a rank are sorted by expert. Padding has flags, too: the maps of
-the group, with the token grid of each rank, tell which rows of an expert are tokens, and which.
+Megatron's dispatcher gathers the tokens of an expert-parallel group in rank order and passes each expert the tokens
+whose flag is set, in that order; the rows of a rank are sorted by expert. Padding has flags too. The maps of the group
+and the token grid of each rank determine which rows of an expert are tokens, and which tokens they are.
 """
 
 import re
@@ -24,7 +24,8 @@ from tapscope.run_format.run import Run
 
 Array = np.ndarray[Any, Any]
 _EXPERT = re.compile(r"^(.*)\.experts(?:\.local_experts\.(\d+)(?=[.:])|(?=:)).*$")
-"""A site of one expert, or of the module that holds those of a rank; the first group is the router's parent."""
+"""A site of one expert, or of the module that holds the experts of a rank; the first group is the parent of the
+router."""
 _MAX_KEPT = 64
 
 
@@ -34,30 +35,30 @@ class RoutedRows(NamedTuple):
     pairs: Array
     """[rows] int64: row pair, or a code of :mod:`.row_map`."""
     experts: Array
-    """[rows] int64"""
+    """[rows] int64: expert index."""
     turns: Array
-    """[rows] int64: the call within the step."""
+    """[rows] int64: call within the step."""
     firing: Array
     row: Array
-    """[rows] within the firing."""
+    """[rows] index within the firing."""
 
 
 class _Map(NamedTuple):
-    """The gathered flags of one call."""
+    """The flags of one call, gathered over the expert-parallel group."""
 
     flags: Array
-    """[tokens of all ranks, experts] bool"""
+    """[tokens of all ranks, experts] bool."""
     pairs: Array
-    """[tokens of all ranks]"""
+    """[tokens of all ranks] row pair of each token."""
     turn: int
 
 
 class RoutingMapTables:
-    """The routing maps of one run."""
+    """The routing maps that one run recorded."""
 
     def __init__(self, run: Run, rows: SideRows) -> None:
         self._run, self._rows = run, rows
-        self._records: dict[str, dict[Key, Record]] = {}  # parent of the router -> its maps, by keys without site
+        self._records: dict[str, dict[Key, Record]] = {}  # parent of the router -> key without site -> map
         self._kept: dict[tuple[str, Key], _Map | None] = {}
         self._num_ranks = run.mesh.get("ep", 1)
         for record in run.records.take(run.records.which(lambda kind: kind.dtype == "bool")):
@@ -70,7 +71,7 @@ class RoutingMapTables:
         return bool(self._records)
 
     def rows(self, wholes: Sequence[AssembledTensor]) -> RoutedRows | None:
-        """The rows of the firings of one site; None if no map accounts for all of them.
+        """Return the rows of the firings of one site; None if no map accounts for all of them.
 
         Raises DataError if a map cannot be read.
         """
@@ -90,9 +91,9 @@ class RoutingMapTables:
         return RoutedRows(*map(np.concatenate, zip(*parts, strict=True)))
 
     def counts(self, wholes: Sequence[AssembledTensor]) -> Array | None:
-        """The values of a site that holds the number of rows of each expert, padding included; None for other sites.
+        """Return the values of a site that holds the number of rows per expert, padding included; None for other sites.
 
-        Raises DataError if they cannot be read.
+        Raises DataError if the values cannot be read.
         """
         match = _EXPERT.match(wholes[0].records[0].key.site)
         if match is None or match[2] is not None or match[1] not in self._records:
@@ -109,13 +110,13 @@ class RoutingMapTables:
         return np.concatenate(values)
 
     def _held(self, gathered: "_Map", record: Record) -> slice:
-        """The experts of a record's rank."""
+        """Return the range of experts on the record's rank."""
         count = gathered.flags.shape[1] // self._num_ranks
         first = self._run.coords(record.key.rank).get("ep", 0) * count
         return slice(first, first + count)
 
     def _part(self, block: str, expert: str | None, record: Record, firing: int) -> RoutedRows | None:
-        """The rows of one rank; None if their number is another one."""
+        """Return the rows of one rank; None if the flags imply a different number of rows than the record has."""
         gathered = self._gathered(block, _place(record.key))
         if gathered is None:
             return None
@@ -136,7 +137,8 @@ class RoutingMapTables:
         return self._kept[block, key]
 
     def _gather(self, block: str, key: Key) -> _Map | None:
-        """The maps of the expert-parallel group of a rank."""
+        """Gather the maps of the expert-parallel group of the key's rank; None if one is missing or its rows are
+        unknown."""
         maps = [self._records[block].get(key._replace(rank=rank)) for rank in self._group(key.rank)]
         known = [record for record in maps if record is not None]
         pairs = [self._pairs(record) for record in known]
@@ -148,7 +150,8 @@ class RoutingMapTables:
         return _Map(np.concatenate(flags), np.concatenate([each for each in pairs if each is not None]), turn)
 
     def _group(self, rank: int) -> Sequence[int]:
-        """The ranks of its expert-parallel group, in order; empty if the coordinates do not tell."""
+        """Return the ranks of the rank's expert-parallel group, in order; empty if the mesh coordinates do not
+        determine it."""
         coords = {each: self._run.coords(each) for each in self._run.ranks}
         stage = sorted(each for each, at in coords.items() if at.get("pp", 0) == coords[rank].get("pp", 0))
         first = stage.index(rank) // self._num_ranks * self._num_ranks
@@ -157,7 +160,7 @@ class RoutingMapTables:
         return group if is_one else ()
 
     def _pairs(self, record: Record) -> Array | None:
-        """[tokens]: the row pair of each of a map's rows; None if its dims do not tell."""
+        """Return the row pair of each row of a map as [tokens]; None if the map's dims do not determine them."""
         grid = self._rows.of(record)
         if grid is None:
             return None
@@ -180,5 +183,5 @@ class RoutingMapTables:
 
 
 def _place(key: Key) -> Key:
-    """The key of the call that a value, a gradient or a map belongs to."""
+    """Return the key of the call that a value, a gradient or a map belongs to."""
     return key._replace(site="", pass_=FORWARD)

@@ -1,4 +1,4 @@
-"""Row joins: rows of the firings of two sides that are matched by an equal key."""
+"""Row joins: match the rows of two sides by equal keys."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -14,34 +14,36 @@ Array = np.ndarray[Any, Any]
 
 
 class RowJoin(Struct, frozen=True):
-    """Rows of one firing matched with rows of another."""
+    """Rows of one baseline firing matched with rows of one target firing."""
 
     baseline: int
-    """Index of the firing."""
+    """Index of the baseline firing."""
     target: int
+    """Index of the target firing."""
     baseline_rows: Rows = slice(None)
     target_rows: Rows = slice(None)
     pairs: Array | None = None
-    """Their row pairs in the RowMap; None when the tensors are compared whole."""
+    """[rows] index of each row pair in the RowMap; None when the tensors are compared whole."""
     aligned: bool = True
-    """Whether every valid row matches the row at its own index, so that equal bytes mean equal rows."""
+    """Whether every valid row matches the row at the same index, so that equal bytes imply equal rows."""
 
 
 def row_numbers(firing: int, start: int, stop: int) -> Array:
-    """Numbers of the rows of tensors compared whole, in place of row pairs: -2 and below, each of one firing."""
+    """Return row numbers for tensors compared whole, used in place of row pairs: -2 and below, distinct for each
+    firing."""
     return -2 - (np.int64(firing) << 32) - np.arange(start, stop, dtype=np.int64)
 
 
 class KeyedRows(Struct):
-    """The comparable rows of one side as columns of equal length, and counts of the others."""
+    """The comparable rows of one side as columns of equal length, and counts of the other rows."""
 
     keys: Array
-    """Key by which a row is matched."""
+    """[rows] matching key."""
     firing: Array
     rows: Array
-    """Row index within the firing."""
+    """[rows] index within the firing."""
     valid: dict[int, int]
-    """Firing -> number of its rows that are not padding."""
+    """Firing -> number of rows that are not padding."""
     num_forked: int
     num_unaligned: int
     slots: dict[int, int]
@@ -49,8 +51,10 @@ class KeyedRows(Struct):
 
 
 def join_rows(left: KeyedRows, right: KeyedRows, num_pairs: int) -> list[RowJoin]:
-    """Match rows of equal keys, split where the firing of either side changes; key modulo ``num_pairs`` is a row
-    pair."""
+    """Match rows of equal keys, starting a new join where the firing of either side changes.
+
+    A key modulo ``num_pairs`` is a row pair.
+    """
     first, second = matching_keys(left.keys, right.keys)
     order = np.lexsort((left.rows[first], left.firing[first], right.firing[second]))
     first, second = first[order], second[order]
@@ -69,7 +73,7 @@ def join_rows(left: KeyedRows, right: KeyedRows, num_pairs: int) -> list[RowJoin
 
 
 def counts_of(left: KeyedRows, right: KeyedRows, joins: Sequence[RowJoin]) -> RowCounts:
-    """Count what became of the rows of both sides."""
+    """Return the row counts of a join: compared, forked, unaligned, and absent from the other side."""
     met = sum(len(join.pairs) for join in joins if join.pairs is not None)
     absent = len(left.keys) + len(right.keys) - 2 * met
     forked, unaligned = max(left.num_forked, right.num_forked), left.num_unaligned + right.num_unaligned
@@ -77,21 +81,23 @@ def counts_of(left: KeyedRows, right: KeyedRows, joins: Sequence[RowJoin]) -> Ro
 
 
 def compact(rows: Array) -> Rows:
-    """Increasing row indices, as a slice if they are contiguous."""
+    """Return increasing row indices as a slice if they are contiguous."""
     first, last = int(rows[0]), int(rows[-1])
     neighbours = last - first == len(rows) - 1 and bool(np.all(rows[1:] - rows[:-1] == 1))
     return slice(first, last + 1) if neighbours else rows
 
 
 def indices(rows: Rows) -> Array:
-    """The row indices of a slice or array."""
+    """Return the row indices of a slice or an array."""
     return np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
 
 
 def matching_keys(one: Array, two: Array) -> tuple[Array, Array]:
-    """(indices into ``one``, indices into ``two``) of the common keys, sorted by key; of a repeated key the first.
+    """Return (indices into ``one``, indices into ``two``) of the common keys, sorted by key; a repeated key counts
+    once.
 
-    Both are int64. Two runs of one batch have equal keys in order, which needs no sort.
+    Keys are int64. The first occurrence represents a repeated key. Fast path: two runs of one batch have equal, ordered
+    keys, which need no sort.
     """
     if np.array_equal(one, two) and bool((one[1:] > one[:-1]).all()):
         return np.arange(len(one)), np.arange(len(two))
@@ -106,8 +112,10 @@ def matching_keys(one: Array, two: Array) -> tuple[Array, Array]:
 
 
 def _first_of_each(keys: Array) -> tuple[Array, Array]:
-    """(index of the first occurrence of each key, the keys), sorted. There may be millions: numpy's ``intersect1d``
-    takes twice the memory."""
+    """Return (index of each key's first occurrence, distinct keys), sorted by key.
+
+    There may be millions of keys: numpy's ``intersect1d`` takes twice the memory.
+    """
     order = np.argsort(keys, kind="stable")
     keys = keys[order]
     new = np.concatenate([np.ones(min(len(keys), 1), bool), keys[1:] != keys[:-1]])

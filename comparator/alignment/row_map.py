@@ -1,7 +1,7 @@
-"""Row map: which token row of the baseline is which token row of the target.
+"""Row map: pairs each token row of the target with its token row of the baseline.
 
-A row is identified by (request, position, visit). It is comparable while every earlier token of its request, and its
-own, is equal on both sides. Where they diverge the request is *forked*, and its later rows are excluded.
+A row is identified by (request, position, visit). A row is comparable while its own token and all earlier tokens of its
+request are equal on both sides. From the first difference on, the request is *forked*, and its rows are excluded.
 """
 
 from typing import Any
@@ -15,23 +15,25 @@ from tapscope.comparator.runs.grids import SideRows
 Array = np.ndarray[Any, Any]
 
 PADDING, FORKED, UNALIGNED, RECOMPUTED, REPLACED = -1, -2, -3, -4, -5
-"""Codes in a slot table for slots without a pair: padding, after a fork, never computed by the other run, recomputed
-by one run only (preemption), and computed for a token that was replaced later (a rejected draft) or by the draft model
-of one run only."""
+"""Codes in a slot table for slots without a row pair.
+
+In order: padding; after a fork; never computed by the other run; recomputed by one run only (preemption); computed for
+a token that was replaced later (a rejected draft), or by the draft model of one run only.
+"""
 _NONE = np.empty(0, np.int64)
 
 
 class RowMap(Struct, frozen=True):
-    """The row pairs of two runs, and what could not be paired."""
+    """The row pairs of two runs, and counts of the rows that could not be paired."""
 
     baseline: SideRows
     target: SideRows
     requests: tuple[str, ...] = ()
-    """Baseline names of the paired requests."""
+    """Names of the paired requests in the baseline."""
     pair_request: Array = _NONE
     """[pairs] index into :attr:`requests`."""
     pair_position: Array = _NONE
-    """[pairs] the baseline's."""
+    """[pairs] position in the baseline."""
     pair_visit: Array = _NONE
     pair_branch: Array = _NONE
     """[pairs] see :attr:`.RowSpan.branch`."""
@@ -45,7 +47,8 @@ class RowMap(Struct, frozen=True):
     """Rows computed for a token that was replaced later (a rejected draft), or by the draft model of one run only, of
     (baseline, target)."""
     late_starts: tuple[tuple[str, int] | None, tuple[str, int] | None] = (None, None)
-    """(request, its first position) of (baseline, target): the first one that begins later than in the other run."""
+    """For (baseline, target), the first request that begins later than in the other run, as (request, its first
+    position)."""
     forks: tuple[Fork, ...] = ()
     notes: tuple[str, ...] = ()
     """Sentences on assumptions and on what could not be checked."""
@@ -54,10 +57,10 @@ class RowMap(Struct, frozen=True):
 
     @property
     def num_pairs(self) -> int:
-        """Comparable row pairs."""
+        """Number of comparable row pairs."""
         return len(self.pair_request)
 
     @property
     def known(self) -> bool:
-        """Whether both runs record which rows their steps hold."""
+        """Whether both runs recorded the rows of their steps."""
         return bool(self.baseline) and bool(self.target)

@@ -1,4 +1,4 @@
-"""Row pairing: match the rows of two sides in passes, each row once."""
+"""Row pairing: match the rows of two runs in several passes, each row at most once."""
 
 import math
 from collections.abc import Collection, Iterator, Sequence
@@ -19,12 +19,12 @@ Array = np.ndarray[Any, Any]
 
 
 class RowPairingSide:
-    """The rows of one side while they are being matched."""
+    """The rows of one run during matching."""
 
     def __init__(self, rows: RequestHistory, shift_steps: int = 0) -> None:
         self.rows = rows
-        self.pair = np.full(len(rows.requests), -1, np.int32)  # request -> pair of requests
-        self.position = rows.position  # in the baseline's count
+        self.pair = np.full(len(rows.requests), -1, np.int32)  # request -> index of its request pair
+        self.position = rows.position  # in the baseline's numbering
         self.code = np.empty(0, np.int64)
         self.visit = np.maximum(rows.visit, rows.is_recomputed) if rows.is_recomputed.any() else rows.visit
         of_drafts = np.array([g.phase == DRAFT_PHASE for g in rows.grids], bool)
@@ -32,8 +32,11 @@ class RowPairingSide:
         self._steps = np.array([g.step - shift_steps for g in rows.grids], np.int64)
 
     def enter(self, requests: Sequence[tuple[int, int]], limits: Array, padding: Collection[int]) -> None:
-        """Set (request, shift) of every pair, the positions at which the pairs fork, and the requests that are
-        padding."""
+        """Assign the request pairs, their forks and the padding to the rows.
+
+        ``requests`` holds (request, shift) of every pair, ``limits`` the fork position of every pair, ``padding`` the
+        requests that are padding.
+        """
         shifts = np.zeros(len(self.pair), np.int64)
         for index, (request, shift) in enumerate(requests):
             self.pair[request], shifts[request] = index, shift
@@ -46,20 +49,21 @@ class RowPairingSide:
             self.code[np.isin(self.rows.request, list(padding))] = PADDING
 
     def step(self, rows: Array) -> Array:
-        """The baseline's numbers of the steps that computed the rows."""
+        """Return the step of each row in the baseline's numbering."""
         return self._steps[self.rows.grid[rows]]
 
     def free(self, *, of_branches: bool = False) -> Array:
-        """Rows that are still unmatched: those of no tree of drafts, or those of its branches."""
+        """Return the indices of unmatched rows: those outside of draft trees, or with ``of_branches`` those on their
+        branches."""
         is_free = (self.code == UNALIGNED) & (self.pair_of_row >= 0)
         return np.flatnonzero(is_free & ((self.rows.branch > 0) == of_branches))
 
     def count(self, code: int) -> int:
-        """Number of rows with this code."""
+        """Return the number of rows with this code."""
         return int((self.code == code).sum())
 
     def side_rows(self) -> SideRows:
-        """Write the codes to the slots of the grids."""
+        """Return the slot tables of all grids, filled with row pairs and codes."""
         at: dict[tuple[int, int | None], dict[int, StepRows]] = {}
         order = np.argsort(self.rows.grid, kind="stable")
         bounds = np.searchsorted(self.rows.grid[order], np.arange(len(self.rows.grids) + 1))
@@ -74,16 +78,16 @@ class RowPairingSide:
 
 
 def _num_slots(grid: Grid, used: Array) -> int:
-    """Slots of the grid, extended if its rows are outside of it."""
+    """Return the number of slots of the grid, extended if its rows exceed the grid."""
     return max(math.prod(grid.shape), int(used.max(initial=-1)) + 1)
 
 
 class RowPairing(Struct):
-    """Matches rows in passes, each row once."""
+    """Matches the rows of two runs in passes, each row at most once."""
 
     sides: tuple[RowPairingSide, RowPairingSide]
     parts: list[tuple[Array, Array]] = field(default_factory=list)
-    """Matched rows of both sides, one element per pass."""
+    """(baseline rows, target rows) matched by each pass."""
     names: tuple[str, ...] = ()
     late_starts: tuple[tuple[str, int] | None, tuple[str, int] | None] = (None, None)
     """See :attr:`.RowMap.late_starts`."""
@@ -91,7 +95,7 @@ class RowPairing(Struct):
     def enter(
         self, pairs: Sequence[RequestPair], forks: Sequence[Fork], padding: tuple[Collection[int], Collection[int]]
     ) -> None:
-        """Match the rows of the paired requests, up to their forks; ``padding``: the requests of each side that are
+        """Match the rows of the paired requests up to their forks; ``padding`` are the requests of each side that are
         padding."""
         limits = np.full(len(pairs) + 1, NEVER)  # the last one is for rows of unpaired requests (-1)
         for fork in forks:
@@ -105,10 +109,10 @@ class RowPairing(Struct):
             self._join(*thirds)
 
     def _thirds(self) -> Iterator[tuple[tuple[Array, Array], tuple[Array, Array]]]:
-        """(rows, key in addition to request and position) of both sides, one element per pass.
+        """Yield for each pass (rows, third matching key) of both sides; the first two keys are request and position.
 
-        Rows of a draft model's trees are matched by branch. What a host computes again without recording a visit (an
-        epoch, a growing prompt) is matched by step, everything else by visit, and the rest in the order of computation.
+        Rows of a draft model's trees are matched by branch. Rows recomputed without a recorded visit (an epoch, a
+        growing prompt) are matched by step, all other rows by visit, and the rest in order of computation.
         """
         left, right = self.sides
         rows = [side.free(of_branches=True) for side in self.sides]
@@ -125,7 +129,7 @@ class RowPairing(Struct):
         yield (rows[0], left.rows.is_recomputed[rows[0]]), (rows[1], right.rows.is_recomputed[rows[1]])
 
     def _join(self, one: tuple[Array, Array], two: tuple[Array, Array]) -> None:
-        """Match the rows of equal (request, position, third key), each key once."""
+        """Match rows of equal (request, position, third key), each key once."""
         left, right = self.sides
         if not len(one[0]) or not len(two[0]):
             return
@@ -142,7 +146,7 @@ class RowPairing(Struct):
         left.code[mine], right.code[other] = 0, 0  # no longer free; numbered when all passes are done
 
     def row_map(self, forks: tuple[Fork, ...], notes: tuple[str, ...], problems: tuple[str, ...]) -> RowMap:
-        """Number the pairs in the baseline's order and count the rest."""
+        """Number the pairs in the baseline's order, classify the remaining rows, and return the row map."""
         left, right = self.sides
         none = np.empty(0, np.int64)
         mine, other = (np.concatenate(rows) for rows in zip((none, none), *self.parts, strict=True))
@@ -196,7 +200,7 @@ def _late_starts(
 
 
 def _packed(sides: Sequence[tuple[Array, Array, Array]]) -> list[Array]:
-    """The columns of both sides as one integer per row; equal integers are equal columns."""
+    """Pack the columns of each side into one integer per row; integers are equal exactly if all columns are."""
     if not all(len(side[0]) for side in sides):
         return [np.empty(len(side[0]), np.int64) for side in sides]
     lows = [min(int(side[i].min()) for side in sides) for i in range(3)]

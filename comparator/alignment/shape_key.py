@@ -1,8 +1,7 @@
-"""Shape keys: sites with equal keys are prepared in the same way, so that this is done once.
+"""Shape keys: sites with equal keys are prepared in the same way, so the preparation is done once.
 
-A model has the same sites in every layer, and a site has many steps. If each firing is stored in its records as it is
-or in adjacent shards, its layouts and plan are those of any other pair whose records have the same keys, shapes,
-dtypes and dims.
+A model has the same sites in every layer, and a site has many steps. If each firing consists of one record or of
+adjacent shards, its layouts and plan apply to every pair whose records have equal keys, shapes, dtypes and dims.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -21,7 +20,10 @@ from tapscope.run_format.record import Record
 
 
 def shape_key_of(series: Series) -> Hashable:
-    """Key of a series; equal keys are assembled and laid out alike. None for a series derived from several sites."""
+    """Return the shape key of a series: series with equal keys are assembled and laid out alike.
+
+    None for a series derived from several sites.
+    """
     if series.derivation is not None:
         return None
     kind = _kind(port_of(series.site))
@@ -39,7 +41,7 @@ def _form(firing: Firing) -> Hashable:
     records = firing.records
     if len(records) == 1:
         return _signature(records[0])
-    hashes = [record.hash for record in records]  # equal bytes on several ranks decide how they are merged
+    hashes = [record.hash for record in records]  # whether ranks hold equal bytes decides how they are merged
     return *map(_signature, records), tuple(None if h is None else hashes.index(h) for h in hashes)
 
 
@@ -48,7 +50,7 @@ def _signature(record: Record) -> Hashable:
 
 
 def is_template(wholes: Sequence[AssembledTensor], series: Series) -> bool:
-    """Whether other series with the same key can be assembled after this one by :class:`WholesLike`."""
+    """Return whether :class:`WholesLike` can assemble other series with the same key on the model of this one."""
     return len(wholes) == len(series.firings) and all(
         whole.records == firing.records and not whole.replicas and _is_simple(whole.piece)
         for whole, firing in zip(wholes, series.firings, strict=True)
@@ -56,14 +58,14 @@ def is_template(wholes: Sequence[AssembledTensor], series: Series) -> bool:
 
 
 def _is_simple(piece: Piece | None) -> bool:
-    if isinstance(piece, Summed):  # equal summands may be replicas, which depends on their statistics
+    if isinstance(piece, Summed):  # summands with equal hashes may be replicas, depending on their statistics
         hashes = [record.hash for record in leaves(piece)]
         return len(set(hashes)) == len(hashes) and all(isinstance(part, Leaf) for part in piece.parts)
     return isinstance(piece, Leaf) or (isinstance(piece, Concatenated) and all(map(_is_simple, piece.parts)))
 
 
 class WholesLike(Sequence[AssembledTensor]):
-    """The assembled firings of a series, after those of another one with the same key; made on access, once each."""
+    """The assembled firings of a series, derived lazily from those of another series with the same key, and cached."""
 
     def __init__(self, wholes: Sequence[AssembledTensor], series: Series) -> None:
         self._like, self._firings = wholes, series.firings
@@ -86,7 +88,7 @@ class WholesLike(Sequence[AssembledTensor]):
 
 
 def _whole_like(whole: AssembledTensor, firing: Firing) -> AssembledTensor:
-    """The assembled tensor of one firing, after that of another series with the same key."""
+    """Return the assembled tensor of a firing, modeled on ``whole`` from another series with the same key."""
     records = firing.records
     if isinstance(whole.piece, Leaf) and len(records) == 1:
         return AssembledTensor(whole.run, records, Leaf(records[0]), whole.dims, "", (), whole.notes, whole.warnings)

@@ -1,4 +1,4 @@
-"""Step matching: which step of the target is which of the baseline, for tensors without token rows."""
+"""Step matching: pair the steps of both runs, for tensors without token rows."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -15,27 +15,27 @@ ROWLESS_IN_ORDER = "steps without token rows are matched in order"
 
 
 class StepPairs(Struct, frozen=True):
-    """Matched steps."""
+    """The matched steps."""
 
     baseline_of: Mapping[int, int]
     """Target step -> baseline step."""
     note: str = ""
-    """Assumptions made."""
+    """Assumptions behind the matching."""
     is_by_rows: bool = False
-    """Whether steps are matched by equal rows, so that a step without a partner is not missing anything."""
+    """Whether steps are matched by equal rows; a step without a partner then does not count as missing."""
 
 
 class StepMatcher:
     """Matches the steps of one comparison.
 
-    A tensor that depends on the rows of its step (a mask, a loss) is matched with a step of the same rows, in the same
-    slots of the same grid and with the same history. A vector may have its padding elsewhere, and a scalar its
-    requests in another order. Everything else (parameters, runs without row tables) is matched by step number; if the
-    runs have no number in common, in order, with a note.
+    A tensor that depends on the rows of its step (a mask, a loss) is matched with a step that holds the same rows in
+    the same slots of the same grid, with the same history. For a vector, padding may be placed differently; for a
+    scalar, the order of requests may differ too. All other tensors (parameters, runs without row tables) are matched by
+    step number, or in order, with a note, if the runs have no step number in common.
     """
 
     def __init__(self, rows: RowMap, shift: int = 0) -> None:
-        """``shift``: target step number minus baseline step number."""
+        """Match steps of the runs of ``rows``; ``shift``: target step number minus baseline step number."""
         self.shift = shift
         self._rows = rows
         self._found: dict[int, Mapping[int, int]] = {}
@@ -43,11 +43,11 @@ class StepMatcher:
         self._with_rows = left, right
 
     def by_rows(self, num_axes: int, baseline: Iterable[int] = (), target: Iterable[int] = ()) -> StepPairs:
-        """Steps that hold the same rows, for tensors with this number of axes; needs row tables of both runs.
+        """Pair the steps that hold the same rows, for tensors with ``num_axes`` axes; needs row tables of both runs.
 
-        ``baseline`` and ``target`` are the steps of the site. Those that hold no rows in a run whose other steps do, as
-        of a vision tower, a denoiser or a VAE, are matched by number, or in order if both are equally many, since the
-        numbers count the calls of other models, too.
+        ``baseline`` and ``target`` are the steps of the site. Steps without rows in a run whose other steps have rows
+        (a vision tower, a denoiser, a VAE) are matched by number. If both sides have equally many, they are matched in
+        order instead where numbers do not suffice, because the numbers also count calls of other models.
         """
         kind = min(num_axes, 2)
         if kind not in self._found:
@@ -63,7 +63,7 @@ class StepMatcher:
         return StepPairs({**self._found[kind], **rest.baseline_of}, rest.note, is_by_rows=True)
 
     def by_number(self, baseline: Iterable[int], target: Iterable[int]) -> StepPairs:
-        """Steps with equal numbers or, if there are none, in order."""
+        """Pair steps with equal numbers or, if there are none, in order."""
         numbers = set(baseline)
         left, right = sorted(numbers), sorted(set(target))
         equal = {step: step - self.shift for step in right if step - self.shift in numbers}
@@ -73,8 +73,8 @@ class StepMatcher:
         return StepPairs(dict(zip(right, left, strict=False)), note)
 
     def _of_like_past(self, partners: Mapping[int, int]) -> dict[int, int]:
-        """The steps whose requests were batched alike before as well, so that keys of attention are at the same
-        places."""
+        """Keep the steps whose requests were also batched alike in all earlier steps, so that attention keys are at the
+        same positions."""
         kept: dict[int, int] = {}
         unlike: set[int] = set()
         for step, grids in self._rows.target.by_step().items():
@@ -87,7 +87,7 @@ class StepMatcher:
         return kept
 
     def _by_rows(self, form: Callable[[Sequence[StepRows]], bytes]) -> dict[int, int]:
-        """Target step -> baseline step that holds exactly the same rows."""
+        """Map each target step to the baseline step that holds exactly the same rows."""
         steps_of: dict[bytes, list[int]] = {}
         for step, grids in self._rows.baseline.by_step().items():
             valid = _valid(grids)
@@ -114,4 +114,4 @@ _FORMS: Mapping[int, Callable[[Sequence[StepRows]], bytes]] = {
     1: lambda grids: _valid(grids).tobytes(),
     2: _everything,
 }
-"""Number of axes (2 for more) -> what must be equal in two steps."""
+"""Number of axes (2 for more) -> serialization of a step's grids that must be equal in matched steps."""

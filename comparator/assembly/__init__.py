@@ -1,1 +1,1 @@
-"""Assembly: the shards that several ranks recorded of one firing, merged into one tensor."""
+"""Assembly: merge the shards of one firing, recorded by several ranks, into one tensor."""

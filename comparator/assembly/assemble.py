@@ -1,4 +1,4 @@
-"""Assemble one firing from the records of all ranks, by dims and mesh; nothing is guessed silently."""
+"""Assemble one firing from the records of all ranks, according to dims and mesh; nothing is guessed silently."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -21,31 +21,31 @@ from tapscope.run_format.run import Run
 STACKED = (
     "neither run has a mesh or dims: each rank was compared with the same rank of the other run (see --mesh and --dims)"
 )
-"""Warning on values that are compared rank by rank."""
+"""Warning for values that are compared rank by rank."""
 DATA_PARALLEL = "its ranks are data parallel: each was compared with the same rank of the other run"
-"""Note on values that are compared rank by rank, in runs with the same mesh."""
+"""Note for values that are compared rank by rank, in runs with the same mesh."""
 
 
 class AssembledTensor(Struct, frozen=True):
-    """One firing as one tensor, lazily."""
+    """One firing as one tensor, lazily evaluated."""
 
     run: Run
     records: tuple[Record, ...]
     piece: Piece | None
-    """None if it could not be assembled; :attr:`problem` says why."""
+    """None if the tensor could not be assembled; :attr:`problem` says why."""
     dims: Dims | None = None
     problem: str = ""
     replicas: tuple[tuple[Piece, Piece, str], ...] = ()
-    """Pairs that must hold equal values although their bytes differ, and the mesh axis that declares it."""
+    """(piece, other piece, mesh axis that declares them replicas): declared equal, but their bytes differ."""
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
-    """Sentences on why the values may be wrong although they could be assembled."""
+    """Reasons why values may be wrong although the tensor could be assembled."""
     lacks_shards: bool = False
-    """Whether :attr:`problem` is that shards are missing."""
+    """Whether :attr:`problem` is a missing shard."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the whole tensor, or of the first record if it could not be assembled."""
+        """Shape of the whole tensor, or of the first record if the tensor could not be assembled."""
         return self.piece.shape if self.piece else self.records[0].shape
 
     @property
@@ -63,7 +63,8 @@ class AssembledTensor(Struct, frozen=True):
 
     @property
     def digest(self) -> tuple[object, ...] | None:
-        """Equal digests mean equal bytes in one layout; None if a hash is missing."""
+        """Structure and hashes of the tensor: equal digests mean equal bytes in equal layout. None if a hash is
+        missing."""
         parts = tuple(leaves(self.piece)) if self.piece else ()
         if self.piece is None or any(r.hash is None for r in parts) or self.replicas:
             return None
@@ -71,8 +72,10 @@ class AssembledTensor(Struct, frozen=True):
 
     @property
     def multiset_hash(self) -> tuple[str | None, int] | None:
-        """Equal multiset hashes suggest equal elements in any order; None without them, or if it is not a plain
-        join."""
+        """(dtype, sum of bags): equal values suggest equal elements in any order.
+
+        None if a record has no bag, or if the tensor is not a plain partition of its records.
+        """
         parts = tuple(leaves(self.piece)) if self.piece else ()
         if self.piece is None or not is_partition(self.piece) or any(r.bag is None for r in parts):
             return None
@@ -80,7 +83,7 @@ class AssembledTensor(Struct, frozen=True):
 
 
 def assemble(run: Run, places: MeshCoords, firing: Firing) -> AssembledTensor:
-    """Assemble one firing; never raises because of what the run holds, see :attr:`AssembledTensor.problem`."""
+    """Assemble one firing. Invalid data does not raise but is reported in :attr:`AssembledTensor.problem`."""
     records = firing.records
     dims: Dims | None = None
     try:

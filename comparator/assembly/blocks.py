@@ -1,4 +1,4 @@
-"""Blocks: a piece as column blocks of [rows, width], in place where its memory layout allows it, else copied."""
+"""Blocks: view a piece as column blocks of a [rows, width] matrix, zero-copy where the memory layout allows."""
 
 import math
 from collections.abc import Iterator
@@ -14,34 +14,34 @@ from tapscope.kernels.native.row_blocks import Summands
 from tapscope.run_format.run import Run
 
 Rows = Array | slice
-"""Row indices of a matrix; a slice if they are contiguous, so that nothing is gathered."""
+"""Row indices of a matrix; contiguous rows are a slice, which avoids a gather."""
 
 MAX_ROWS = 1 << 20
-"""Most rows of a tensor without token rows; the measures of each take 160 bytes."""
+"""Maximum number of matrix rows of a tensor without token rows; the metrics of each row take 160 bytes."""
 _MAX_COPIED_COLUMNS = 1 << 20
-"""Most columns of a block that must be copied to be read."""
+"""Maximum number of columns of a block that can only be read by copying."""
 
 
 class Block(Struct, frozen=True):
-    """Some columns of the rows of a tensor. A complex number is two adjacent columns."""
+    """A range of columns of a tensor viewed as a matrix. A complex number takes two adjacent columns."""
 
     offset: int
-    """First column within the full width."""
+    """Index of the first column within the full width."""
     num_rows: int
     width: int
     rank: int | None
-    """The rank that recorded it; None if several ranks were summed or it is equal on all."""
+    """Rank that recorded the block; None if several ranks are summed, or if the block is equal on all ranks."""
     values: Array | None
-    """[rows, columns] in place, with adjacent columns; None if reading needs a copy."""
+    """[rows, columns] view with adjacent columns; None if reading requires a copy."""
     piece: Piece
     run: Run
     axes: tuple[int, ...]
-    """The axes of the piece that are flattened to rows."""
+    """Axes of the piece that are flattened to rows."""
     summands: Summands | None = None
-    """The piece as a sum of matrices in place; None if it is not one."""
+    """The block as a sum of matrix views; None if it is not a sum."""
 
     def rows(self, rows: Rows) -> Array:
-        """[n, columns]: the given rows; a copy unless :attr:`values` is set and ``rows`` is a slice."""
+        """Return the given rows as [n, columns]; a copy unless :attr:`values` is set and ``rows`` is a slice."""
         if self.values is not None:
             return self.values[rows]
         if self.summands is not None:
@@ -50,7 +50,7 @@ class Block(Struct, frozen=True):
         if isinstance(rows, slice) and len(self.axes) == 1 and rows.indices(self.num_rows)[2] == 1:
             (axis,), (first, stop, _) = self.axes, rows.indices(self.num_rows)
             some = tuple(slice(first, stop) if i == axis else slice(0, n) for i, n in enumerate(shape))
-            values = np.moveaxis(read(self.piece, self.run, some), axis, 0)  # nothing is gathered
+            values = np.moveaxis(read(self.piece, self.run, some), axis, 0)  # no gather
             return _real(np.ascontiguousarray(values.reshape(len(values), math.prod(shape) // max(shape[axis], 1))))
         index = np.arange(*rows.indices(self.num_rows)) if isinstance(rows, slice) else rows
         if self.axes:
@@ -63,15 +63,16 @@ class Block(Struct, frozen=True):
         return _real(np.ascontiguousarray(values.reshape(len(index), width)))
 
     def columns(self, start: int, stop: int) -> "Columns":
-        """Some of the columns, counted within the full width."""
+        """Return a range of the columns; ``start`` and ``stop`` count within the full width."""
         return Columns(self, start - self.offset, stop - self.offset)
 
 
 class Columns(Struct, frozen=True):
-    """Adjacent columns of a block."""
+    """A range of adjacent columns of a block."""
 
     block: Block
     start: int
+    """First column, counted within the block."""
     stop: int
 
     @property
@@ -81,13 +82,13 @@ class Columns(Struct, frozen=True):
 
     @property
     def values(self) -> Array | None:
-        """[rows, columns] in place, or None."""
+        """[rows, columns] view; None if reading requires a copy."""
         values = self.block.values
         return values if values is None or self.width == self.block.width else values[:, self.start : self.stop]
 
     @property
     def summands(self) -> Summands | None:
-        """A sum of such matrices, or None."""
+        """The columns as a sum of matrix views; None if the block is not a sum."""
         summands = self.block.summands
         return (
             summands
@@ -96,22 +97,22 @@ class Columns(Struct, frozen=True):
         )
 
     def rows(self, rows: Rows) -> Array:
-        """[n, columns] these rows of the block, as far as its columns go."""
+        """Return the given rows, restricted to these columns, as [n, columns]."""
         return self.block.rows(rows)[:, self.start : self.stop]
 
 
 def blocks(piece: Piece, run: Run, token_axes: tuple[int, ...]) -> list[Block]:
-    """The piece as column blocks, where ``token_axes`` are flattened to rows.
+    """Return the piece as column blocks of a matrix, with ``token_axes`` flattened to rows.
 
-    Without token axes, the last axis longer than 1 is the width, so that a place reads like an index. The axes before
-    it are rows, as many as give at most :data:`MAX_ROWS` rows. Shards along the first other axis stay where they are;
-    everything else that is distributed is read in parts.
+    Without token axes, the width is the last axis longer than 1, so that the place of an error reads like an index.
+    Preceding axes are rows, as many as fit into :data:`MAX_ROWS` rows. Shards along the outermost non-row axis stay
+    separate blocks; any other distributed layout is read in parts.
     """
     return list(_blocks(piece, run, token_axes or row_axes(piece.shape), 0))
 
 
 def row_axes(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The axes that are rows if there are no token axes."""
+    """Return the axes that are rows of a tensor without token axes."""
     count = max((i for i, n in enumerate(shape) if n != 1), default=0)
     while count and math.prod(shape[:count]) > MAX_ROWS:
         count -= 1
@@ -120,14 +121,14 @@ def row_axes(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=1024)
 def outermost(shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, int] | None:
-    """(rows, width) if the row axes come first; else None."""
+    """Return (rows, width) if the row axes come first, otherwise None."""
     if axes != tuple(range(len(axes))):
         return None
     return math.prod(shape[: len(axes)]), math.prod(shape[len(axes) :])
 
 
 def _blocks(piece: Piece, run: Run, axes: tuple[int, ...], offset: int) -> Iterator[Block]:
-    if isinstance(piece, Leaf) and (matrix := outermost(piece.shape, axes)):  # the common case, in fewer steps
+    if isinstance(piece, Leaf) and (matrix := outermost(piece.shape, axes)):  # fast path for the common case
         array = run.array(piece.record)
         if array.flags.c_contiguous:
             whole = _real(array if array.shape == matrix else array.reshape(matrix))
@@ -167,7 +168,8 @@ def _summands(piece: Piece, run: Run, axes: tuple[int, ...], others: list[int]) 
 
 
 def _outer(piece: Concatenated, others: list[int]) -> int:
-    """Elements that vary more slowly than the sharded axis within a row; 1 if shards are whole column ranges."""
+    """Return the number of elements that vary more slowly than the sharded axis within a row; 1 if shards are column
+    ranges."""
     return math.prod([piece.shape[i] for i in others[: others.index(piece.axis)]])
 
 
@@ -182,7 +184,7 @@ def _is_complex(piece: Piece) -> bool:
 
 
 def _matrix(array: Array | None, axes: tuple[int, ...], others: list[int]) -> Array | None:
-    """[rows, width] as a view with adjacent columns, or None if that needs a copy."""
+    """Return a [rows, width] view with adjacent columns, or None if that requires a copy."""
     if array is None:
         return None
     sides = [[(array.shape[i], array.strides[i]) for i in some] for some in (axes, others)]
@@ -195,7 +197,7 @@ def _matrix(array: Array | None, axes: tuple[int, ...], others: list[int]) -> Ar
 
 
 def _merged(axes: list[tuple[int, int]]) -> int | None:
-    """The stride of several (size, stride) as one axis; None if they cannot be merged."""
+    """Return the stride of several (size, stride) axes merged into one; None if they cannot be merged."""
     longer = [(n, stride) for n, stride in axes if n != 1]
     if any(outer != inner * n for (_, outer), (n, inner) in pairwise(longer)):
         return None

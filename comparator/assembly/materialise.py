@@ -1,4 +1,4 @@
-"""Materialise the firings of a series as whole tensors, recorded or derived; lazily, as pieces."""
+"""Turn the firings of a recorded or derived series into whole tensors, lazily, as pieces."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -15,7 +15,7 @@ from tapscope.run_format.run import Run
 
 
 def materialise(run: Run, places: MeshCoords, series: Series) -> list[AssembledTensor]:
-    """One whole tensor per firing; never raises, see :attr:`~.assemble.AssembledTensor.problem`."""
+    """Return one whole tensor per firing. Problems do not raise, see :attr:`~.assemble.AssembledTensor.problem`."""
     if series.derivation is None:
         return [assemble(run, places, firing) for firing in series.firings]
     sources = [materialise(run, places, one) for one in series.sources]
@@ -47,7 +47,7 @@ def _combined(wholes: Sequence[AssembledTensor], recipe: ConcatParts | SumOfSite
 
 
 def _part(whole: AssembledTensor, fused: FusedLayout, index: int | None) -> AssembledTensor:
-    """One part of a fused tensor, or all parts in plain order."""
+    """Return part ``index`` of a fused tensor; ``index`` None: all parts in plain order."""
     if fused.problem or whole.piece is None:
         return structs.replace(whole, piece=None, problem=whole.problem or fused.problem)
     if not whole.piece.shape:
@@ -61,12 +61,13 @@ def _part(whole: AssembledTensor, fused: FusedLayout, index: int | None) -> Asse
         return structs.replace(whole, piece=None, problem=problem)
     chosen = range(len(sizes)) if index is None else (index,)
     parts = [_cut(whole.piece, axis, sizes, groups, i) for i in chosen]
-    # The dims are those of the fused tensor: its sections are separated now.
+    # The dims remain those of the fused tensor, although its sections are now separated.
     return structs.replace(whole, piece=parts[0] if len(parts) == 1 else Concatenated(axis, tuple(parts)))
 
 
 def _sizes(whole: AssembledTensor, fused: FusedLayout, axis: int) -> tuple[tuple[int, ...], int]:
-    """(size of each part in the whole, number of groups), by its dims if they state it, else as known of the site."""
+    """Return (size of each part in the whole, number of groups), from the dims if they state it, else from
+    ``fused``."""
     assert whole.piece is not None
     width = whole.piece.shape[axis]
     sections = sections_of(whole.dims.dims[axis]) if whole.dims is not None else ()
@@ -79,7 +80,7 @@ def _sizes(whole: AssembledTensor, fused: FusedLayout, axis: int) -> tuple[tuple
 
 
 def _cut(piece: Piece, axis: int, sizes: Sequence[int], groups: int, index: int) -> Piece:
-    """Part ``index`` of every group, concatenated."""
+    """Return part ``index`` of every group, concatenated."""
     per_group = [size // groups for size in sizes]
     start = [0, *accumulate(per_group)][index]
     period = sum(per_group)
@@ -88,7 +89,7 @@ def _cut(piece: Piece, axis: int, sizes: Sequence[int], groups: int, index: int)
 
 
 def _narrowed(piece: Piece, axis: int, start: int, stop: int) -> Piece:
-    """``start:stop`` of a piece, cut from the shards that hold it, so that each keeps its rank."""
+    """Return ``start:stop`` of a piece, cut from the underlying shards so that each keeps its rank."""
     if (start, stop) == (0, piece.shape[axis]):
         return piece
     if not isinstance(piece, Concatenated) or piece.axis != axis:

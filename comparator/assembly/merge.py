@@ -1,4 +1,4 @@
-"""Merge the records of one firing, one mesh axis after the other, into one piece."""
+"""Merge the records of one firing into one piece, one mesh axis at a time."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -24,7 +24,7 @@ from tapscope.run_format.run import Run
 
 
 class MergeState(Struct):
-    """Pieces with their mesh coordinates, merged axis by axis until one is left."""
+    """Pieces with their mesh coordinates, merged axis by axis until a single piece remains."""
 
     places: MeshCoords
     items: list[tuple[Coords, Piece]]
@@ -33,10 +33,10 @@ class MergeState(Struct):
     notes: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     rows: tuple[tuple[int, int], ...] | None = None
-    """Token rows of the whole tensor, if another port numbers them."""
+    """(first, count) of the token rows of the whole tensor, if another port numbers them."""
 
     def groups(self, axes: Iterable[str]) -> list[list[tuple[Coords, Piece]]]:
-        """Items that differ in ``axes`` only, sorted by coordinate."""
+        """Return groups of items that differ only in ``axes``, each sorted by coordinate."""
         axes = tuple(axes)
         by_rest: dict[tuple[tuple[str, int], ...], list[tuple[Coords, Piece]]] = {}
         for place, piece in sorted(self.items, key=lambda item: tuple(item[0].get(axis, 0) for axis in axes)):
@@ -45,12 +45,13 @@ class MergeState(Struct):
         return list(by_rest.values())
 
     def ranks(self) -> str:
-        """The ranks whose records are left, as text."""
+        """Return the ranks of the remaining records as compact text."""
         return compact_ranges({r.key.rank for _, piece in self.items for r in leaves(piece)})
 
 
 def is_plain(dims: Dims, places: MeshCoords) -> bool:
-    """Whether one record is the whole tensor: its dims only name axes, or shard them over axes of size 1."""
+    """Return whether one record is the whole tensor: its dims only name axes, or shard them over mesh axes of size
+    1."""
     if dims.replicated or dims.rows or dims.dp:
         return False
     return all(
@@ -62,9 +63,9 @@ def is_plain(dims: Dims, places: MeshCoords) -> bool:
 def merge(
     run: Run, places: MeshCoords, records: Sequence[Record], dims: Dims | None, *, is_replicated: bool = False
 ) -> MergeState:
-    """Merge the records of a firing into one piece; raises AssemblyError if that would need a guess.
+    """Merge the records of a firing into one piece. Raises AssemblyError if that requires a guess.
 
-    ``is_replicated``: records that no dims distinguish should be equal.
+    ``is_replicated``: records that no dims distinguish are expected to be equal.
     """
     ranks = tuple(r.key.rank for r in records)
     named_axes = (*(shard.axis for _, shard in dims.shards()), *dims.replicated, dims.dp or "") if dims else ()
@@ -85,7 +86,7 @@ def merge(
         _drop_empty(work)
     for axis, dim in enumerate(dims.dims if dims else ()):
         if dim.shards or dim.size or dim.sections:
-            _spread(work, run, axis, dim)
+            _merge_shards(work, run, axis, dim)
     _join_requests(work)
     _pick_equal(work, is_replicated=is_replicated)
     return work
@@ -100,7 +101,7 @@ def _check_places(ranks: Sequence[int], stood: Sequence[Coords]) -> None:
 
 
 def _pick_replicas(work: MergeState, dims: Dims, stood: Sequence[Coords]) -> None:
-    """Keep the first of each group of declared replicas; the others must equal it."""
+    """Keep the first of each group of declared replicas, and record the ones whose bytes differ from it."""
     axes = [axis for axis in dims.replicated if axis in varying_axes(stood)]
     for axis in dims.replicated:
         num_recorded, size = len({place.get(axis) for place in stood}), work.places.size(axis)
@@ -120,7 +121,7 @@ def _pick_replicas(work: MergeState, dims: Dims, stood: Sequence[Coords]) -> Non
 
 
 def _drop_empty(work: MergeState) -> None:
-    """Drop ranks without rows of the batch: idle data-parallel ranks."""
+    """Drop ranks without rows of the batch (idle data-parallel ranks)."""
     axis = work.dims.dp if work.dims and work.dims.dp else "dp"
     filled = [item for item in work.items if math.prod(item[1].shape)]
     sharded = axis in {shard.axis for _, shard in (work.dims.shards() if work.dims else ())}
@@ -129,8 +130,8 @@ def _drop_empty(work: MergeState) -> None:
         work.items = filled
 
 
-def _spread(work: MergeState, run: Run, axis: int, dim: Dim) -> None:
-    """Merge the shards of one axis, the innermost first."""
+def _merge_shards(work: MergeState, run: Run, axis: int, dim: Dim) -> None:
+    """Merge the shards along one tensor axis, innermost mesh axis first."""
     sizes = [work.places.size(shard.axis) for shard in dim.shards if not shard.partial]
     if dim.groups:
         share = math.prod(sizes)
@@ -173,7 +174,7 @@ def _put_together(work: MergeState, run: Run, parts: list[Piece], axis: int, dim
         return parts[0]
     if shard.partial:
         _check_summands(work, parts, shard.axis)
-    if shard.partial or (work.rows is not None and dim.names == ("t",)):  # numbered rows are placed where they belong
+    if shard.partial or (work.rows is not None and dim.names == ("t",)):  # numbered rows are already scattered
         return Summed(tuple(parts))
     rests = {(*p.shape[:axis], *p.shape[axis + 1 :]) for p in parts}
     if len(rests) > 1:
@@ -189,7 +190,10 @@ def _put_together(work: MergeState, run: Run, parts: list[Piece], axis: int, dim
 
 
 def _are_reduced(parts: Sequence[Piece]) -> bool:
-    """Whether gradients of a parameter were captured behind their all-reduce: summands, of other tokens, differ."""
+    """Return whether the parts are parameter gradients captured after their all-reduce.
+
+    They are then equal, whereas partial sums over different tokens differ.
+    """
     port = port_of(next(iter(leaves(parts[0]))).key.site)
     is_gradient = port.startswith("param[") and port.endswith(".grad")
     return is_gradient and all(_same_bytes(parts[0], other) for other in parts[1:])
@@ -207,7 +211,7 @@ def _check_summands(work: MergeState, parts: Sequence[Piece], axis: str) -> None
 
 
 def _join_requests(work: MergeState) -> None:
-    """Join the ranks of the axis that dims declare data parallel, each with its own requests."""
+    """Concatenate the ranks of the mesh axis that the dims declare data parallel; each holds its own requests."""
     axis = work.dims.dp if work.dims else None
     if work.dims is None or axis is None or axis not in varying_axes(place for place, _ in work.items):
         return
@@ -277,7 +281,7 @@ def _list(shards: list[int]) -> str:
 
 
 def interleaved_lengths(run: Run, parts: Sequence[Piece], axis: int, dim: Dim, shard: Shard) -> list[int] | None:
-    """Lengths of the sequences that were interleaved over the shards; None if the axis was cut into contiguous parts.
+    """Return the lengths of the sequences that were interleaved over the shards; None if shards are contiguous parts.
 
     Packed tokens ``t`` are distributed sequence by sequence, as in Megatron-core and SGLang under context parallelism;
     ``s`` is one sequence. Raises AssemblyError for an order that cannot be undone.
@@ -301,7 +305,8 @@ def interleaved_lengths(run: Run, parts: Sequence[Piece], axis: int, dim: Dim, s
 
 
 def sequence_lengths(run: Run, step: int, rank: int) -> list[int]:
-    """Token slots of each sequence of a step, padding included, from the rank's row table; empty if unknown."""
+    """Return the token slots of each sequence of a step, padding included, from the rank's row table; empty if
+    unknown."""
     line = run.steps.get(step, {}).get(rank)
     if line is None or not line.info.grid or not line.info.rows:
         return []

@@ -1,4 +1,4 @@
-"""Numbered rows: tensors of experts whose rows are numbered by another port of their module (``# rows:=PORT``)."""
+"""Numbered rows: expert tensors whose rows are numbered by another port of their module (``# rows:=PORT``)."""
 
 import math
 from collections.abc import Sequence
@@ -15,19 +15,20 @@ from tapscope.run_format.run import Run
 
 
 class NumberedRows(Struct, frozen=True):
-    """The records of one firing, with the rows of each in one list of token rows for all ranks."""
+    """The records of one firing, scattered into one list of token rows common to all ranks."""
 
     axis: int
     pieces: tuple[Piece, ...]
-    """One per record."""
+    """One piece per record."""
     rows: tuple[tuple[int, int], ...]
-    """(first, count) of the token rows that any rank holds, as :attr:`Record.rows`."""
+    """(first, count) ranges of the token rows held by any rank, as in :attr:`Record.rows`."""
 
 
 def numbered_rows(run: Run, places: MeshCoords, records: Sequence[Record], dims: Dims) -> NumberedRows:
-    """Place the rows of each rank by their numbers; raises AssemblyError if the numbers are invalid.
+    """Scatter the rows of each rank to the token rows given by their numbers. Raises AssemblyError if the numbers are
+    invalid.
 
-    A row that occurs more than once is a sum over experts only if dims say ``partial``.
+    A repeated row is summed over experts, which the dims must declare as ``partial``.
     """
     axis = dims.index("t")
     if axis is None:
@@ -71,5 +72,5 @@ def _ranges(rows: Array) -> tuple[tuple[int, int], ...]:
 
 
 def with_rows(records: Sequence[Record], rows: tuple[tuple[int, int], ...]) -> tuple[Record, ...]:
-    """The records as parts of one tensor with these token rows."""
+    """Return the records marked as parts of one tensor with these token rows."""
     return tuple(record._replace(rows=rows) for record in records)

@@ -1,4 +1,4 @@
-"""Pieces: a tensor stored in several records, as an expression over them."""
+"""Pieces: a tensor stored in several records, represented as an expression over them."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -13,20 +13,20 @@ Array = np.ndarray[Any, Any]
 
 
 class Leaf(Struct, frozen=True, gc=False):
-    """One record as it is stored."""
+    """One record as stored."""
 
     record: Record
     is_vector: bool = False
-    """Whether a scalar is taken for a vector of one element."""
+    """Whether a scalar record is treated as a vector of one element."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape on disk, or ``(1,)``."""
+        """Stored shape, or ``(1,)`` for a scalar treated as a vector."""
         return (1,) if self.is_vector else self.record.shape
 
 
 class Sliced(Struct, frozen=True):
-    """The part ``start:stop`` of a piece along one axis."""
+    """The range ``start:stop`` of a piece along one axis."""
 
     axis: int
     start: int
@@ -54,8 +54,10 @@ class Concatenated(Struct, frozen=True):
 
 
 class Summed(Struct, frozen=True):
-    """Partial sums of one tensor. They are added in float32 if none is wider than 16 bits, else in float64; integers
-    in int64."""
+    """Partial sums of one tensor.
+
+    Accumulated in float32 if no summand is wider than 16 bits, else in float64; integers in int64.
+    """
 
     parts: tuple["Piece", ...]
 
@@ -66,7 +68,7 @@ class Summed(Struct, frozen=True):
 
 
 class Permuted(Struct, frozen=True):
-    """A piece with permuted axes: axis i is axis ``order[i]`` of the part."""
+    """A piece with permuted axes: axis i is axis ``order[i]`` of ``part``."""
 
     order: tuple[int, ...]
     part: "Piece"
@@ -78,11 +80,12 @@ class Permuted(Struct, frozen=True):
 
 
 class Scattered(Struct, frozen=True, eq=False):
-    """Rows of a piece added into a longer tensor, in the dtypes of :class:`Summed`; the other rows are 0."""
+    """Rows of a piece added into a longer tensor, accumulated in the dtypes of :class:`Summed`; all other rows are
+    0."""
 
     axis: int
     rows: Array
-    """[rows of the part] int64: target row of each; -1 for none."""
+    """[rows of the part] int64: target row of each row; -1 drops the row."""
     num_rows: int
     part: "Piece"
 
@@ -97,7 +100,7 @@ Piece = Leaf | Sliced | Concatenated | Summed | Permuted | Scattered
 
 
 def leaves(piece: Piece) -> Iterator[Record]:
-    """The records of a piece, each once, in the order of their first use."""
+    """Yield the records of a piece, each once, in order of first use."""
     yield from {id(record): record for record in _leaves(piece)}.values()
 
 
@@ -112,15 +115,17 @@ def _leaves(piece: Piece) -> Iterator[Record]:
 
 
 def records_at(piece: Piece, at: Sequence[int]) -> Iterator[tuple[Record, tuple[int, ...]]]:
-    """The records that contribute to one element, with its index in each; ``at``: one index per axis."""
+    """Yield (record, index within the record) for every record that contributes to one element; ``at`` has one index
+    per axis."""
     for record, rows, index in records_over(piece, [np.array([i]) for i in at], np.zeros(1, np.int64)):
         yield from ((record, tuple(int(axis[i]) for axis in index)) for i in range(len(rows)))
 
 
 def records_over(piece: Piece, at: Sequence[Array], which: Array) -> Iterator[tuple[Record, Array, Sequence[Array]]]:
-    """(record, the elements to which it contributes, their indices in it) of every record that contributes to any.
+    """Yield (record, contributed elements, their indices within the record) for every record that contributes to any
+    element.
 
-    ``at`` has one array of indices per axis; ``which`` [elements] is what names each element in the result.
+    ``at`` has one index array per axis; ``which`` [elements] holds the identifiers of the elements used in the result.
     """
     if not len(which):
         return
@@ -139,7 +144,7 @@ def records_over(piece: Piece, at: Sequence[Array], which: Array) -> Iterator[tu
 
 
 def _along(piece: Sliced | Scattered | Concatenated, here: Array) -> Iterator[tuple[Piece, Array, Array]]:
-    """(part, which of the indices ``here`` along the piece's axis it holds, their indices within it)."""
+    """Yield (part, positions in ``here``, their indices within the part) along the piece's axis."""
     every = np.arange(len(here))
     if isinstance(piece, Sliced):
         yield piece.part, every, here + piece.start
@@ -158,7 +163,8 @@ def _along(piece: Sliced | Scattered | Concatenated, here: Array) -> Iterator[tu
 
 
 def is_partition(piece: Piece) -> bool:
-    """Whether the whole holds each element of its records once: shards do, partial sums and cropped shards do not."""
+    """Return whether the whole holds each element of its records exactly once: true of shards, not of partial sums or
+    crops."""
     sizes = sum(math.prod(record.shape) for record in leaves(piece))
     return not _has_sums(piece) and sizes == math.prod(piece.shape)
 
@@ -172,7 +178,7 @@ def _has_sums(piece: Piece) -> bool:
 
 
 def digest(piece: Piece) -> tuple[object, ...]:
-    """The expression with the hashes of its records: equal digests mean equal tensors."""
+    """Return the expression with the hashes of its records: equal digests mean equal tensors."""
     if isinstance(piece, Leaf):
         return ("leaf", piece.record.dtype, piece.record.shape, piece.record.hash)
     if isinstance(piece, Sliced):
@@ -186,7 +192,7 @@ def digest(piece: Piece) -> tuple[object, ...]:
 
 
 def same_structure(one: object, two: object) -> bool:
-    """Whether two digests are of tensors assembled in the same way: they differ in hashes at most."""
+    """Return whether two digests belong to tensors assembled in the same way, so that they differ in hashes at most."""
     if not isinstance(one, tuple) or not isinstance(two, tuple):
         return one == two
     if one[:1] == ("leaf",) == two[:1]:

@@ -9,11 +9,11 @@ from tapscope.comparator.assembly.pieces import Array, Concatenated, Leaf, Permu
 from tapscope.run_format.run import Run
 
 Select = tuple[slice | Array, ...]
-"""What to read along each axis: a slice with start and stop, or for the token axes index arrays of equal length."""
+"""Selection per axis: a slice with start and stop, or for token axes index arrays of equal length."""
 
 
 def view(piece: Piece, run: Run) -> Array | None:
-    """The piece as a view of mapped bytes; None if it is stored in several places or must be computed."""
+    """Return the piece as a view of memory-mapped bytes; None if it is stored in several places or must be computed."""
     if isinstance(piece, Leaf):
         return run.array(piece.record).reshape(piece.shape)
     if isinstance(piece, Sliced):
@@ -28,9 +28,10 @@ def view(piece: Piece, run: Run) -> Array | None:
 
 
 def read(piece: Piece, run: Run, select: Select | None = None) -> Array:
-    """Part of a piece: [n, *sliced axes in order] where ``select`` has index arrays, else the sliced shape.
+    """Return the selected part of a piece, or all of it if ``select`` is None.
 
-    Reads everything if ``select`` is None. Raises RunCorruptError if bytes are missing.
+    Index arrays in ``select`` give [n, *sliced axes in order], slices alone the sliced shape. Raises RunCorruptError if
+    bytes are missing.
     """
     if select is None:
         select = tuple(slice(0, n) for n in piece.shape)
@@ -47,7 +48,7 @@ def read(piece: Piece, run: Run, select: Select | None = None) -> Array:
 
 
 def _picked(array: Array, select: Select) -> Array:
-    """Index arrays first, whatever axis they belong to."""
+    """Select from an array; the indexed axis comes first in the result, whatever axes the index arrays belong to."""
     indexed = [i for i, at in enumerate(select) if not isinstance(at, slice)]
     moved = np.moveaxis(array, indexed, range(len(indexed))) if indexed else array
     rest = [at for at in select if isinstance(at, slice)]
@@ -61,7 +62,7 @@ def _shifted(at: slice | Array, by: int) -> slice | Array:
 def _read_permuted(piece: Permuted, run: Run, select: Select) -> Array:
     inner = tuple(select[piece.order.index(i)] for i in range(len(select)))
     values = read(piece.part, run, inner)
-    sliced = [i for i in piece.order if isinstance(inner[i], slice)]  # of the part, in the requested order
+    sliced = [i for i in piece.order if isinstance(inner[i], slice)]  # axes of the part, in the requested order
     front = values.ndim - len(sliced)
     order = [front + sorted(sliced).index(i) for i in sliced]
     return values.transpose(*range(front), *order)
@@ -109,7 +110,7 @@ def _read_placed(piece: Scattered, run: Run, select: Select) -> Array:
 
 
 def _read_placed_slice(piece: Scattered, run: Run, select: Select, at: Array) -> Array:
-    """Rows read as an index array and moved back to the axis of the slice."""
+    """Read a slice of the scattered axis as an index array, and move the result back to that axis."""
     indexed = [s for s in select if not isinstance(s, slice)]
     num = len(indexed[0]) if indexed else 1
     every = [s if isinstance(s, slice) else np.repeat(s, len(at)) for s in select]
@@ -125,15 +126,17 @@ def _read_summed(piece: Summed, run: Run, select: Select) -> Array:
     wide = sum_dtype(a.dtype for a in arrays)
     if len(arrays) == 1:
         return arrays[0].astype(wide)
-    total: Array = np.add(arrays[0], arrays[1], dtype=wide, casting="unsafe")  # cast in pieces that stay in the cache
+    total: Array = np.add(arrays[0], arrays[1], dtype=wide, casting="unsafe")  # numpy casts in cache-sized chunks
     for other in arrays[2:]:
         np.add(total, other, out=total, dtype=wide, casting="unsafe")
     return total
 
 
 def sum_dtype(kinds: Iterable[np.dtype[Any]]) -> np.dtype[Any]:
-    """Dtype in which partial sums are added: int64 or complex128 for those kinds, float64 if one has 32 bits or more,
-    else float32."""
+    """Return the dtype in which partial sums accumulate.
+
+    complex128 for complex and int64 for integer dtypes; float64 if any summand has 32 bits or more, else float32.
+    """
     dtypes = list(kinds)
     if any(k.kind == "c" for k in dtypes):
         return np.dtype(np.complex128)

@@ -1,4 +1,4 @@
-"""Shards: concatenate the parts of one axis, in whatever order they were distributed."""
+"""Shards: concatenate the parts of one axis, undoing the order in which they were distributed."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -8,25 +8,25 @@ from tapscope.comparator.assembly.pieces import Concatenated, Piece, Sliced
 from tapscope.core.axes import Dim
 
 Pairs = list[tuple[Piece, Piece]]
-"""Pieces that must hold the same values."""
+"""Pairs of pieces that must hold equal values."""
 
 
 class AssemblyError(Exception):
-    """A firing cannot be assembled; the message says why and what would help."""
+    """A firing cannot be assembled; the message says why, and what would help."""
 
 
 class MissingShardsError(AssemblyError):
-    """Shards of a firing are missing; those present fit."""
+    """Shards of a firing are missing; the present ones are consistent."""
 
 
 def deinterleave(parts: Sequence[Piece], axis: int, lengths: Sequence[int], *, zigzag: bool) -> Piece:
-    """The whole tensor of parts over which each of several sequences was distributed.
+    """Return the whole tensor, given parts over which each of several sequences was distributed.
 
-    Of R parts, part r holds chunk r of R of every sequence, or with ``zigzag`` chunks r and 2R-1-r of 2R (the balanced
-    split of causal attention: Ring Attention with load balancing, as Megatron-core's ``get_batch_on_this_cp_rank``).
-    If a length is not divisible, chunks are those of ``torch.chunk`` or of ``numpy.array_split``, whichever gives the
-    sizes of the parts. Elements beyond the sequences are padding and go to the end. Raises AssemblyError if neither or
-    both fit.
+    Of R parts, part r holds chunk r of R of every sequence, or with ``zigzag`` chunks r and 2R-1-r of 2R. Zigzag is the
+    balanced split of causal attention (Ring Attention with load balancing, as in Megatron-core's
+    ``get_batch_on_this_cp_rank``). For a length that is not divisible, chunks follow ``torch.chunk`` or
+    ``numpy.array_split``, whichever gives the sizes of the parts. Elements beyond the sequences are padding and go to
+    the end. Raises AssemblyError if neither or both splits fit.
     """
     num = len(parts)
     owners = [*range(num), *reversed(range(num))] if zigzag else list(range(num))
@@ -60,7 +60,7 @@ def _balanced(length: int, chunks: int) -> list[int]:
 
 
 def _cuts(owners: Sequence[int], sequences: Sequence[Sequence[int]]) -> tuple[list[tuple[int, int, int]], list[int]]:
-    """((part, start, stop) in the order of the whole, number of used elements of each part)."""
+    """Return ((part, start, stop) in the order of the whole, number of used elements of each part)."""
     used = [0] * (max(owners) + 1)
     cuts: list[tuple[int, int, int]] = []
     for sizes in sequences:
@@ -79,7 +79,8 @@ def _count(lengths: Sequence[int]) -> str:
 
 
 def ungroup(piece: Piece, axis: int, dim: Dim, share: int) -> Piece:
-    """A shard of ``1/share`` of the groups of ``dim``, with equal sections of all its groups concatenated."""
+    """Return a shard that holds ``1/share`` of the groups of ``dim``, with equal sections of all its groups
+    concatenated."""
     if not dim.groups:
         return piece
     if dim.groups % share:
@@ -95,7 +96,10 @@ def ungroup(piece: Piece, axis: int, dim: Dim, share: int) -> Piece:
 
 
 def concat_shards(parts: Sequence[Piece], axis: int, dim: Dim, *, copies: bool) -> tuple[Piece, Pairs]:
-    """(the parts joined section by section, copies that must be equal); ``copies``: neighbours may hold one shard."""
+    """Return (parts joined section by section, pairs of copies that must be equal).
+
+    ``copies``: neighboring ranks may hold copies of one shard.
+    """
     if not dim.sections and (dim.size is None or dim.size.copies == 1 or not copies):
         return Concatenated(axis, tuple(parts)), []
     bounds = [_bounds(dim, part.shape[axis], copies=copies) for part in parts]
@@ -117,14 +121,14 @@ def _cut(axis: int, start: int, stop: int, part: Piece) -> Piece:
 
 
 def _sizes(dim: Dim) -> list[tuple[int, int]]:
-    """(weight, copies) of each section; of the axis itself if it has none."""
+    """Return (weight, copies) of each section, or of the axis itself if it has no sections."""
     if not dim.sections:
         return [(dim.size.whole, dim.size.copies) if dim.size else (1, 1)]
     return [(s.size.whole, s.size.copies) if s.size else (1, 1) for s in dim.sections]
 
 
 def _bounds(dim: Dim, size: int, groups: int = 1, *, copies: bool = False) -> list[tuple[int, int]]:
-    """(start, stop) of the sections of a shard, or of one of its groups."""
+    """Return (start, stop) of each section within a shard, or within one of its groups."""
     weights = [whole * (each if copies else 1) for whole, each in _sizes(dim)]
     total = sum(weights) * groups
     if any(size * weight % total for weight in weights):
@@ -134,7 +138,7 @@ def _bounds(dim: Dim, size: int, groups: int = 1, *, copies: bool = False) -> li
 
 
 def crop(piece: Piece, axis: int, dim: Dim, note: Callable[[str], None]) -> Piece:
-    """The piece cropped to the size that ``dim`` states."""
+    """Return the piece cropped to the size declared by ``dim``, reporting dropped padding through ``note``."""
     declared = dim.size.whole if dim.size else sum(s.size.whole for s in dim.sections if s.size)
     size = piece.shape[axis]
     if not declared or declared == size:

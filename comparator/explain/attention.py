@@ -74,12 +74,12 @@ class Variant:
 
 
 def causal(tokens: Tokens, rows: Array, keys: Array) -> Array:
-    """The causal mask: every token, without padding, up to the row itself."""
+    """Return the causal mask: every token, without padding, up to the row itself."""
     return ahead(0)(tokens, rows, keys)
 
 
 def ahead(count: int) -> Sees:
-    """The causal mask with ``count`` later tokens, or without the last ones where it is negative."""
+    """Return the causal mask with ``count`` later tokens, or without the last ones where it is negative."""
 
     def sees(tokens: Tokens, rows: Array, keys: Array) -> Array:
         at = tokens.position[keys][None, :]
@@ -90,7 +90,7 @@ def ahead(count: int) -> Sees:
 
 
 def within(window: int) -> Sees:
-    """A sliding window: the last ``window`` tokens, the row itself included."""
+    """Return a sliding window: the last ``window`` tokens, the row itself included."""
 
     def sees(tokens: Tokens, rows: Array, keys: Array) -> Array:
         far = tokens.position[rows][:, None] - tokens.position[keys][None, :]
@@ -105,7 +105,7 @@ def everything(tokens: Tokens, rows: Array, keys: Array) -> Array:
 
 
 def at_position(position: int) -> Sees:
-    """The one key at this position of the request."""
+    """Return the one key at this position of the request."""
 
     def is_there(tokens: Tokens, rows: Array, keys: Array) -> Array:
         return np.broadcast_to((tokens.position[keys] == position)[None, :], (len(rows), len(keys)))
@@ -172,7 +172,7 @@ def _weights(tokens: Tokens, rows: Array, variant: Variant) -> Iterator[tuple[Ar
 
 
 def applied(tokens: Tokens, variant: Variant) -> Tokens:
-    """The same tokens with RoPE applied to queries and keys, as a KV cache holds them."""
+    """Return the same tokens with RoPE applied to queries and keys, as a KV cache holds them."""
     return replace(
         tokens, query=_after_rope(tokens, variant, 0), key=_after_rope(tokens, variant, 1), cos=None, sin=None
     )

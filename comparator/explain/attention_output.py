@@ -29,7 +29,7 @@ _PATHS = (".attn", ".core_attention", ".o_proj", ".linear_proj", ".dense", ".c_p
 
 
 def explain_attention(result: PairResult, sites: SiteReader, context: SiteContext) -> Explanation | None:
-    """The explanation of an attention's output at a site; None where the site shows no attention, or nothing
+    """Return the explanation of an attention's output at a site; None where the site shows no attention, or nothing
     explains it."""
     path = path_of(result.site)
     heads = read_attention(path, sites, context.configs, context.thetas) if path else None
@@ -69,7 +69,7 @@ def explain_attention(result: PairResult, sites: SiteReader, context: SiteContex
 
 
 def _holds_everywhere(region: ErrorRegion, made: Array) -> bool:
-    """Whether the prediction holds in the unaffected rows, too."""
+    """Return whether the prediction holds in the unaffected rows, too."""
     sample = region.sample
     spared = np.setdiff1d(np.arange(len(made)), region.rows)
     off = np.nan_to_num(made[spared] - sample.target[spared]) / sample.size[spared]
@@ -138,7 +138,7 @@ def recomputed_rows(heads: RecordedAttention) -> tuple[tuple[Array, Array], int]
 
 
 def tokens_of(heads: RecordedAttention, side: int, rows: Array) -> Array:
-    """Index of the token of each row of one side's recorded output."""
+    """Return the index of the token of each row of one side's recorded output."""
     at = dict(zip(*(column.tolist() for column in rows_of(heads.given[side], heads.sides[side])), strict=True))
     return np.array([at[row] for row in rows.tolist()])
 
@@ -152,7 +152,7 @@ def _rough(tokens: Tokens, rows: Array, heads: RecordedAttention, dtype: str) ->
 
 
 def with_rounding(tokens: Tokens, dtype: str, rng: np.random.Generator) -> Tokens:
-    """The tokens with queries and keys as if rounded to ``dtype``, by random numbers."""
+    """Return the tokens with queries and keys as if rounded to ``dtype``, by random numbers."""
     epsilon = dtypes.epsilon(dtype) if dtype else 2.0**-24
     query, key = (1.0 + epsilon * rng.uniform(-0.5, 0.5, values.shape) for values in (tokens.query, tokens.key))
     return replace(tokens, query=tokens.query * query, key=tokens.key * key)

@@ -37,8 +37,8 @@ _MIN_RUN_RATIO = 3.0
 def first_unexplained(
     findings: Sequence[Finding], judged: Sequence[PairResult], preparer: PairPreparer
 ) -> Finding | None:
-    """The first finding whose attention only one run's own queries, keys and values reproduce, as one that differs, of
-    those before the first site that fails: what follows may inherit from that. None where there is none."""
+    """Return the first finding whose attention only one run's own queries, keys and values reproduce, as one that
+    differs, of those before the first site that fails: what follows may inherit from that. None where there is none."""
     runs = preparer.baseline, preparer.target
     suspects = [one for one in takewhile(lambda one: not one.verdict.is_bad, findings) if _may_hide_a_bug(one)]
     if any(map(_has_narrow_cache, runs)):
@@ -62,13 +62,13 @@ def first_unexplained(
 
 
 def _is_of_one_only(sides: tuple[Recomputed, Recomputed]) -> bool:
-    """Whether the inputs of one run give its output, and those of the other do not."""
+    """Return whether the inputs of one run give its output, and those of the other do not."""
     good, bad = sorted(side.ratio for side in sides)
     return bad > _MAX_ROUNDINGS and good * _MIN_RUN_RATIO <= min(_MAX_ROUNDINGS, bad)
 
 
 def _may_hide_a_bug(finding: Finding) -> bool:
-    """Whether it agrees, with an error that is too large in one row for the rounding of one attention."""
+    """Return whether it agrees, with an error that is too large in one row for the rounding of one attention."""
     if finding.verdict is not Verdict.CLOSE or finding.judged_by != "rounding" or finding.basis != "values":
         return False
     errors, names = finding.result.distribution, finding.result.dtypes
@@ -80,7 +80,7 @@ def _may_hide_a_bug(finding: Finding) -> bool:
 
 
 def _has_narrow_cache(run: Run) -> bool:
-    """Whether the KV cache rounds keys and values, of which the recorded ones show nothing."""
+    """Return whether the KV cache rounds keys and values, of which the recorded ones show nothing."""
     stored = str(run.manifest.get("kv_cache_dtype", ""))
     return stored not in ("", "auto", str(run.manifest.get("dtype", "")))
 

@@ -55,7 +55,7 @@ class Candidate(NamedTuple):
 def candidates(
     tokens: Tokens, rows: Array, wanted: Array, variant: Variant, window: int | None, noise: float
 ) -> Iterator[Candidate]:
-    """All candidates; ``wanted`` [rows, width] is the target's output for ``rows`` of its ``tokens``."""
+    """Yield all candidates; ``wanted`` [rows, width] is the target's output for ``rows`` of its ``tokens``."""
     yield from _rotations(tokens, variant)
     heads, groups = tokens.query.shape[1], tokens.key.shape[1]
     if 1 < groups < heads:
@@ -107,7 +107,7 @@ def _rotations(tokens: Tokens, variant: Variant) -> Iterator[Candidate]:
 
 
 def _thetas(tokens: Tokens, rows: Array, wanted: Array, variant: Variant) -> Iterator[Candidate]:
-    """The base of RoPE that fits best, or a usual one that fits as well; only where no table was recorded."""
+    """Yield the base of RoPE that fits best, or a usual one that fits as well; only where no table was recorded."""
     if tokens.theta is None:
         return
 
@@ -199,7 +199,7 @@ def _without(variant: Variant, hidden: Sees) -> Sees:
 
 
 def _scales(tokens: Tokens, rows: Array, wanted: Array, variant: Variant) -> Iterator[Candidate]:
-    """The factor of the scores that fits best."""
+    """Yield the factor of the scores that fits best."""
 
     def off(factor: float) -> float:
         made = attend(tokens, rows, replace(variant, scale=variant.scale * factor))

@@ -37,7 +37,8 @@ _KINDS = ("token", "value", "key", "empty", "hidden")
 
 
 def slot_changes(tokens: Tokens, rows: Array, wanted: Array, variant: Variant) -> Iterator[SlotChange]:
-    """The best change of each kind; ``tokens`` have RoPE applied, ``wanted`` [rows, width] is the target's output."""
+    """Yield the best change of each kind; ``tokens`` have RoPE applied, ``wanted`` [rows, width] is the target's
+    output."""
     off = np.nansum((attend(tokens, rows, variant) - wanted) ** 2, axis=1)
     found: dict[str, list[tuple[int, int]]] = {kind: [] for kind in _KINDS}
     requests = np.unique(tokens.request[rows])

@@ -233,7 +233,7 @@ def _fitted_changes(keys: Array, scores: Scores, read: Array) -> Iterator[_Chang
 
 
 def _searched_changes(keys: Array, scores: Scores, read: Array) -> Iterator[_Change]:
-    """The slower searches: clamp limits, and moved channels."""
+    """Yield the slower searches: clamp limits, and moved channels."""
     if not read.any():
         return
     wanted = scores.centred(scores.change[:, None])[:, 0]
@@ -446,7 +446,7 @@ def _moved(keys: Array, scores: Scores, query: Array, wanted: Array) -> Iterator
 
 
 def _only(keys: Array, columns: Array, values: Array) -> Array:
-    """The values in these columns, zeros elsewhere."""
+    """Return the values in these columns, zeros elsewhere."""
     kept = np.zeros_like(keys)
     kept[..., columns] = values[..., columns]
     return kept

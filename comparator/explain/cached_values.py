@@ -144,7 +144,7 @@ def _of_step(tokens: Tokens, place: int) -> Sees:
 
 
 def _newest(tokens: Tokens) -> Sees:
-    """The last token of each request in each step."""
+    """Return the last token of each request in each step."""
     last: dict[tuple[int, int], int] = {}
     for i in np.flatnonzero(tokens.position != PADDED).tolist():
         place = int(tokens.request[i]), int(tokens.step[i])
@@ -261,7 +261,7 @@ def number(factor: float) -> str:
 def _added_by_step(
     tokens: Tokens, seen: Contribution, channels: Array, variant: Variant, span: TokenSet
 ) -> Iterator[tuple[str, Variant]]:
-    """A separate offset per step, as an offset that depends on the call's input."""
+    """Yield a separate offset per step, as an offset that depends on the call's input."""
     steps = np.unique(tokens.step[seen.weights.any(axis=(0, 1))])
     extra = (seen.rest - seen.part)[..., channels]
     if not 1 < len(steps) <= MAX_ADDED or extra.size < PER_NUMBER * len(steps):
@@ -282,7 +282,7 @@ def _added_by_step(
 
 
 def with_channels(values: Array, channels: Array, new: Any) -> Array:
-    """A copy of ``values`` [n, heads, width] with ``new`` in these channels of every head."""
+    """Return a copy of ``values`` [n, heads, width] with ``new`` in these channels of every head."""
     changed = values.copy()
     changed[..., channels] = new
     return changed

@@ -20,7 +20,7 @@ MAX_STEPS = 256
 
 
 def casts(region: ErrorRegion) -> Iterator[Hypothesis]:
-    """A cast through every dtype that is narrower than those of both sides."""
+    """Yield a cast through every dtype that is narrower than those of both sides."""
     before, after = region.before, region.after
     if region.sample.is_integer:
         for name in ("float32", "float16", "bfloat16"):
@@ -39,7 +39,7 @@ def casts(region: ErrorRegion) -> Iterator[Hypothesis]:
 
 
 def overflow(before: Array, after: Array) -> str:
-    """The dtype whose range explains where only the target is not finite; empty where none does."""
+    """Return the dtype whose range explains where only the target is not finite; empty where none does."""
     lost = ~np.isfinite(after) & np.isfinite(before)
     if not lost.any():
         return ""
@@ -50,7 +50,7 @@ def overflow(before: Array, after: Array) -> str:
 
 
 def missing(before: Array, after: Array, noise: float) -> str:
-    """The kind of non-finite values in a target that agrees everywhere else; else empty."""
+    """Return the kind of non-finite values in a target that agrees everywhere else; else empty."""
     odd = ~np.isfinite(after) & np.isfinite(before)
     rest = np.isfinite(after) & np.isfinite(before)
     off = np.where(rest, after - before, 0.0)
@@ -123,7 +123,7 @@ def _steps(before: Array, after: Array) -> Iterator[Hypothesis]:
 
 
 def _step(before: Array, after: Array) -> float:
-    """The distance between neighbouring levels; 0 where the values are not on equidistant levels."""
+    """Return the distance between neighbouring levels; 0 where the values are not on equidistant levels."""
     if not np.isfinite(after).all():
         return 0.0
     levels = np.unique(after.astype(np.float32))

@@ -19,7 +19,7 @@ NUM_CAPS = 48
 
 
 def clamps(region: ErrorRegion) -> Iterator[Hypothesis]:
-    """The target's extremes are limits that the baseline exceeds."""
+    """Yield the target's extremes are limits that the baseline exceeds."""
     before, after = region.before, region.after
     good = np.isfinite(before) & np.isfinite(after)
     if good.sum() < MIN_VALUES:
@@ -38,7 +38,7 @@ def clamps(region: ErrorRegion) -> Iterator[Hypothesis]:
 
 
 def clamps_of_tokens(region: ErrorRegion) -> Iterator[Hypothesis]:
-    """A separate symmetric limit per row, as a limit that depends on the call's input."""
+    """Yield a separate symmetric limit per row, as a limit that depends on the call's input."""
     before, after = region.before, region.after
     if region.sample.is_integer or after.shape[1] < MIN_VALUES or not np.isfinite(after).all():
         return
@@ -84,7 +84,7 @@ def uncapped(value: Array, before: Array, noise: float) -> str:
 
 
 def _fit(one: Array, two: Array) -> float:
-    """The cap with which ``one`` gives ``two`` best: a coarse grid, then finer grids around the best cap."""
+    """Return the cap with which ``one`` gives ``two`` best: a coarse grid, then finer grids around the best cap."""
     low, high = float(np.abs(two).max()) * (1 + 1e-9), 100.0 * float(np.abs(one).max())
     for _ in range(6):
         tried = np.geomspace(low, high, NUM_CAPS)

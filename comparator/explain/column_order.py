@@ -77,7 +77,7 @@ def _layouts(region: ErrorRegion, width: int, size: int) -> Iterator[Hypothesis]
 
 
 def _blocks(region: ErrorRegion, width: int) -> Iterator[Hypothesis]:
-    """The largest blocks that were moved or copied whole."""
+    """Yield the largest blocks that were moved or copied whole."""
     rows = region.rows[:: max(len(region.rows) // SEARCH_ROWS, 1)][:SEARCH_ROWS]
     scale = region.sample.size[rows]
     before, after = (np.nan_to_num(v[rows] / scale) for v in (region.sample.baseline, region.sample.target))
@@ -172,7 +172,7 @@ def _nearest(before: Array, after: Array, count: int) -> Array:
 
 
 def _block_order_text(source: Array, size: int) -> str:
-    """The order of blocks in words; empty where it has no name, or a list of columns is clearer."""
+    """Return the order of blocks in words; empty where it has no name, or a list of columns is clearer."""
     count = len(source)
     moved = np.flatnonzero(source != np.arange(count))
     if count == 2:
@@ -196,7 +196,7 @@ def _block_order_text(source: Array, size: int) -> str:
 
 
 def _any_order(region: ErrorRegion) -> Iterator[Hypothesis]:
-    """The same values, in each row or overall, in an order that none of the above describes."""
+    """Yield the same values, in each row or overall, in an order that none of the above describes."""
     before, after = region.before, region.after
     if np.isnan(before).any() or np.isnan(after).any() or np.unique(after).size < 8:
         return

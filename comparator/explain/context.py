@@ -120,7 +120,7 @@ class SiteContext:
                 yield self._axis(ready.right[0]), parts
 
     def parts(self) -> Iterator[PartialSum]:
-        """The target's partial sums, where the culprit is itself their sum."""
+        """Yield the target's partial sums, where the culprit is itself their sum."""
         first = self._ready.right[self._ready.plan.joins[0].target].piece
         if isinstance(first, Summed):
             yield from self._parts(self._ready, [_rank(part) for part in first.parts], _partial_sum)
@@ -165,12 +165,12 @@ class SiteContext:
 
 
 def model_configs(runs: Sequence[Run]) -> list[Mapping[str, Any]]:
-    """The configurations of the runs' models; empty where a run has none."""
+    """Return the configurations of the runs' models; empty where a run has none."""
     return [run.manifest.get("model_config") or {} for run in runs]
 
 
 def rope_thetas(runs: Sequence[Run]) -> tuple[float, ...]:
-    """The bases of RoPE in these configurations."""
+    """Return the bases of RoPE in these configurations."""
     return tuple(dict.fromkeys(theta for run in runs for theta in _thetas(run.manifest)))
 
 

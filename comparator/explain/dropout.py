@@ -37,8 +37,8 @@ def explain_dropout(preparer: PairPreparer, weights: PairResult | None) -> Expla
 
 
 def dropout_rate(before: Array, after: Array) -> str:
-    """The share of weights that are zero in the target alone, if the others are 1 / (1 - rate) times larger; else
-    empty."""
+    """Return the share of weights that are zero in the target alone, if the others are 1 / (1 - rate) times larger;
+    else empty."""
     seen = np.isfinite(before) & np.isfinite(after) & (before > 1e-6)
     lost = seen & (after == 0)
     if lost.sum() < _MIN_DROPPED or not _RATE_RANGE[0] < lost.sum() / seen.sum() < _RATE_RANGE[1]:

@@ -46,7 +46,7 @@ class ErrorRegion:
     """Whether further columns may be affected by less than rounding shows."""
 
     def cut(self, values: Array) -> Array:
-        """The affected part of [rows, columns] values."""
+        """Return the affected part of [rows, columns] values."""
         part: Array = values[np.ix_(self.rows, self.columns)]
         return part
 
@@ -80,7 +80,7 @@ class ErrorRegion:
 def find_error_region(
     sample: Sample, inherited: float, sizes: dict[str, int], head_dims: tuple[int, ...]
 ) -> ErrorRegion | None:
-    """The error region of a sample; None where no error exceeds rounding and ``inherited``, the inputs' relative
+    """Return the error region of a sample; None where no error exceeds rounding and ``inherited``, the inputs' relative
     error."""
     noise = 0.0 if sample.is_integer else float(np.hypot(rounding_noise(sample.dtypes), inherited))
     error = _finite(sample.target - sample.baseline)
@@ -112,7 +112,7 @@ def _not_weak(errors: Array) -> Array:
 
 
 def visible_columns(region: ErrorRegion) -> ErrorRegion:
-    """The region without columns whose error rounding explains, where any others remain."""
+    """Return the region without columns whose error rounding explains, where any others remain."""
     before, error = (_finite(side) * region.weight for side in (region.before, region.after - region.before))
     size, off = (np.sqrt((side**2).sum(axis=0)) for side in (before, error))
     shown = off > MIN_NOISE_RATIO * region.noise * np.maximum(size, MIN_COLUMN_SIZE * float(np.median(size)))
@@ -120,7 +120,7 @@ def visible_columns(region: ErrorRegion) -> ErrorRegion:
 
 
 def fitted_columns(region: ErrorRegion, *, is_scaled: bool, is_offset: bool) -> ErrorRegion:
-    """The columns, of all of the sample, whose error is a factor on the baseline (``is_scaled``), a number
+    """Return the columns, of all of the sample, whose error is a factor on the baseline (``is_scaled``), a number
     (``is_offset``) or both: these are larger than rounding, and at least :data:`MIN_STANDARD_ERRORS` times their
     standard errors.
 
@@ -172,8 +172,8 @@ def _finite(values: Array) -> Array:
 
 
 def _stand_out(errors: Array, noise: float, void: Array) -> Array:
-    """Indices of the errors that stand out; all indices where there is no gap, or where all others are ``void`` (zero
-    on both sides)."""
+    """Return the indices of the errors that stand out; all indices where there is no gap, or where all others are
+    ``void`` (zero on both sides)."""
     largest = float(errors.max(initial=0.0))
     if largest == 0.0 or not largest > noise:
         return np.empty(0, np.int64)

@@ -58,8 +58,8 @@ def expert_weights(region: ErrorRegion, sites: SiteReader) -> Tested | None:
 
 
 def common_experts(chosen: Array, error: Array, given: Array | None) -> tuple[int, ...]:
-    """The two experts whose rows alone differ, as :func:`common_expert`; empty where there are none, or several pairs.
-    Neither may be chance among the rows without the other."""
+    """Return the two experts whose rows alone differ, as :func:`common_expert`; empty where there are none, or several
+    pairs. Neither may be chance among the rows without the other."""
     chosen, error = _once(chosen, error, given)
     worst = chosen[int(np.argmax(error))].tolist() if len(error) else []
     known = np.unique(chosen).tolist()
@@ -79,7 +79,7 @@ def common_experts(chosen: Array, error: Array, given: Array | None) -> tuple[in
 
 
 def common_expert(chosen: Array, error: Array, given: Array | None) -> int | None:
-    """The one expert whose rows alone differ, unless that may be chance; None where there is none. ``chosen``
+    """Return the one expert whose rows alone differ, unless that may be chance; None where there is none. ``chosen``
     [rows, k], ``error`` [rows], ``given`` [rows, width], the experts' inputs."""
     chosen, error = _once(chosen, error, given)
     has = {int(e): (chosen == e).any(axis=1) for e in np.unique(chosen)}
@@ -197,7 +197,7 @@ def _errors(region: ErrorRegion) -> Array:
 
 
 def distinct(given: Array) -> Array:
-    """Indices of the rows that do not repeat an earlier row."""
+    """Return the indices of the rows that do not repeat an earlier row."""
     unit = given / np.maximum(np.sqrt((given**2).sum(axis=1, keepdims=True)), 1e-300)
     apart = np.sqrt(np.maximum(2.0 - 2.0 * unit @ unit.T, 0.0))
     return np.flatnonzero(~np.tril(apart < EQUAL_INPUT_RTOL, -1).any(axis=1))

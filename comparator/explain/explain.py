@@ -84,7 +84,7 @@ class ComparedSites(Struct, frozen=True):
 
 
 def explain(divergences: Sequence[Divergence], sites: ComparedSites) -> list[Divergence]:
-    """The divergences, the first ones with an explanation where there is one."""
+    """Return the divergences, the first ones with an explanation where there is one."""
     explained = []
     for number, divergence in enumerate(divergences):
         why = _explain(divergence, sites) if number < MAX_EXPLAINED else None
@@ -146,7 +146,7 @@ def _explain(divergence: Divergence, sites: ComparedSites) -> Explanation | None
 
 
 def _of_rank(explanation: Explanation, rank: int | None) -> Explanation:
-    """The explanation of one rank's values, with that rank in its extent."""
+    """Return the explanation of one rank's values, with that rank in its extent."""
     extent = explanation.extent
     if not explanation.is_clear:
         return explanation
@@ -155,9 +155,9 @@ def _of_rank(explanation: Explanation, rank: int | None) -> Explanation:
 
 
 def _of_partial_sum(sample: Sample, inherited: float, context: SiteContext) -> Explanation | None:
-    """The explanation of a site's values. Where nothing, or only a part of the weight, explains a sum over ranks, each
-    rank's partial sum is tested against the baseline minus the other ranks' partial sums. What was added to the sum may
-    have been added to any of them."""
+    """Return the explanation of a site's values. Where nothing, or only a part of the weight, explains a sum over
+    ranks, each rank's partial sum is tested against the baseline minus the other ranks' partial sums. What was added to
+    the sum may have been added to any of them."""
     whole = _try_all(sample, inherited, context, is_replica=False)
     if whole is not None and whole.name in _SUMMAND_FAMILIES and any(context.parts()):
         return structs.replace(whole, sentence=f"{whole.sentence}{ADDED_SOMEWHERE}")
@@ -193,7 +193,7 @@ def _of_values(region: ErrorRegion, context: SiteContext) -> Iterator[Hypothesis
 
 
 def _inherited(sites: ComparedSites, node: int) -> float:
-    """Largest relative error of the culprit's inputs."""
+    """Return the largest relative error of the culprit's inputs."""
     results = [sites.results[sites.matched[i]] for i in sites.inputs[node].nodes]
     errors = [one.metrics.rel_l2 for one in results if one.metrics is not None and one.distribution is not None]
     return max((e for e in errors if np.isfinite(e)), default=0.0)
@@ -247,7 +247,7 @@ def _try_all(sample: Sample, inherited: float, context: SiteContext, *, is_repli
 
 
 def _extended(region: ErrorRegion, winner: Tested, context: SiteContext) -> tuple[ErrorRegion, Tested]:
-    """The error region extended by the unaffected rows, and columns, in which the winner holds as well without a
+    """Return the error region extended by the unaffected rows, and columns, in which the winner holds as well without a
     visible change, and the winner there. Of a number per channel or token, columns without a visible change are left
     out."""
     line = winner.name.partition(" ")[0]
@@ -272,7 +272,8 @@ def _extended(region: ErrorRegion, winner: Tested, context: SiteContext) -> tupl
 
 
 def _with_faint_columns(region: ErrorRegion, winner: Tested, context: SiteContext) -> ErrorRegion:
-    """The region with the columns that have a visible error, if a faint one, of which the winner removes as much."""
+    """Return the region with the columns that have a visible error, if a faint one, of which the winner removes as
+    much."""
     whole = visible_columns(replace(region, columns=np.arange(region.sample.baseline.shape[1])))
     if not len(np.setdiff1d(whole.columns, region.columns)):
         return region
@@ -285,7 +286,7 @@ def _with_faint_columns(region: ErrorRegion, winner: Tested, context: SiteContex
 
 
 def _again(region: ErrorRegion, winner: Tested, context: SiteContext) -> Tested | None:
-    """The winner of another region, in this one; None where it does not hold as well."""
+    """Return the winner of another region, in this one; None where it does not hold as well."""
     for one in _trials(region, context, is_replica=False):
         if one.name == winner.name and (share := explained_share(region, one.values)) > winner.share - EQUAL_RESIDUAL:
             return Tested(one.name, one.sentence, share)

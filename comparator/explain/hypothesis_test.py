@@ -70,7 +70,7 @@ def explained_share(region: ErrorRegion, values: Array) -> float:
 
 
 def is_close(count: int, total: float, rest: float) -> bool:
-    """Whether few values agree too closely for chance; ``count`` is their number less that of the fitted ones,
+    """Return whether few values agree too closely for chance; ``count`` is their number less that of the fitted ones,
     ``total`` and ``rest`` are energies of the error and the residual."""
     return rest == 0.0 or 0.5 * float(np.log2(total / rest)) * count >= MIN_BITS
 

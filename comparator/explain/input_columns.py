@@ -54,7 +54,7 @@ _LINEAR = (
 
 
 def input_columns(region: ErrorRegion, sites: SiteReader) -> Iterator[Hypothesis]:
-    """The baseline plus a linear function of a few input columns, fitted on half of the rows for the others."""
+    """Yield the baseline plus a linear function of a few input columns, fitted on half of the rows for the others."""
     whole = input_of(region, sites) if len(region.rows) >= MIN_ROWS else None
     if whole is None:
         return
@@ -74,14 +74,14 @@ def input_columns(region: ErrorRegion, sites: SiteReader) -> Iterator[Hypothesis
 
 
 def _pieces(columns: list[int]) -> int:
-    """Number of ranges that make up a set of columns; every n-th column counts as one range."""
+    """Return the number of ranges that make up a set of columns; every n-th column counts as one range."""
     steps = np.diff(columns)
     return 1 if len(set(steps.tolist())) <= 1 else 1 + int((steps != 1).sum())
 
 
 def chosen(x: Array, error: Array, floor: float) -> list[int]:
-    """The columns of ``x`` [rows, n] that explain ``error`` [rows, m] down to ``floor``, a norm, found one by one
-    (simultaneous orthogonal matching pursuit, Tropp et al. 2006); empty where too many would be needed."""
+    """Return the columns of ``x`` [rows, n] that explain ``error`` [rows, m] down to ``floor``, a norm, found one by
+    one (simultaneous orthogonal matching pursuit, Tropp et al. 2006); empty where too many would be needed."""
     selected = _extended(x, error, floor, [])
     unit = _unit(x)
     for one in sorted(selected, key=lambda i: float(((unit[:, i] @ error) ** 2).sum())):
@@ -92,7 +92,7 @@ def chosen(x: Array, error: Array, floor: float) -> list[int]:
 
 
 def has_alternatives(x: Array, error: Array, selected: list[int], floor: float) -> bool:
-    """Whether other columns explain the error as well as those ``selected``: these need not be the changed ones.
+    """Return whether other columns explain the error as well as those ``selected``: these need not be the changed ones.
 
     Leaves out each of the :data:`NUM_PROBED_COLUMNS` columns that contribute least, and allows up to twice as many
     others.
@@ -121,7 +121,7 @@ def _extended(
 
 
 def _unit(x: Array) -> Array:
-    """The columns of ``x``, each divided by its norm."""
+    """Return the columns of ``x``, each divided by its norm."""
     size = np.sqrt((x**2).sum(axis=0))
     return np.where(size > 0, x / np.where(size > 0, size, 1.0), 0.0)
 
@@ -149,7 +149,7 @@ def _crossed(x: Array, error: Array, weight: Array) -> Array:
 
 
 def is_linear(site: str) -> bool:
-    """Whether a site has the name of a linear layer's output."""
+    """Return whether a site has the name of a linear layer's output."""
     path, _, port = site.rpartition(":")
     return port in ("out", "out[0]") and path.removesuffix(".partial").rpartition(".")[2].endswith(_LINEAR)
 

@@ -76,7 +76,7 @@ class InputRange(NamedTuple):
 
 
 def input_ranges(region: ErrorRegion, sites: SiteReader, ranks: int = 1) -> Tested | None:
-    """The one range of input columns that explains the error; None where none does, or several do.
+    """Return the one range of input columns that explains the error; None where none does, or several do.
 
     With the input sharded over ``ranks``, the range of one rank may also be due to that rank's partial sum.
     """
@@ -95,8 +95,8 @@ def input_ranges(region: ErrorRegion, sites: SiteReader, ranks: int = 1) -> Test
 
 
 def shifted_inputs(region: ErrorRegion, sites: SiteReader) -> str | None:
-    """The range of input columns whose sum, times one number, is the error of every output: that number was added
-    to all of their weights. None where no range explains the error, or several do."""
+    """Return the range of input columns whose sum, times one number, is the error of every output: that number was
+    added to all of their weights. None where no range explains the error, or several do."""
     x = input_of(region, sites)
     if x is None or x.shape[1] > MAX_WIDTH:
         return None
@@ -153,7 +153,7 @@ def equal_summands(x: Array, error: Array, scatter: float) -> tuple[Array, float
 
 
 def is_constant_by_step(region: ErrorRegion) -> bool:
-    """Whether the same numbers, one per column, were added to every row of a step.
+    """Return whether the same numbers, one per column, were added to every row of a step.
 
     The share of them in each row is estimated from all its columns; it may vary as much as the scatter of the columns
     explains, and by :data:`SAME_IN_ALL_ROWS_RTOL`. Otherwise what was added depends on the token.
@@ -175,8 +175,8 @@ def is_constant_by_step(region: ErrorRegion) -> bool:
 
 
 def explained_inputs(x: Array, error: Array, floor: float, ranks: int = 1) -> str | None:
-    """The part of the weight that explains ``error`` [rows, outputs] down to ``floor``, a norm; ``x`` [rows, inputs]
-    is sharded over ``ranks``."""
+    """Return the part of the weight that explains ``error`` [rows, outputs] down to ``floor``, a norm; ``x`` [rows,
+    inputs] is sharded over ``ranks``."""
     total = float(np.sqrt((error**2).sum()))
     width = x.shape[1]
     if not total > 0.0 or floor > total or len(x) <= MIN_SPARE:
@@ -207,21 +207,21 @@ def explained_inputs(x: Array, error: Array, floor: float, ranks: int = 1) -> st
 
 
 def _rank_of(columns: Sequence[int], width: int, ranks: int) -> int | None:
-    """The rank whose shard of the input these columns are; None where they are not one."""
+    """Return the rank whose shard of the input these columns are; None where they are not one."""
     if ranks < 2 or width % ranks or len(columns) != width // ranks or columns[0] % len(columns):
         return None
     return columns[0] // len(columns) if columns[-1] - columns[0] + 1 == len(columns) else None
 
 
 def _is_significant(fit: InputRange, rows: int, total: float) -> bool:
-    """Whether chance is ruled out: a random direction has a share below s outside a subspace with a probability of
-    about s to the power of the dimensions that the subspace lacks."""
+    """Return whether chance is ruled out: a random direction has a share below s outside a subspace with a probability
+    of about s to the power of the dimensions that the subspace lacks."""
     spare = rows - fit.length
     return spare >= MIN_SPARE and fit.tried * (fit.level / total) ** spare < MAX_CHANCE
 
 
 def _is_unique(x: Array, error: Array, fit: InputRange) -> bool:
-    """Whether random sets of as many columns leave far more: similar inputs explain each other's errors."""
+    """Return whether random sets of as many columns leave far more: similar inputs explain each other's errors."""
     draw = np.random.default_rng(0)
     for _ in range(NUM_RANDOM_SETS if fit.length < x.shape[1] else 0):
         some = x[:, draw.choice(x.shape[1], fit.length, replace=False)]
@@ -232,7 +232,7 @@ def _is_unique(x: Array, error: Array, fit: InputRange) -> bool:
 
 
 def _ranges(x: Array, error: Array, floor: float) -> Iterator[InputRange]:
-    """The shortest contiguous range, and the shortest ranges of every second, third or fourth column."""
+    """Yield the shortest contiguous range, and the shortest ranges of every second, third or fourth column."""
     width = x.shape[1]
     for stride in range(1, MAX_STRIDE + 1):
         candidates = [
@@ -247,7 +247,7 @@ def _ranges(x: Array, error: Array, floor: float) -> Iterator[InputRange]:
 
 
 def _exchanges(x: Array, error: Array, floor: float) -> Iterator[InputRange]:
-    """The shortest range of columns exchanged with those a fraction of the width away."""
+    """Yield the shortest range of columns exchanged with those a fraction of the width away."""
     width = x.shape[1]
     apart = {width // share * count for share in WIDTH_FRACTIONS for count in range(1, share) if width // share * count}
     for distance in sorted(one for one in apart if 2 * one <= width):

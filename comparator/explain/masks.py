@@ -22,8 +22,8 @@ MASKED_VALUE = -1e3
 
 
 def explain_mask(site: str, ready: PreparedPair, row_map: RowMap) -> Explanation | None:
-    """The entries that only one side's mask shows; None where the site is not a mask, by its port and its values,
-    or both masks are equal."""
+    """Return the entries that only one side's mask shows; None where the site is not a mask, by its port and its
+    values, or both masks are equal."""
     if not is_mask(site):
         return None
     odd = ""

@@ -21,7 +21,7 @@ _INPUTS = ("in[hidden_states]", "in[x]", "in[input]")
 
 
 def other_weights(region: ErrorRegion, sites: SiteReader) -> Iterator[Hypothesis]:
-    """The baseline with the weight of each other norm of the same width; weights are derived from inputs and
+    """Yield the baseline with the weight of each other norm of the same width; weights are derived from inputs and
     outputs."""
     path, _, port = region.sample.site.rpartition(":")
     if "norm" not in path.rpartition(".")[2] or not port.startswith("out") or not region.is_everywhere_in_rows:

@@ -52,7 +52,7 @@ def norms(
 
 
 def is_norm(site: str, cls: str = "") -> bool:
-    """Whether the module is a norm, by its class or, where that is unknown, by its name."""
+    """Return whether the module is a norm, by its class or, where that is unknown, by its name."""
     if cls:
         return "norm" in cls.lower()
     name = module_of(site).rpartition(".")[2].lower()
@@ -60,7 +60,7 @@ def is_norm(site: str, cls: str = "") -> bool:
 
 
 def _is_weighted(region: ErrorRegion, plain: Array) -> bool:
-    """Whether the baseline's weight is not all ones, and the error region could be due to a weight."""
+    """Return whether the baseline's weight is not all ones, and the error region could be due to a weight."""
     if not region.is_everywhere_in_rows or 2 * len(region.columns) < region.sample.baseline.shape[1]:
         return False
     energy = (plain * plain).sum(axis=0)
@@ -71,7 +71,7 @@ def _is_weighted(region: ErrorRegion, plain: Array) -> bool:
 
 
 def _over_heads(region: ErrorRegion, values: Array) -> Iterator[Hypothesis]:
-    """A norm over all heads of a token together instead of each head, or the reverse."""
+    """Yield a norm over all heads of a token together instead of each head, or the reverse."""
     width = values.shape[1]
     for size in [n for n in region.head_dims if width % n == 0 and width > n]:
         heads = np.sqrt((values.reshape(len(values), -1, size) ** 2).mean(axis=2) + MIN_DIVISOR)
@@ -84,7 +84,7 @@ def _over_heads(region: ErrorRegion, values: Array) -> Iterator[Hypothesis]:
 
 
 def _epsilons_of_heads(region: ErrorRegion, values: Array, epsilon: float) -> Iterator[Hypothesis]:
-    """The epsilon of a norm over the channels of each head."""
+    """Yield the epsilon of a norm over the channels of each head."""
     width = region.sample.baseline.shape[1]
     for size in [n for n in region.head_dims if width % n == 0 and width > n and values.shape[1] == width]:
         shape = (-1, size)

@@ -59,7 +59,7 @@ def explained(baseline: Trajectory, target: Trajectory, at: int) -> str:
 
 
 def _frozen(baseline: Trajectory, target: Trajectory) -> str:
-    """A sentence where the target is never updated; else empty."""
+    """Return a sentence where the target is never updated; else empty."""
     if len(target.values) < 2 or any(not np.array_equal(target.values[0], one) for one in target.values[1:]):
         return ""
     if not any(gradient.any() for gradient in target.gradients):
@@ -82,7 +82,7 @@ def _adam(baseline: Trajectory, target: Trajectory, at: int) -> str:
 
 
 def _adam_rules(one: Trajectory, at: int, betas: tuple[float, float]) -> Iterator[Rule]:
-    """The baseline's rule, then the other rules."""
+    """Yield the baseline's rule, then the other rules."""
     yield Rule("", _adam_parts(one, at, betas))
     text = f"Adam's betas are swapped in target ({betas[1]:g}, {betas[0]:g} for {betas[0]:g}, {betas[1]:g})"
     yield Rule(text, _adam_parts(one, at, (betas[1], betas[0])))
@@ -170,7 +170,8 @@ def _fit(one: Trajectory, at: int, rule: Rule) -> Fit:
 
 
 def _best(one: Trajectory, at: int, rules: Sequence[Rule]) -> Fit | None:
-    """The rule that explains an update clearly better than every rule with another name; None where none does."""
+    """Return the rule that explains an update clearly better than every rule with another name; None where none
+    does."""
     fits = [_fit(one, at, rule) for rule in rules]
     best = min(fits, key=lambda fit: fit.left)
     energy = _energy(one, at)

@@ -28,7 +28,7 @@ BATCH = "batch"
 
 
 def explain_parameter(result: PairResult, runs: tuple[Run, Run], step: int) -> Explanation | None:
-    """The explanation of a parameter or its gradient; None where the site is neither, or nothing explains it."""
+    """Return the explanation of a parameter or its gradient; None where the site is neither, or nothing explains it."""
     port = port_of(result.site)
     if not port.startswith("param[") or result.baseline is None or result.target is None or len(runs[1].ranks) > 1:
         return None
@@ -43,7 +43,8 @@ def explain_parameter(result: PairResult, runs: tuple[Run, Run], step: int) -> E
 
 
 def explain_batch(site: str, rows: RowMap, steps: tuple[int, int]) -> Explanation | None:
-    """The explanation of a parameter or its gradient if ``steps`` of baseline and target hold other token rows."""
+    """Return the explanation of a parameter or its gradient if ``steps`` of baseline and target hold other token
+    rows."""
     if not is_parameter(site) or not rows.known:
         return None
     held = []
@@ -70,7 +71,7 @@ def _trajectory(run: Run, site: str) -> Trajectory | None:
 
 
 def _by_step(run: Run, site: str) -> dict[int, Array]:
-    """A site's values by step, where it has one record in each."""
+    """Return a site's values by step, where it has one record in each."""
     records = list(run.records.of(None, None, {site}))
     values = {record.key.step: run.array(record) for record in records if record.dtype}
     return values if len(values) == len(records) else {}
@@ -122,7 +123,7 @@ def _clipped(runs: tuple[Run, Run], step: int) -> str:
 
 
 def _is_one_factor(one: dict[str, float], two: dict[str, float]) -> bool:
-    """Whether all large gradients differ by one factor, as from clipping by the total norm."""
+    """Return whether all large gradients differ by one factor, as from clipping by the total norm."""
     largest = max(one.values())
     factors = [two[site] / norm for site, norm in one.items() if site in two and norm > 1e-3 * largest]
     middle = float(np.median(factors)) if factors else 0.0
@@ -130,7 +131,7 @@ def _is_one_factor(one: dict[str, float], two: dict[str, float]) -> bool:
 
 
 def _accumulated(runs: tuple[Run, Run], sites: tuple[str, str], step: int) -> str:
-    """A sentence where the target's gradient is the baseline's plus its own of the step before; else empty."""
+    """Return a sentence where the target's gradient is the baseline's plus its own of the step before; else empty."""
     one, two = _by_step(runs[0], sites[0]), _by_step(runs[1], sites[1])
     if step not in one or step not in two or step - 1 not in two:
         return ""

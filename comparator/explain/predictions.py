@@ -31,7 +31,8 @@ class Prediction(NamedTuple):
 
 
 def select_prediction(region: ErrorRegion, predictions: Iterable[Prediction], noise: float) -> Tested | None:
-    """The one cause that reproduces the target within ``noise``, a relative error; None where none or several do."""
+    """Return the one cause that reproduces the target within ``noise``, a relative error; None where none or several
+    do."""
     judged = [
         (_residual_norm(region, prediction.values), prediction.cost, number, prediction)
         for number, prediction in enumerate(predictions)

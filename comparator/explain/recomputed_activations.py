@@ -52,7 +52,7 @@ def _adds_error(finding: Finding) -> bool:
 
 
 def _is_of(function: Function, inputs: Sequence[AssembledTensor], outputs: Sequence[AssembledTensor]) -> bool:
-    """Whether every output of one run is ``function`` of its input, up to one rounding."""
+    """Return whether every output of one run is ``function`` of its input, up to one rounding."""
     given = {place_of(whole): whole for whole in inputs}
     for whole in outputs:
         x = given.get(place_of(whole))

@@ -66,7 +66,8 @@ def inherited_error(
 def recomputed(
     result: PairResult, sites: SiteReader, preparer: PairPreparer, *, searches: bool = True, caps: Sequence[Any] = ()
 ) -> tuple[Recomputed, Recomputed] | None:
-    """The worst rows of both runs' attention output at a site and some others, those whose keys are all recorded.
+    """Return the worst rows of both runs' attention output at a site and some others, those whose keys are all
+    recorded.
 
     ``caps``: soft caps of scores to use in place of the one that fits the baseline best; of each run the result with
     the smallest ratio is returned. None where the site is none, or no formula gives the baseline's output (see

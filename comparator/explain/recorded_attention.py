@@ -89,15 +89,15 @@ class SiteReader:
         return None if slots[0] is None or slots[1] is None else (slots[0], slots[1])
 
     def resolved(self, site: str) -> PairResult | None:
-        """The result of a site; of ``out`` that of ``out[0]`` where the module returns several values."""
+        """Return the result of a site; of ``out`` that of ``out[0]`` where the module returns several values."""
         return self._at.get(site) or self._at.get(site.replace(":out", ":out[0]"))
 
     def one(self, site: str) -> PairResult | None:
-        """The comparison result of a site that both runs have."""
+        """Return the comparison result of a site that both runs have."""
         return self._at.get(site)
 
     def vector(self, site: str, side: int) -> Array | None:
-        """The first recorded values of a vector on one side."""
+        """Return the first recorded values of a vector on one side."""
         one = self._at.get(site)
         return None if one is None or one.problem else vectors_of(self._preparer, one)[side]
 
@@ -135,7 +135,7 @@ def read_attention(
     *,
     searches: bool = True,
 ) -> RecordedAttention | None:
-    """The attention at ``path``; None where it was not recorded, or no formula reproduces the baseline's output.
+    """Return the attention at ``path``; None where it was not recorded, or no formula reproduces the baseline's output.
 
     ``searches``: also try other scales of scores than 1 / √d, and windows.
     """
@@ -265,7 +265,7 @@ def _same_rows(parts: Sequence[TokenSlots]) -> bool:
 
 
 def _in_query_order(table: TokenSlots, query: TokenSlots) -> Array | None:
-    """The table's rows in the order of the queries' rows; arbitrary ones for padding."""
+    """Return the table's rows in the order of the queries' rows; arbitrary ones for padding."""
     at = table.place()
     keys = list(zip(query.step.tolist(), query.request.tolist(), query.position.tolist(), strict=True))
     if _same_rows((query, table)):

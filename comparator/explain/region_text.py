@@ -52,8 +52,8 @@ def _columns(region: ErrorRegion) -> str:
 
 
 def has_heads(site: str) -> bool:
-    """Whether the columns of a site are attention heads: projected queries, keys and values, and what attention makes
-    of them before the output projection."""
+    """Return whether the columns of a site are attention heads: projected queries, keys and values, and what attention
+    makes of them before the output projection."""
     path, _, port = site.rpartition(":")
     parent, _, last = path.rpartition(".")
     if last in _OUTPUT_PROJECTIONS:
@@ -75,7 +75,7 @@ def _of_each_head(region: ErrorRegion) -> str:
 
 
 def _rank(region: ErrorRegion) -> str:
-    """The rank whose shard holds all affected columns; empty where there are several."""
+    """Return the rank whose shard holds all affected columns; empty where there are several."""
     ranks = region.sample.ranks
     here = np.unique(ranks[region.columns])
     if len(here) != 1 or here[0] < 0:
@@ -124,7 +124,7 @@ def _plain_rows(off: Array, sample: Sample) -> str:
 
 
 def _by_request(request: Array, off: Array, requests: Sequence[str], padded: frozenset[int]) -> str:
-    """The affected requests, if exactly their rows are affected."""
+    """Return the affected requests, if exactly their rows are affected."""
     hit = set(request[off].tolist())
     if any(not off[request == one].all() for one in hit):
         return ""
@@ -162,7 +162,7 @@ def _by_step(step: Array, off: Array) -> str:
 
 
 def _by_end(request: Array, position: Array, off: Array) -> str:
-    """The first or last token of every request, or all but these."""
+    """Return the first or last token of every request, or all but these."""
     for word, pick in (("last", np.max), ("first", np.min)):
         at = np.zeros(len(off), bool)
         for one in np.unique(request):

@@ -36,7 +36,7 @@ class PartialSum(NamedTuple):
 
 
 def related_sites(region: ErrorRegion, others: Iterable[RelatedSite]) -> Iterator[Hypothesis]:
-    """The target equals another site's baseline, or that value was added once more, or left out."""
+    """Yield the target equals another site's baseline, or that value was added once more, or left out."""
     others = list(others)
     own = _find_source(region, others) if port_of(region.sample.site).startswith("in[") else ""
     for other in others:
@@ -62,7 +62,7 @@ def related_sites(region: ErrorRegion, others: Iterable[RelatedSite]) -> Iterato
 
 
 def _find_source(region: ErrorRegion, others: Iterable[RelatedSite]) -> str:
-    """The output site whose value the baseline of an input is; empty where there is none."""
+    """Return the output site whose value the baseline of an input is; empty where there is none."""
     for other in others:
         value = region.cut(other.values)
         if ":out" in other.site and np.isfinite(value).all() and _is_copy(value, region.before, region.noise):
@@ -71,25 +71,25 @@ def _find_source(region: ErrorRegion, others: Iterable[RelatedSite]) -> str:
 
 
 def _is_copy(value: Array, before: Array, noise: float) -> bool:
-    """Whether the other site holds the culprit's own value, as a parent's output does."""
+    """Return whether the other site holds the culprit's own value, as a parent's output does."""
     return bool((np.abs(value - before) <= 2.0 * noise * np.abs(before)).all())
 
 
 def partial_sums(region: ErrorRegion, parts: list[PartialSum], axis: str) -> Iterator[Hypothesis]:
-    """The target is one rank's partial sum instead of the sum over ``axis``."""
+    """Yield the target is one rank's partial sum instead of the sum over ``axis``."""
     for part in parts:
         sentence = f"target = the partial sum of rank {part.rank} alone: it was not summed over {axis}"
         yield Hypothesis("missing all-reduce", sentence, region.cut(part.values))
 
 
 def zero_partial_sum(region: ErrorRegion, parts: Sequence[PartialSum]) -> int | None:
-    """The only rank whose partial sum is zero in the error region; None where there is none, or several."""
+    """Return the only rank whose partial sum is zero in the error region; None where there is none, or several."""
     zero = [part.rank for part in parts if not region.cut(part.values).any()]
     return zero[0] if len(zero) == 1 < len(parts) and region.before.any() else None
 
 
 def missing_all_reduce(region: ErrorRegion, others: list[PartialSum], axis: str) -> Iterator[Hypothesis]:
-    """The values of the ranks should be equal, but their sum is the baseline. A zero target is excluded."""
+    """Yield the values of the ranks should be equal, but their sum is the baseline. A zero target is excluded."""
     total = np.sum([region.cut(other.values) for other in others], axis=0)
     if not region.after.any():
         return

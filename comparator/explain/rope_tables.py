@@ -57,7 +57,7 @@ class _TableFunction(NamedTuple):
         return self.make(position[:, None] * np.tile(frequencies, 2)[None, :])
 
     def columns(self, pairs: Array, size: int) -> Array:
-        """The columns that hold these of ``size`` pairs, each function once."""
+        """Return the columns that hold these of ``size`` pairs, each function once."""
         return np.concatenate((pairs, size + pairs)) if self.is_pair else pairs
 
     def scale(self, *tables: Array) -> Array | float:
@@ -117,15 +117,16 @@ _OTHER_PORT = {
 def explain_rope(
     region: ErrorRegion, sites: SiteReader, thetas: Sequence[float], requests: Sequence[str], padded: frozenset[int]
 ) -> Explanation | None:
-    """The explanation of a table of cosines and its table of sines, if both were recorded, or of a single table; see
-    :func:`explain_rope_table`. Cosines of slow pairs are 1 up to rounding: only their sines show an error."""
+    """Return the explanation of a table of cosines and its table of sines, if both were recorded, or of a single table;
+    see :func:`explain_rope_table`. Cosines of slow pairs are 1 up to rounding: only their sines show an error."""
     tables = _with_other_table(region, sites)
     told = None if tables is None else _explained(tables, (_COSINES_AND_SINES,), thetas, requests, padded)
     return told or explain_rope_table(region, thetas, requests, padded)
 
 
 def _with_other_table(region: ErrorRegion, sites: SiteReader) -> ErrorRegion | None:
-    """The first half of the cosines and that of the sines, of which the others are copies; None where they are not."""
+    """Return the first half of the cosines and that of the sines, of which the others are copies; None where they are
+    not."""
     sample = region.sample
     path, _, port = sample.site.rpartition(":")
     width = sample.baseline.shape[1]
@@ -151,7 +152,7 @@ def _with_other_table(region: ErrorRegion, sites: SiteReader) -> ErrorRegion | N
 def explain_rope_table(
     region: ErrorRegion, thetas: Sequence[float], requests: Sequence[str], padded: frozenset[int]
 ) -> Explanation | None:
-    """The explanation of a table; None where the baseline is not a RoPE table, or nothing explains it."""
+    """Return the explanation of a table; None where the baseline is not a RoPE table, or nothing explains it."""
     kinds = _TABLE_FUNCTIONS if "rot" in region.sample.site else _TABLE_FUNCTIONS[:2]
     return _explained(region, kinds, thetas, requests, padded)
 
@@ -205,7 +206,7 @@ def _explained(
 
 
 def _holds_elsewhere(region: ErrorRegion, kind: _TableFunction, made: Array, unchanged: Array, noise: float) -> bool:
-    """Whether a cause of the whole table holds in the unaffected columns, too, and predicts no change that is
+    """Return whether a cause of the whole table holds in the unaffected columns, too, and predicts no change that is
     absent."""
     sample = region.sample
     level = noise * np.broadcast_to(kind.scale(made[region.rows], unchanged[region.rows]), made.shape[1])
@@ -221,7 +222,7 @@ def _holds_elsewhere(region: ErrorRegion, kind: _TableFunction, made: Array, unc
 
 
 def _shown_pairs(region: ErrorRegion, kind: _TableFunction, made: Array, unchanged: Array, noise: float) -> Array:
-    """Indices of the pairs that show a cause of all pairs; slower ones may rotate too little to show it."""
+    """Return the indices of the pairs that show a cause of all pairs; slower ones may rotate too little to show it."""
     half = made.shape[1] // 2
     differs = np.sqrt(((made - unchanged)[region.rows] ** 2).mean(axis=0))
     shown = differs > 2.0 * noise * kind.scale(made[region.rows], unchanged[region.rows])
@@ -314,8 +315,8 @@ def _guesses(
 
 
 def _factor(kind: _TableFunction, region: ErrorRegion, own: Array, position: Array) -> float | None:
-    """The factor of all positions, from the affected rows: the slowest pairs first, whose angles are unambiguous, then
-    faster ones near the estimate of the slower ones."""
+    """Return the factor of all positions, from the affected rows: the slowest pairs first, whose angles are
+    unambiguous, then faster ones near the estimate of the slower ones."""
     rows = region.rows[position[region.rows] > 0]
     if not len(rows):
         return None
@@ -340,7 +341,7 @@ def _factor(kind: _TableFunction, region: ErrorRegion, own: Array, position: Arr
 
 
 def _theta(kind: _TableFunction, values: Array, noise: float, position: Array, thetas: Sequence[float]) -> float | None:
-    """The base of a table, a usual one where it fits; None where none fits."""
+    """Return the base of a table, a usual one where it fits; None where none fits."""
     size = values.shape[1] // 2
 
     def off(theta: float) -> float:

@@ -42,7 +42,7 @@ class RouterOutput(NamedTuple):
 
 
 def explain_router(region: ErrorRegion, sites: SiteReader, configs: Sequence[Mapping[str, Any]]) -> Tested | None:
-    """The explanation of a router's weights or choices, from its scores; None where the site is not a router, or
+    """Return the explanation of a router's weights or choices, from its scores; None where the site is not a router, or
     nothing explains it."""
     path, _, port = region.sample.site.rpartition(":")
     if not is_router(region.sample.site) or not port.startswith("out["):
@@ -61,7 +61,7 @@ def explain_router(region: ErrorRegion, sites: SiteReader, configs: Sequence[Map
 
 
 def explain_weights(region: ErrorRegion, one: RouterOutput, two: RouterOutput) -> Tested | None:
-    """The explanation of the target's weights, in all columns of the affected rows, unaffected ones included."""
+    """Return the explanation of the target's weights, in all columns of the affected rows, unaffected ones included."""
     whole = replace(region, columns=np.arange(region.sample.baseline.shape[1]))
     noise = score_noise(region, two)
     causes = predictions(one, two, noise, region.rows)
@@ -76,8 +76,8 @@ def score_noise(region: ErrorRegion, two: RouterOutput) -> float:
 
 
 def predictions(one: RouterOutput, two: RouterOutput, noise: float, rows: Array) -> Iterator[Prediction]:
-    """The target's weights as other formulas than the baseline's would give them; factors are fitted on the affected
-    ``rows``."""
+    """Yield the target's weights as other formulas than the baseline's would give them; factors are fitted on the
+    affected ``rows``."""
     fitted = [
         (*variant, *_fit(_weights(one, *variant), one.weights)) for variant in product((False, True), (False, True))
     ]
@@ -158,8 +158,8 @@ def explain_choice(one: RouterOutput, two: RouterOutput, groups: tuple[int, int]
 
 
 def _only_other(rule: Array, own: Array, expected: Array, given: Array) -> int | None:
-    """The only rank of the top-k at which the target's experts are not the ``expected`` ones, in most rows; None where
-    the baseline's ``own`` order is not that of its ``rule``."""
+    """Return the only rank of the top-k at which the target's experts are not the ``expected`` ones, in most rows; None
+    where the baseline's ``own`` order is not that of its ``rule``."""
     if rule.shape[1] < 2 or rule.shape[1] > len(_ORDINALS) or (rule == own).mean() <= _MIN_AGREEMENT:
         return None
     same = (expected == given).mean(axis=0)
@@ -183,7 +183,7 @@ def best(logits: Array, count: int, bias: Array | None, groups: tuple[int, int] 
 
 
 def _apart(one: Array, two: Array) -> float:
-    """Share of the rows whose experts differ."""
+    """Return the share of the rows whose experts differ."""
     return float((np.sort(one, axis=1) != np.sort(two, axis=1)).any(axis=1).mean()) if one.shape == two.shape else 1.0
 
 

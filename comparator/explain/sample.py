@@ -78,7 +78,7 @@ class Choice(Struct, frozen=True):
 
 
 def take(ready: PreparedPair, row_map: RowMap, worst: Place | None, *, is_integer: bool) -> Sample:
-    """A sample of the rows around the worst one, and others spread evenly; a huge tensor is never read whole."""
+    """Return a sample of the rows around the worst one, and others spread evenly; a huge tensor is never read whole."""
     choice = _choose(ready, row_map, worst)
     sides = _read(ready, choice, 0), _read(ready, choice, 1)
     request, position, step = _places(ready, row_map, choice)
@@ -93,7 +93,7 @@ def take(ready: PreparedPair, row_map: RowMap, worst: Place | None, *, is_intege
 
 
 def has_one_width(ready: PreparedPair) -> bool:
-    """Whether the rows of all firings have one width; masks and scores grow with the number of keys."""
+    """Return whether the rows of all firings have one width; masks and scores grow with the number of keys."""
     sides = ((ready.left, ready.layouts[0]), (ready.right, ready.layouts[1]))
     return all(
         len({_width(wholes[join.target if side else join.baseline], layout) for join in ready.plan.joins}) <= 1
@@ -149,7 +149,8 @@ class BaselineRows:
 def read_parts(
     sample: Sample, ready: PreparedPair, row_map: RowMap, part_of: Callable[[AssembledTensor], Piece | None]
 ) -> Array | None:
-    """The same rows of a part of the target's firings, e.g. of one rank's partial sums; None where any is missing."""
+    """Return the same rows of a part of the target's firings, e.g. of one rank's partial sums; None where any is
+    missing."""
     if not ready.plan.joins or sample.width != sample.baseline.shape[1]:
         return None
     known = _RowIndex(ready, row_map)
@@ -202,7 +203,7 @@ def _choose(ready: PreparedPair, row_map: RowMap, worst: Place | None) -> Choice
 
 
 def _find(ready: PreparedPair, row_map: RowMap, worst: Place | None, starts: Array) -> int:
-    """Index of the worst row among all paired rows; 0 where it is unknown."""
+    """Return the index of the worst row among all paired rows; 0 where it is unknown."""
     if worst is None:
         return 0
     for i, join in enumerate(ready.plan.joins):
@@ -262,7 +263,7 @@ def rows_of(piece: Piece | None, run: Run, axes: tuple[int, ...], rows: Array) -
 
 
 def _ranks_of(ready: PreparedPair, choice: Choice) -> Array:
-    """The rank that holds each column in all chosen rows; -1 where there are several (data-parallel ranks hold
+    """Return the rank that holds each column in all chosen rows; -1 where there are several (data-parallel ranks hold
     different requests)."""
     firings = {ready.plan.joins[int(number)].target for number in np.unique(choice.join)}
     ranks = [_ranks(ready.right[firing], ready.layouts[1]) for firing in firings]

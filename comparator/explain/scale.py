@@ -55,7 +55,7 @@ def constants(region: ErrorRegion) -> Iterator[Hypothesis]:
 
 
 def is_activation_gradient(site: str) -> bool:
-    """Whether it is the gradient of an input, output or explicit value."""
+    """Return whether it is the gradient of an input, output or explicit value."""
     return site.endswith(".grad") and not is_parameter(site)
 
 
@@ -68,7 +68,7 @@ def _of_one_rank(axis: str, size: int, before: Array) -> Iterator[Hypothesis]:
 
 
 def is_router(site: str) -> bool:
-    """Whether the module has the name of a router of a mixture of experts."""
+    """Return whether the module has the name of a router of a mixture of experts."""
     return module_of(site).rpartition(".")[2].endswith(_ROUTERS)
 
 
@@ -126,8 +126,8 @@ def offsets(region: ErrorRegion) -> Iterator[Hypothesis]:
 
 
 def _holds_in_residual(region: ErrorRegion, before: Array, after: Array, values: Array) -> bool:
-    """Whether the values explain the error outside the baseline's leading singular vectors, too: for values of low rank
-    any error looks like a factor per channel or token."""
+    """Return whether the values explain the error outside the baseline's leading singular vectors, too: for values of
+    low rank any error looks like a factor per channel or token."""
     weight = region.weight
     patterns = np.linalg.svd(before * weight, full_matrices=False)[0][:, :PATTERNS]
     parts = [part * weight for part in (before, after - before, after - values)]
@@ -169,7 +169,7 @@ def _crossed(before: Array, after: Array, axis: int, fit: Any, apply: Any) -> Ar
 
 
 def _usual_factor(factor: float, region: ErrorRegion) -> str:
-    """A usual number that the factor equals, such as √head_dim; else empty."""
+    """Return a usual number that the factor equals, such as √head_dim; else empty."""
     for name, size in [("width", region.sample.width), *(("head_dim", n) for n in region.head_dims)]:
         for sign, value in (("", size**0.5), ("1 / ", size**-0.5)):
             if size > 1 and abs(factor / value - 1.0) < max(0.001, region.noise):

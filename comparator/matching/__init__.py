@@ -1,1 +1,1 @@
-"""Matching: which site of the target is which site of the baseline."""
+"""Matching: pair each site of the target with its counterpart in the baseline."""

@@ -1,5 +1,5 @@
-"""Concatenated steps: all steps of a site as one tensor, for runs without row tables that split the same rows into
-different steps."""
+"""Concatenated steps: treat all steps of a site as one tensor, for runs without row tables that split the same rows
+into different steps."""
 
 from collections.abc import Sequence
 
@@ -17,15 +17,15 @@ _ROWS = ("t", "s", "b")
 
 
 def concat_steps(pairs: Sequence[Pair]) -> list[Pair]:
-    """The pairs, with the firings of tensors concatenated in order into one firing per side.
+    """Return the pairs with all firings of each tensor concatenated in order into one firing per side.
 
-    They are joined along the token axis of their dims (``t``, else ``s``, else ``b``), else along the first axis.
+    The concatenation axis is the token axis of the dims (``t``, else ``s``, else ``b``), or else the first axis.
     """
     return [_joined(pair) for pair in pairs]
 
 
 def num_rows(series: Series) -> int | None:
-    """Number of rows of all steps together; None if they cannot be concatenated."""
+    """Return the total number of rows over all steps; None if the steps cannot be concatenated."""
     if not _may_be_joined(series):
         return None
     axis = _axis(series)

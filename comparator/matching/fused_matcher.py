@@ -1,4 +1,4 @@
-"""Fused matcher: passes that match one fused tensor with the parts that the other run records."""
+"""Fused matcher: passes that match a fused tensor of one run with the separate parts that the other run recorded."""
 
 from collections.abc import Mapping, Sequence
 
@@ -22,13 +22,14 @@ SeriesMatch = tuple[Series, Series, str, str]
 
 
 class FusedMatcher:
-    """Splits fused tensors into their parts, for one comparison."""
+    """Splits the fused tensors of one comparison into their parts."""
 
     def __init__(self, hints: tuple[Hints, Hints]) -> None:
         self.hints, self.anatomy = hints, FusedLayouts(hints)
 
     def match_parts(self, left: Series, right: Series) -> list[SeriesMatch]:
-        """Match part by part, if two fused series of one name store their parts in different orders; else nothing."""
+        """Match two fused series of one name part by part if they store their parts in different orders; otherwise
+        return nothing."""
         site = fused_site(left.site)
         if site is None or not is_split(site.port) or not (left.is_tensor and right.is_tensor):
             return []
@@ -49,21 +50,21 @@ class FusedMatcher:
         ]
 
     def _is_single(self, series: Series, site: FusedSite) -> bool:
-        """Whether the first linear of an MLP has no gate, and is therefore one tensor."""
+        """Return whether the series belongs to an MLP without a gate, whose first linear is a single tensor."""
         size = self.hints[0].count("intermediate_size") or self.hints[1].count("intermediate_size")
         return site.kind == "gate_up_proj" and size == width_of(
             series, self.hints[0], 0 if "param[" in site.port else -1
         )
 
     def part(self, side: int, series: Series, fused: FusedLayout, index: int | None) -> Series:
-        """A series whose values are one part of a fused one, or all parts in plain order."""
+        """Return a series with the values of one part of a fused series; ``index`` None: of all parts, in plain
+        order."""
         source = annotate_parts(series, fused, self.hints[side])
         name = series.site if index is None else site_of_part(series.site, fused.parts[index])
         return derived_series(name, FusedPart(fused, index), (source,))
 
     def built_in(self, left: dict[str, Series], right: dict[str, Series]) -> list[SeriesMatch]:
-        """Match fused modules of one side with the modules that they combine on the other; removes both from the
-        maps."""
+        """Match fused modules of either side with the separate modules of the other, and remove both from the maps."""
         matches: list[SeriesMatch] = []
         for side, (mine, others) in enumerate(((left, right), (right, left))):
             names = list(fused_names(mine))
@@ -87,33 +88,37 @@ class FusedMatcher:
         ]
 
     def widths(self, side: int, series: Series, partners: Mapping[int, Series], num_parts: int) -> tuple[int, ...]:
-        """Sizes of the parts on the other side, if it has all of them."""
+        """Return the sizes of the parts on the other side; empty if any part is missing there."""
         if len(partners) < num_parts or not all(p.first.shape for p in partners.values()):
             return ()
         axis = 0 if ":param[" in series.site else -1
         return tuple(width_of(partners[i], self.hints[side], axis) for i in range(num_parts))
 
     def _match(self, side: int, fused: Series, other: Series, matched_by: str, part: str) -> SeriesMatch:
-        """The finding has the baseline's name; a part of the baseline's fused tensor is named as one of its ports."""
+        """Order the match as (baseline, target). The finding has the baseline's name; a part of a fused baseline tensor
+        is named as a port of that tensor."""
         if side == 1:
             return other, fused, matched_by, other.site
         return fused, other, matched_by, site_of_part(fused.sources[0].site if fused.sources else fused.site, part)
 
 
 def label(fused: Sequence[FusedLayout]) -> str:
-    """``fused qkv (grouped)``: the pass, with the storage order."""
+    """Return the name of the pass with the storage order: ``fused qkv (grouped)``."""
     kind = {"q_proj": "qkv", "gate_proj": "gate_up"}.get(fused[0].parts[0], "parts")
     orders = ["grouped" if one.groups > 1 else "plain" for one in fused]
     return f"fused {kind} ({' against '.join(dict.fromkeys(orders))})" if kind == "qkv" else f"fused {kind}"
 
 
 def has_values(series: Series) -> bool:
-    """Whether the bytes of every record are on disk."""
+    """Return whether the bytes of every record are on disk."""
     return all(record.entry is not None for firing in series.firings for record in firing.records)
 
 
 def site_of_part(site: str, part: str) -> str:
-    """``a.linear_qkv:out[0].grad`` and ``q_proj`` -> ``a.linear_qkv:out[q_proj].grad``; without part the site."""
+    """Return the site of a part, or the site itself for an empty ``part``.
+
+    ``a.linear_qkv:out[0].grad`` and ``q_proj`` give ``a.linear_qkv:out[q_proj].grad``.
+    """
     if not part:
         return site
     path, _, port = site.rpartition(":")
@@ -135,7 +140,7 @@ def _spelled(series: Mapping[str, Series]) -> dict[str, list[str]]:
 
 
 def _partner(site: FusedSite, index: int, spelled: Mapping[str, list[str]], others: Mapping[str, Series]) -> str | None:
-    """The only name of the other side for this part; None if there is none, or several."""
+    """Return the only name on the other side for this part; None unless there is exactly one."""
     port = site.port
     if port.startswith("in["):
         port = "in.grad" if port.endswith(".grad") else "in"

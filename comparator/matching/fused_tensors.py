@@ -1,11 +1,11 @@
-"""Fused tensors, qkv and gate_up, and how they match a run that records the parts.
+"""Fused tensors (qkv and gate_up), and how to relate them to a run that records the parts.
 
-Storage orders (as in the frameworks' own weight loaders):
+Storage orders, as in the frameworks' own weight loaders:
 
 - plain: all of q, then k, then v. vLLM's and SGLang's ``qkv_proj``, GPT-2's ``c_attn``, Phi's ``qkv_proj``; under
   tensor parallelism every rank holds its own [q_r | k_r | v_r].
-- grouped: per key/value head its query heads, its key, its value. Megatron's ``linear_qkv``, GPT-NeoX's, BLOOM's and
-  Falcon's ``query_key_value``, InternLM2's ``wqkv``; ranks hold whole groups.
+- grouped: for each key/value head its query heads, its key, its value. Megatron's ``linear_qkv``, the
+  ``query_key_value`` of GPT-NeoX, BLOOM and Falcon, InternLM2's ``wqkv``; ranks hold whole groups.
 - gate before up: ``gate_up_proj``, Megatron's gated ``linear_fc1``; every rank holds its own [gate_r | up_r].
 """
 
@@ -24,17 +24,17 @@ from tapscope.core.errors import DimsError
 from tapscope.core.site import module_of
 
 PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-"""Last path component in the common spelling -> the modules that it combines."""
+"""Last path component of a fused module in the common spelling -> the modules that it combines."""
 _SPLIT = re.compile(r"(?:out|param\[(?:weight|bias)\])(?:\.grad)?")
 _NAMES = frozenset({*PARTS, "linear_qkv", "linear_fc1", "c_attn", "c_fc", "query_key_value", "dense_h_to_4h", "wqkv"})
-"""Names of fused modules in any model family; checked first, since most modules are not fused."""
+"""Names of fused modules in any model family; a quick first check, because most modules are not fused."""
 _GROUPED_NAMES = ("linear_qkv", "wqkv")
 _GROUPED_CLASSES = ("GPTNeoX", "Bloom", "Falcon", "ParallelAttention")
 _PLAIN_CLASSES = ("QKVParallelLinear", "Conv1D")
 
 
 class FusedSite(Struct, frozen=True):
-    """A site that may be a fused tensor, by its name in the common spelling."""
+    """A site that may be a fused tensor, judging by its name in the common spelling."""
 
     path: str
     """Path of the parent module in the common spelling, with a trailing dot."""
@@ -48,12 +48,12 @@ class FusedSite(Struct, frozen=True):
         return PARTS[self.kind]
 
     def part(self, index: int) -> str:
-        """The site of a part, in the common spelling."""
+        """Return the site of the part ``index`` in the common spelling."""
         return f"{self.path}{self.parts[index]}:{self.port}"
 
 
 def fused_site(name: str) -> FusedSite | None:
-    """The fused site of this name; None if it is not a fused module."""
+    """Return the fused site with this name; None if the module is not fused."""
     if module_of(name).rpartition(".")[2] not in _NAMES:
         return None
     path, _, port = canonical_name(name).rpartition(":")
@@ -62,30 +62,31 @@ def fused_site(name: str) -> FusedSite | None:
 
 
 def is_split(port: str) -> bool:
-    """Whether the values of a port are those of the parts, concatenated: outputs, weights, biases and their
+    """Return whether the values of a port are the concatenated values of the parts: outputs, weights, biases and their
     gradients."""
     return _SPLIT.fullmatch(port) is not None
 
 
 def axis_of(series: Series, hints: Hints) -> int:
-    """The axis along which the parts are concatenated."""
+    """Return the axis along which the parts are concatenated."""
     if ":param[" not in series.site:
         return -1
     return 1 if hints.class_of(series.site) == "Conv1D" and len(series.first.shape) == 2 else 0
 
 
 def width_of(series: Series, hints: Hints, axis: int) -> int:
-    """Number of features over all ranks along an axis."""
+    """Return the number of features along ``axis``, summed over all ranks."""
     return series.first.shape[axis] * hints.num_shards(series, axis) if series.first.shape else 0
 
 
 class FusedLayouts(Struct, frozen=True):
-    """Finds the layouts of fused series, from what both runs record about the model."""
+    """Determines the layouts of fused series from the model facts that both runs recorded."""
 
     hints: tuple[Hints, Hints]
 
     def fused(self, side: int, series: Series, site: FusedSite, sizes: tuple[int, ...]) -> FusedLayout:
-        """The layout of one side's fused series; ``sizes`` are those of the other side's parts, or empty."""
+        """Return the layout of one side's fused series; ``sizes`` are the widths of the other side's parts, or
+        empty."""
         own = self.hints[side]
         axis = axis_of(series, own)
         if site.kind != "qkv_proj":
@@ -98,7 +99,8 @@ class FusedLayouts(Struct, frozen=True):
         return self.ordered(FusedLayout(site.parts, axis, sizes), self.order(side, series), series, known)
 
     def ordered(self, fused: FusedLayout, order: str, series: Series, known: Sequence[int] | None) -> FusedLayout:
-        """The layout with its groups, or with a problem: an unknown order, size or number of heads."""
+        """Return the layout with its number of groups, or with a problem if the order, a size or the number of heads is
+        unknown."""
         if not order:
             return structs.replace(fused, problem=_unknown_order(series))
         if not fused.sizes:
@@ -111,7 +113,8 @@ class FusedLayouts(Struct, frozen=True):
         return structs.replace(fused, groups=known[1])
 
     def order(self, side: int, series: Series) -> str:
-        """``plain`` or ``grouped``, by name and class; empty if frameworks use the name for both."""
+        """Return ``plain`` or ``grouped``, judging by name and class; empty if frameworks use the name for both
+        orders."""
         last = module_of(series.site).rpartition(".")[2]
         if self.hints[side].class_of(series.site) in _PLAIN_CLASSES:
             return "plain"
@@ -123,7 +126,7 @@ class FusedLayouts(Struct, frozen=True):
         return "grouped" if any(name in holder for name in _GROUPED_CLASSES) else ""
 
     def heads(self, side: int) -> tuple[int, int, int] | None:
-        """(attention heads, key/value heads, head dim) of the run, else of the other run."""
+        """Return (attention heads, key/value heads, head dim) from the config of this run, or else of the other run."""
         for hints in (self.hints[side], self.hints[1 - side]):
             heads, head_dim = hints.count("num_attention_heads"), hints.count("head_dim")
             if heads is None:
@@ -136,7 +139,7 @@ class FusedLayouts(Struct, frozen=True):
 
 
 def storage_order(series: Series, fused: FusedLayout, hints: Hints) -> tuple[int, int]:
-    """(groups, shards that each hold all parts) of the joined tensor; if they are equal there is one order."""
+    """Return (groups, shards that each hold all parts) of the joined tensor; equal results mean equal orders."""
     dim = _dim(series, fused.axis)
     if dim is not None and sections_of(dim):
         return 1, 1  # its dims state the sections: assembled, it is in plain order
@@ -144,8 +147,11 @@ def storage_order(series: Series, fused: FusedLayout, hints: Hints) -> tuple[int
 
 
 def annotate_parts(series: Series, fused: FusedLayout, hints: Hints) -> Series:
-    """The series with dims that state the sections of each shard, so that sections are separated before shards are
-    joined; unchanged if one shard or group holds everything, or if its dims state the sections already."""
+    """Return the series with dims that state the sections of each shard, so that shards are split into sections before
+    joining.
+
+    Unchanged if one shard or group holds everything, or if the dims already state the sections.
+    """
     dim = _dim(series, fused.axis)
     shards = hints.num_shards(series, fused.axis)
     if dim is None or sections_of(dim) or fused.problem or fused.groups > 1 or shards == 1:
@@ -166,8 +172,8 @@ def _dim(series: Series, axis: int) -> Dim | None:
 
 
 def _copies(local: int, sizes: Sequence[int], shards: int) -> list[int]:
-    """How many adjacent ranks hold each part's shard: more than one for keys and values if there are more ranks than
-    key/value heads."""
+    """Return how many adjacent ranks hold each part's shard: more than one for k and v if ranks outnumber key/value
+    heads."""
     rest = shards * local - sum(sizes[:1])
     many = rest // sum(sizes[1:]) if len(sizes) == 3 and rest % sum(sizes[1:]) == 0 else 1
     return [1, *[max(many, 1)] * (len(sizes) - 1)] if sizes else []
@@ -189,7 +195,7 @@ def _with_dims(series: Series, axis: int, text: str) -> Series:
 
 
 def fused_names(series: Mapping[str, Series]) -> Iterator[tuple[str, FusedSite]]:
-    """Sites of one side that are fused modules."""
+    """Yield (name, fused site) of the fused modules among the sites of one side."""
     for name in list(series):
         site = fused_site(name)
         if site is not None:

@@ -1,6 +1,6 @@
-"""Gated activations: modules that multiply one half of their input by a function of the other, e.g. ``SiluAndMul``.
+"""Gated activations: modules that multiply one half of their input by a function of the other, such as ``SiluAndMul``.
 
-vLLM and SGLang name such a module ``act_fn``, the name that Hugging Face uses for the function of the gate alone. The
+vLLM and SGLang name the module ``act_fn``, a name that Hugging Face uses for the function of the gate alone. The
 product is the input of ``down_proj`` in every framework.
 """
 
@@ -20,8 +20,11 @@ FUNCTION = "not compared: the function of the gate alone; the other run's module
 
 
 def gated(series: Mapping[str, Series], hints: Hints) -> dict[str, str]:
-    """Common path -> path of the gated activation modules: by class; else if the output is half as wide as the input;
-    else if the framework is known to have no others next to a fused linear."""
+    """Return common path -> path of the gated activation modules.
+
+    A module counts as gated by its class; without a class, if its output is half as wide as its input; without inputs,
+    if its framework only has gated activations next to a fused linear.
+    """
     paths: dict[str, str] = {}
     for name, one in series.items():
         path, _, port = name.rpartition(":")
@@ -44,12 +47,15 @@ def _is_gated(path: str, made: Series, series: Mapping[str, Series], hints: Hint
 
 
 def ports_of(path: str, series: Mapping[str, Series]) -> list[str]:
-    """The sites of a module."""
+    """Return the names of all sites of the module ``path``."""
     return [name for name in series if name.startswith(f"{path}:")]
 
 
 def down_proj_inputs(products: Mapping[str, Series], others: Mapping[str, Series]) -> Iterator[tuple[str, Series]]:
-    """(name, series of the other run) of the outputs of gated activations: the only input of the down projection."""
+    """Yield (product name, down-projection input of the other run) for outputs of gated activations.
+
+    A product is skipped unless the down projection has exactly one input.
+    """
     inputs: dict[tuple[str, bool], list[Series]] = {}
     for name, one in others.items() if products else ():
         path, _, port = name.rpartition(":")

@@ -1,8 +1,9 @@
-"""MapProposal: a map file for two runs whose names differ, from structure, shapes, statistics and hashes.
+"""Map proposal: derive a map file for two runs with different names from structure, shapes, statistics and hashes.
 
-Sites that no pass matches are grouped by the path of their module with numbers as ``*``. Two groups correspond if their
-modules have the same numbers and their outputs the same width and statistics in every layer: root mean square, mean and
-largest value, or equal hashes. A group corresponds to several if the widths and the sums of squares of those add up.
+Sites that no pass matches are grouped by the path of their module with numbers replaced by ``*``. Two groups correspond
+if their modules have the same numbers, and if their outputs agree in every layer: in width and in statistics (root mean
+square, mean, largest magnitude), or by equal hashes. One group corresponds to several groups if their widths and sums
+of squares add up.
 """
 
 import itertools
@@ -27,65 +28,66 @@ from tapscope.run_format.run import Run
 from tapscope.run_format.stats import Stats
 
 MAX_DISTANCE = 0.1
-"""Largest distance of statistics at which two groups correspond: fp32 and bf16 are about 0.01 apart."""
+"""Largest distance between the statistics of corresponding groups; fp32 and bf16 are about 0.01 apart."""
 _MIN_RUNNER_UP_GAP = 0.02
-"""How much worse the second best candidate must be, if values are not equal."""
+"""Minimum distance by which the second best candidate must be worse, unless values are equal."""
 _NAMES = 0.05
-"""What similar names are worth in distance."""
+"""Distance penalty for completely dissimilar names."""
 _HEIGHT_PENALTY = 0.03
-"""What one level of nested modules is worth in distance."""
+"""Distance penalty for each level by which module nesting differs."""
 _MAX_ROWS_READ = 64
-"""Rows that are read to find the order of the parts of a fused tensor."""
+"""Maximum number of rows read to determine the order of the parts of a fused tensor."""
 _ADDITIVE = 0.02
-"""Relative error to which sums of squares of parts must add up."""
+"""Maximum relative error to which the sums of squares of parts must add up."""
 _MAX_FIRINGS_READ = 4
-"""Firings of a site whose statistics are read."""
+"""Maximum number of firings of a site whose statistics are read."""
 _MAX_PARTS = 3
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 class Profile(Struct, frozen=True):
-    """The properties of a site without its values."""
+    """Summary of a site for the search: shape, statistics and hashes, but no values."""
 
     site: str
     port: str
     numbers: tuple[int, ...]
     width: int
-    """Elements per token row, or in all if the step's rows are unknown."""
+    """Elements per token row, or in total if the number of rows is unknown."""
     stats: Stats
     hashes: frozenset[tuple[int, str]]
-    """(call, hash) of whole tensors."""
+    """(firing index, hash) of records that are whole tensors."""
     record: Record | None
-    """The first record, if it holds the whole tensor with values."""
+    """The first record, if that record holds the whole tensor with values."""
 
 
 class Group(Struct, frozen=True):
-    """Unmatched sites of modules whose paths differ in numbers only."""
+    """Unmatched modules whose paths differ only in numbers."""
 
     path: str
-    """With ``*`` for each number: ``layers.*.mlp``."""
+    """Module path with ``*`` for each number: ``layers.*.mlp``."""
     outputs: dict[tuple[int, ...], Profile]
-    """Numbers -> the site that stands for the module: its output, else its parameter, else its input."""
+    """Numbers in the path -> representative site of the module: its output, else its parameter, else its input."""
     kind: str
-    """``out``, ``param`` or ``in``."""
+    """Port kind of the representatives: ``out``, ``param``, ``in`` or ``other``."""
     order: int
     num_sites: int
     height: int = 0
-    """Levels of modules inside it. A module and its last submodule, which has one level less, have equal outputs."""
+    """Levels of modules nested inside. Breaks ties between a module and its last submodule, which have equal
+    outputs."""
 
 
 class Rename(Struct, frozen=True):
-    """Modules of the target that have other names in the baseline."""
+    """A group of target modules and the group of baseline modules with the same role."""
 
     baseline: str
     target: str
     distance: float
     is_equal: bool
-    """Whether values are equal by their hashes."""
+    """Whether the hashes show equal values."""
     num_modules: int
 
     def entry(self) -> dict[str, str]:
-        """The entry of ``rename`` in a map file."""
+        """Return this rename as an entry of the ``rename`` list in a map file."""
         pattern = re.escape(self.target).replace(r"\*", r"(\d+)")
         counter = itertools.count(1)
         to = re.sub(r"\*", lambda _: f"\\{next(counter)}", self.baseline)
@@ -93,51 +95,51 @@ class Rename(Struct, frozen=True):
 
     @property
     def evidence(self) -> str:
-        """Why they correspond."""
+        """Reason to believe that the groups correspond."""
         modules = f"{self.num_modules} modules" if self.num_modules != 1 else "1 module"
         return f"{modules}, {'equal values' if self.is_equal else f'statistics {self.distance:.1%} apart'}"
 
 
 class Split(Struct, frozen=True):
-    """A fused tensor of one run and its parts in the other."""
+    """A fused tensor of one run and its separate parts in the other."""
 
     whole: str
     parts: tuple[str, ...]
     error: float
-    """Relative error to which the sums of squares add up."""
+    """Relative error to which the sums of squares of the parts add up."""
     sizes: tuple[int, ...] = ()
-    """Widths of the parts, whose values are side by side in this order; empty if that is unknown."""
+    """Widths of the parts if their values are contiguous in this order; empty if the order is unknown."""
 
     @property
     def evidence(self) -> str:
-        """Why they correspond."""
+        """Reason to believe that the parts make up the fused tensor."""
         order = "values side by side in this order" if self.sizes else "check the order of the parts"
         return f"widths add up, sums of squares within {self.error:.1%}; {order}"
 
 
 class MapProposal(Struct, frozen=True):
-    """Renames and splits for what two runs do not match by themselves."""
+    """Proposed renames and splits for sites that two runs do not match automatically."""
 
     num_matched: int
     num_unmatched: tuple[int, int]
     pairs: tuple[tuple[str, str, str], ...]
-    """(baseline site, target site, pass) of what is matched."""
+    """(baseline site, target site, pass) of each matched pair."""
     prefix: str
-    """``--strip-prefix`` that makes names match and has to be given, if any."""
+    """Prefix that must be passed as ``--strip-prefix`` for names to match; empty if none is needed."""
     renames: tuple[Rename, ...] = ()
     splits: tuple[Split, ...] = ()
     ambiguous: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    """(group of the target, groups of the baseline that are equally likely)."""
+    """(group of the target, equally likely groups of the baseline)."""
     unexplained: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
-    """Groups of each run that correspond to nothing."""
+    """Groups of (baseline, target) without a counterpart."""
 
     @property
     def summary(self) -> str:
-        """``10 renames and 1 split``."""
+        """Counts in words: ``10 renames and 1 split``."""
         return f"{plural(len(self.renames), 'rename')} and {plural(len(self.splits), 'split')}"
 
     def yaml(self) -> str:
-        """The text of a map file; comments state the evidence, and what was not decided."""
+        """Return the text of a map file; comments state the evidence and the undecided groups."""
         lines: list[str] = []
         if self.renames:
             lines.append("rename:")
@@ -165,9 +167,10 @@ def _quoted(text: str) -> str:
 def proposal(
     pairs: Sequence[Pair], runs: tuple[Run, Run], prefix: str = "", *, with_splits: bool = True
 ) -> MapProposal:
-    """The map for what is unmatched in ``pairs``, of all sites of ``runs``; ``prefix`` is already removed from names.
+    """Return a map for the unmatched sites in ``pairs``, the matching of all sites of ``runs``.
 
-    Splits are not looked for unless ``with_splits``: their number of candidates grows with the third power of groups.
+    ``prefix`` is already removed from the names. Splits are only searched ``with_splits``: the number of candidates
+    grows with the third power of the number of groups.
     """
     tokens = _tokens(runs[0]), _tokens(runs[1])
     alone = (
@@ -180,7 +183,7 @@ def proposal(
     found, ambiguous = _renames(*groups)
     done = {one.baseline for one in found}, {one.target for one in found}
     known = {(_group_of(p.baseline.site), _group_of(p.target.site)) for p in pairs if p.baseline and p.target}
-    renames = [one for one in found if (one.baseline, one.target) not in known]  # those match already, but for a port
+    renames = [one for one in found if (one.baseline, one.target) not in known]  # known: other ports match already
     left = [[g for g in side if g.path not in names] for side, names in zip(groups, done, strict=True)]
     splits = []
     if with_splits:
@@ -195,7 +198,7 @@ def proposal(
 
 
 def _tokens(run: Run) -> dict[int, int]:
-    """Step -> number of its token rows, where the run records them."""
+    """Return the number of token rows of each step that has a row table."""
     return {step: sum(span.count for span in next(iter(lines.values())).info.rows) for step, lines in run.steps.items()}
 
 
@@ -203,12 +206,12 @@ def _tokens(run: Run) -> dict[int, int]:
 
 
 def _group_of(site: str) -> str:
-    """Path of the site's module with ``*`` for each number."""
+    """Return the path of the site's module with ``*`` for each number."""
     return _NUMBER.sub("*", module_of(site))
 
 
 def _heights(sites: Iterable[str]) -> dict[str, int]:
-    """Path of a group -> levels of modules inside it."""
+    """Return for each group path the number of module levels nested inside."""
     heights: dict[str, int] = {}
     for path in set(map(_group_of, sites)):
         parts = path.split(".")
@@ -219,7 +222,7 @@ def _heights(sites: Iterable[str]) -> dict[str, int]:
 
 
 def _groups(series: Sequence[Series], tokens: dict[int, int], heights: Mapping[str, int]) -> list[Group]:
-    """The groups of unmatched sites, in execution order; modules without a name are left out."""
+    """Return the groups of unmatched sites in execution order; the root module is left out."""
     by_template: dict[str, dict[tuple[int, ...], list[Profile]]] = defaultdict(lambda: defaultdict(list))
     order: dict[str, int] = {}
     for n, one in enumerate(series):
@@ -286,7 +289,7 @@ def _is_sharded(text: str | None) -> bool:
 
 
 def _distance(a: Profile, b: Profile) -> float:
-    """How unlike two sites are: 0 for equal hashes, inf for other widths."""
+    """Return the dissimilarity of two sites: 0 for equal hashes, inf for different widths."""
     if a.hashes & b.hashes:
         return 0.0
     one, two = a.stats, b.stats
@@ -298,7 +301,8 @@ def _distance(a: Profile, b: Profile) -> float:
 
 
 def _group_distance(a: Group, b: Group) -> float:
-    """The mean over modules with the same numbers; inf if most numbers of either group have no counterpart."""
+    """Return the mean distance over modules with equal numbers; inf if most numbers of either group have no
+    counterpart."""
     shared = a.outputs.keys() & b.outputs.keys()
     if a.kind != b.kind or 2 * len(shared) < max(len(a.outputs), len(b.outputs)):
         return math.inf
@@ -307,7 +311,7 @@ def _group_distance(a: Group, b: Group) -> float:
 
 
 def _renames(left: Sequence[Group], right: Sequence[Group]) -> tuple[list[Rename], list[tuple[str, tuple[str, ...]]]]:
-    """The best one-to-one pairs of groups, and groups of the target with several equally good ones."""
+    """Return the best one-to-one pairs of groups, and the target groups with several equally good candidates."""
     scores: dict[tuple[int, int], tuple[float, float]] = {}
     for i, a in enumerate(left):
         for j, b in enumerate(right):
@@ -347,7 +351,7 @@ def _renames(left: Sequence[Group], right: Sequence[Group]) -> tuple[list[Rename
 
 
 def _rival_gap(distance: float) -> float:
-    """Equal values are told apart by their names alone."""
+    """Return by how much a rival must be worse. Candidates with equal values are distinguished by their names alone."""
     return _NAMES / 10 if distance == 0.0 else min(_MIN_RUNNER_UP_GAP, distance)
 
 
@@ -355,7 +359,8 @@ def _rival_gap(distance: float) -> float:
 
 
 def _splits(fused: Sequence[Group], parts: Sequence[Group], runs: tuple[Run, Run]) -> list[Split]:
-    """Groups of ``fused`` that are several groups of ``parts`` side by side; ``runs`` are theirs."""
+    """Return the groups of ``fused`` that are several groups of ``parts`` concatenated; ``runs`` are the runs of
+    both."""
     splits: list[Split] = []
     free = sorted(parts, key=lambda group: group.order)
     for whole in sorted(fused, key=lambda group: group.order):
@@ -374,9 +379,10 @@ def _splits(fused: Sequence[Group], parts: Sequence[Group], runs: tuple[Run, Run
 
 
 def _in_order(whole: Group, parts: Sequence[Group], runs: tuple[Run, Run]) -> tuple[Sequence[Group], tuple[int, ...]]:
-    """The parts in the order in which their values are side by side, and their widths; as given and () if unknown.
+    """Return the parts in the order in which the whole concatenates them, and their widths.
 
-    ``runs`` are those of the whole and of the parts.
+    If the order is unknown, the parts are returned as given, with empty widths. ``runs`` are the runs of the whole and
+    of the parts.
     """
     numbers = min(whole.outputs)
     one, each = whole.outputs[numbers], {part.path: part.outputs[numbers] for part in parts}
@@ -398,14 +404,15 @@ def _in_order(whole: Group, parts: Sequence[Group], runs: tuple[Run, Run]) -> tu
 
 
 def _values(run: Run, profile: Profile) -> np.ndarray[Any, Any]:
-    """Up to some rows of the first record, as float64 [rows, width]."""
+    """Return the leading rows of the profile's record as float64 [rows, width]."""
     assert profile.record is not None
     array = run.array(profile.record)
     return np.asarray(array.reshape(-1, array.shape[-1])[:_MAX_ROWS_READ], np.float64)
 
 
 def _additive_error(whole: Group, parts: Sequence[Group]) -> float:
-    """Largest relative error of the sum of squares of the parts; inf if widths or sums do not add up."""
+    """Return the largest relative error to which sums of squares and sums of the parts add up; inf if anything does
+    not."""
     worst = 0.0
     for numbers, one in whole.outputs.items():
         each: list[Profile] = [part.outputs[numbers] for part in parts]
@@ -420,7 +427,7 @@ def _additive_error(whole: Group, parts: Sequence[Group]) -> float:
 
 
 def to_json(proposal: MapProposal) -> dict[str, Any]:
-    """The proposal as JSON types."""
+    """Return the proposal as JSON types."""
     return {
         "num_matched": proposal.num_matched,
         "num_unmatched": list(proposal.num_unmatched),

@@ -1,5 +1,7 @@
-"""Match: which site of the target is which site of the baseline. Passes go from exact to lenient, and each pair
-records the pass that matched it."""
+"""Site matching: pair each site of the target with its counterpart in the baseline.
+
+Passes go from exact to lenient, and each pair records the pass that matched it.
+"""
 
 import re
 from collections import Counter
@@ -21,7 +23,7 @@ from tapscope.core.site import module_of, port_of
 Names = Mapping[str, Series]
 
 ARGUMENTS = frozenset({"input_ids", "position_ids", "positions", "attention_mask", "residual", "rotary_pos_emb"})
-"""Names with one meaning: an input with one of these names never matches one with another name."""
+"""Argument names with one meaning: an input with one of these names never matches an input with a different name."""
 
 
 _MASK = re.compile(r":in\[(?:attention_)?mask\]$")
@@ -30,34 +32,34 @@ IDENTITIES = ("Identity", "IdentityOp", "IdentityFuncOp")
 
 
 class Pair(Struct, frozen=True, gc=False):
-    """A matched pair, or an orphan that only one run has."""
+    """A matched pair of series, or an orphan that only one run has."""
 
     baseline: Series | None
     target: Series | None
     matched_by: str = ""
-    """The pass: ``exact``, ``map``, a family of :data:`~.names.FAMILIES`, ``sum``, ``argument``, ``fused …``, ``only
-    input``, ``partial sum`` or ``product``; empty for an orphan."""
+    """Name of the pass: ``exact``, ``map``, a family of :data:`~.names.FAMILIES`, ``sum``, ``argument``, ``fused …``,
+    ``only input``, ``partial sum`` or ``product``; empty for an orphan."""
     site: str = ""
-    """Site of the finding; empty: the baseline's site, or that of the only side."""
+    """Site of the finding; if empty, the baseline's site, or that of the only side."""
     note: str = ""
-    """Why an orphan has no partner, if there are several candidates."""
+    """Why an orphan has no partner, if a reason is known."""
 
     @property
     def sides(self) -> tuple[Series, Series]:
-        """Baseline and target of a matched pair; not to be asked of an orphan."""
+        """(baseline, target) of a matched pair; asserts that the pair is not an orphan."""
         assert self.baseline is not None
         assert self.target is not None
         return self.baseline, self.target
 
     def names(self) -> set[str]:
-        """Every name that either run has for it."""
+        """Return every name that the finding or either run has for the pair."""
         return {self.site} - {""} | {
             site for one in (self.baseline, self.target) if one for _, site in source_keys(one)
         }
 
 
 class SiteMatcher:
-    """The unmatched series of one model and pass on both sides, by name."""
+    """The unmatched series of one (model, pass) group on both sides, by name; each pass removes what it matches."""
 
     def __init__(
         self, left: dict[str, Series], right: dict[str, Series], fusions: FusedMatcher, hints: tuple[Hints, Hints]
@@ -69,7 +71,7 @@ class SiteMatcher:
         self._products: tuple[dict[str, Series], dict[str, Series]] = ({}, {})
 
     def take(self, baseline_name: str, target_name: str, matched_by: str) -> None:
-        """Match the series of two names; part by part, if both are fused in different orders."""
+        """Match the series of two names, part by part if both are fused in different orders."""
         baseline, target = self.left.pop(baseline_name), self.right.pop(target_name)
         parts = self.fusions.match_parts(baseline, target)
         if parts:
@@ -85,14 +87,14 @@ class SiteMatcher:
         return "argument" if any(name == offer for _, offer, _ in self._offered) else "map"
 
     def set_aside(self) -> None:
-        """Make orphans of sites whose names would mislead."""
+        """Make orphans of sites whose equal names would be misleading."""
         for side, mine in enumerate((self.left, self.right)):
             for name in list(mine):
                 if note := name_exception(name, self.hints[side].class_of(mine[name].site)):
                     self._alone(side, mine.pop(name), note)
 
     def set_root_aside(self) -> None:
-        """Make an orphan of a root output that is the decoder's own: vLLM returns hidden states there, others
+        """Make an orphan of a root output that equals the decoder's output: vLLM returns hidden states there, others
         logits."""
         for side, (mine, others) in enumerate(((self.left, self.right), (self.right, self.left))):
             if ":out" in mine and ":out" not in others and has_same_content(mine[":out"], mine.get("model:out")):
@@ -101,7 +103,7 @@ class SiteMatcher:
                 )
 
     def set_masks_aside(self) -> None:
-        """Make orphans of attention masks with opposite meanings."""
+        """Make orphans of attention masks if the frameworks' masks have opposite meanings."""
         if not are_masks_inverted(self.hints):
             return
         for side, mine in enumerate((self.left, self.right)):
@@ -110,7 +112,7 @@ class SiteMatcher:
                 self._alone(side, mine.pop(name), note)
 
     def set_products_aside(self) -> None:
-        """Keep gated activations from matching plain ones."""
+        """Prevent gated activations from matching plain activations."""
         both = (self.left, self.right)
         gated_paths = [gated(mine, self.hints[side]) for side, mine in enumerate(both)]
         for side, mine in enumerate(both):
@@ -138,7 +140,7 @@ class SiteMatcher:
         self.pairs.append(Pair(one, None, note=note) if side == 0 else Pair(None, one, note=note))
 
     def families(self) -> None:
-        """Match by common spelling, from the strictest family to the most lenient."""
+        """Match names by their common spelling, from the strictest naming family to the most lenient."""
         for family in FAMILIES:
             if not (self.left and self.right):
                 return
@@ -150,8 +152,8 @@ class SiteMatcher:
     def offer_sums(self) -> None:
         """Replace partial residuals by their sums, and positional arguments by hidden states.
 
-        Not between two runs of one framework: there a residual that only one run has was not recorded, rather than
-        added.
+        Skipped between two runs of one framework: there, a residual in only one run means that the other did not record
+        it.
         """
         if self.hints[0].framework == self.hints[1].framework not in ("", "torch"):
             return
@@ -161,20 +163,19 @@ class SiteMatcher:
                 mine[name] = total
 
     def withdraw_sums(self) -> None:
-        """Undo the sums that nothing matched."""
+        """Undo the sums that no site matched."""
         for mine, name, pieces in self._offered:
             if name in mine:
                 del mine[name]
                 mine.update(pieces)
 
     def only_inputs(self) -> None:
-        """Match a module's only unmatched tensor input with the other run's: argument names differ by framework."""
+        """Match tensor inputs that are a module's only one in both runs: argument names differ by framework."""
         for a, b in only_inputs((self.left, self.right), self.everything):
             self.take(a, b, "only input")
 
     def partials(self) -> None:
-        """Match partial sums that only one run recorded with the other run's sum, in addition to that sum's own
-        pair."""
+        """Match partial sums recorded by only one run with the other run's total, which also keeps its own pair."""
         for side, mine in enumerate((self.right, self.left)):
             others = self.everything[side]
             summands = [site for site in mine if is_partial(site)]
@@ -187,7 +188,7 @@ class SiteMatcher:
                     self.pairs.append(Pair(*both, "partial sum", one.site if side == 0 else both[0].site))
 
     def orphans(self) -> None:
-        """Make orphans of the rest, with a note if there are several candidates."""
+        """Make orphans of the remaining sites, with a note if there are several candidates."""
         spelled = [{name: canonical_name(name) for name in side} for side in (self.left, self.right)]
         alike = [_by_spelling(side) for side in spelled]
         for side, mine in enumerate((self.left, self.right)):
@@ -202,7 +203,7 @@ def match_sites(
     mapping: MapFile | None = None,
     hints: tuple[Hints, Hints] | None = None,
 ) -> list[Pair]:
-    """Pairs and orphans, in the target's execution order; a baseline orphan follows its predecessor's partner.
+    """Return pairs and orphans in the target's execution order; a baseline orphan follows its predecessor's partner.
 
     Raises ConfigError for an entry of ``mapping`` that matches nothing.
     """
@@ -221,7 +222,7 @@ def match_sites(
 
 def _match_group(group: SiteMatcher, user: UserMap) -> list[Pair]:
     group.pairs += [Pair(*given) for given in user.pairs(group.left, group.right)]
-    group.offer_sums()  # before names: what one run calls hidden_states may be only a partial residual in the other
+    group.offer_sums()  # before names: hidden_states of one run may be only a partial residual in the other
     group.set_masks_aside()
     group.set_products_aside()
     for name in [name for name in group.right if name in group.left]:
@@ -242,7 +243,8 @@ def _match_group(group: SiteMatcher, user: UserMap) -> list[Pair]:
 
 
 def _groups(baseline: Sequence[Series], target: Sequence[Series]) -> Iterator[tuple[list[Series], list[Series]]]:
-    """Series of one model and pass on both sides; single models match whatever their names."""
+    """Yield the series of both sides for each (model, pass); if each run has a single model, model names need not be
+    equal."""
     models = [{s.group[0] for s in side} for side in (baseline, target)]
     sole = all(len(names) == 1 for names in models)
     split: dict[tuple[str, str], tuple[list[Series], list[Series]]] = {}
@@ -254,14 +256,15 @@ def _groups(baseline: Sequence[Series], target: Sequence[Series]) -> Iterator[tu
 
 
 def _rivals(name: str, own: Iterable[str], others: Sequence[str]) -> str:
-    """Why a name that the other side also has found no partner: it is ambiguous."""
+    """Return the note that explains an ambiguous name: several names of one side have the same spelling as names of the
+    other."""
     rivals = ", ".join(other for other in own if other != name)
     also = f", and so could {rivals}" if rivals else ""
     return f"could be {' or '.join(others[:3])}{also}: state it with rename in --map"
 
 
 def _by_spelling(names: Mapping[str, str]) -> dict[str, list[str]]:
-    """Spelling -> names."""
+    """Return the names of each spelling."""
     by_spelling: dict[str, list[str]] = {}
     for name, spelling in names.items():
         by_spelling.setdefault(spelling, []).append(name)
@@ -269,7 +272,7 @@ def _by_spelling(names: Mapping[str, str]) -> dict[str, list[str]]:
 
 
 def _in_order(pairs: list[Pair], baseline: Sequence[Series], target: Sequence[Series]) -> list[Pair]:
-    """Sorted by the place of the target, or of its sources; a baseline orphan comes after its predecessor."""
+    """Sort pairs by the position of the target or its sources; a baseline orphan follows its predecessor."""
     places = {key_of(s): (i, 0) for i, s in enumerate(target)}
     lone = {} if all(pair.target for pair in pairs) else _lone(pairs, baseline, places)
 
@@ -286,7 +289,7 @@ _Places = dict[Key, tuple[int, int]]
 
 
 def _lone(pairs: Sequence[Pair], baseline: Sequence[Series], places: _Places) -> _Places:
-    """The places of the baseline's series: those of their partners, or after the preceding series."""
+    """Return the sort position of each baseline series: that of its partner, or just after the preceding series."""
     partner = {
         key: max(places[k] for k in source_keys(p.target))
         for p in pairs
@@ -302,18 +305,19 @@ def _lone(pairs: Sequence[Pair], baseline: Sequence[Series], places: _Places) ->
 
 
 def are_masks_inverted(hints: tuple[Hints, Hints]) -> bool:
-    """Whether exactly one of two frameworks is Megatron, whose attention masks mark hidden positions."""
+    """Return whether exactly one of two frameworks is Megatron, whose attention masks mark hidden positions."""
     frameworks = {one.framework for one in hints}
     return len(frameworks) > 1 and "megatron" in frameworks
 
 
 def is_mask(name: str) -> bool:
-    """Whether it is an attention mask given to a module."""
+    """Return whether ``name`` is an attention mask passed to a module."""
     return _MASK.search(name) is not None
 
 
 def name_exception(name: str, cls: str) -> str:
-    """Why a site, by its name and its module's class, must not match the same name of another framework; else empty."""
+    """Return why a site must not match the same name of another framework, judging by name and module class; empty if
+    it may."""
     if cls == "Conv1D" and ":param[weight]" in name:
         return "not compared: a Conv1D stores its weight transposed"
     if cls in IDENTITIES and _NORM.search(name):
@@ -324,17 +328,19 @@ def name_exception(name: str, cls: str) -> str:
 
 
 def only_inputs(left: tuple[Names, Names], everything: tuple[Names, Names]) -> list[tuple[str, str]]:
-    """(baseline's name, target's) of inputs that are the only ones of a module and unmatched (``left``) on both
-    sides."""
+    """Return (baseline name, target name) of inputs that are the only input of a module and unmatched on both sides.
+
+    ``left`` holds the unmatched series of both sides, ``everything`` all of them.
+    """
     one, two = (_single(mine, every) for mine, every in zip(left, everything, strict=True))
     both = [(one[module], name) for module, name in two.items() if module in one]
     return [pair for pair in both if not {_argument(name) for name in pair} <= ARGUMENTS]
 
 
 def _single(series: Mapping[str, Series], everything: Mapping[str, Series]) -> dict[tuple[str, bool], str]:
-    """(common path, whether of gradients) -> name of the only tensor input of a module, if it is unmatched.
+    """Return (common path, is a gradient) -> name of the module's only tensor input, if that input is unmatched.
 
-    An input whose siblings are matched already is excluded: the rest may be anything.
+    Inputs with matched siblings are excluded: the remaining one may be anything.
     """
     inputs = Counter(_input_of(name) for name, one in everything.items() if one.first.dtype is not None)
     candidates: dict[tuple[str, bool], list[str]] = {}
@@ -350,6 +356,6 @@ def _argument(name: str) -> str:
 
 
 def _input_of(name: str) -> tuple[str, bool] | None:
-    """(module path, whether a gradient) of an input's site; None for other sites."""
+    """Return (module path, is a gradient) of an input's site; None for other sites."""
     path, _, port = name.rpartition(":")
     return (path, port.endswith(".grad")) if port.startswith("in[") else None

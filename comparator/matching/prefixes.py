@@ -1,4 +1,5 @@
-"""Prefixes that wrappers add to module names: of known wrappers, removed automatically, or suggested."""
+"""Prefixes that wrappers add to module names: known ones, ones removed automatically, and ones suggested to the
+user."""
 
 import re
 from collections import Counter, defaultdict
@@ -12,16 +13,16 @@ from tapscope.core import formatting
 from tapscope.core.errors import ConfigError
 
 MIN_MATCHING_NAMES = 4
-"""Fewest names that must match without a prefix for it to be removed or suggested."""
+"""Minimum number of names that must match without a prefix for it to be removed or suggested."""
 _MOST_PREFIXES = 4
-"""Most prefixes that are removed automatically: one per model of a pipeline."""
+"""Maximum number of prefixes removed automatically: one per model of a pipeline."""
 _MAX_NAMES = 5000
-"""Most names of one run that are checked."""
+"""Maximum number of names checked per run."""
 _ROOT = next(family for family in FAMILIES if family.name == "hf root")
 
 
 def prefix_renames(prefixes: Iterable[str]) -> tuple[RenameEntry, ...]:
-    """Parse ``[baseline:|target:]PREFIX``, the value of ``--strip-prefix``; raises ConfigError for an empty prefix."""
+    """Parse ``[baseline:|target:]PREFIX``, the value of ``--strip-prefix``. Raises ConfigError for an empty prefix."""
     renames = []
     for given in prefixes:
         side, prefix = split_side(given)
@@ -33,7 +34,7 @@ def prefix_renames(prefixes: Iterable[str]) -> tuple[RenameEntry, ...]:
 
 
 def wrapper_notes(pairs: Sequence[Pair]) -> list[str]:
-    """A sentence for each prefix or wrapper that only one run has in the names of matched sites."""
+    """Return one sentence for each prefix or wrapper that only one run has in the names of matched sites."""
     counts: Counter[tuple[str, str]] = Counter()
     for pair in pairs:
         if pair.baseline is not None and pair.target is not None:
@@ -48,11 +49,12 @@ def wrapper_notes(pairs: Sequence[Pair]) -> list[str]:
 def remove_prefixes(
     pairs: list[Pair], match: Callable[[Sequence[RenameEntry]], list[Pair]]
 ) -> tuple[list[Pair], tuple[str, ...]]:
-    """(the pairs, the prefixes that were removed from names to find them, as ``target:net``).
+    """Return (pairs, removed prefixes): the pairs found after removing wrapper prefixes such as ``target:net`` from
+    names.
 
-    ``match`` pairs the sites again under further renames. A prefix is removed if it is the only one that explains the
-    names concerned, if no pair is lost, and if afterwards either all names with this prefix or all names of the other
-    run have a partner; others are left to :func:`prefix_hint`.
+    ``match`` pairs the sites again under additional renames. A prefix is removed if it is the only explanation of the
+    names concerned, and if no pair is lost. In addition, all names with the prefix, or all names of the other run, must
+    then have a partner. Other prefixes are left to :func:`prefix_hint`.
     """
     removed: list[str] = []
     while len(removed) < _MOST_PREFIXES and (prefix := _clear_prefix(_candidates(pairs))):
@@ -69,7 +71,7 @@ def remove_prefixes(
 
 
 def removed_note(prefix: str, pairs: Sequence[Pair]) -> str:
-    """How many names match without a prefix that was removed, given as ``target:net``."""
+    """Return a sentence on how many names match without the removed prefix, given as ``target:net``."""
     side, _, path = prefix.partition(":")
     at = SIDES.index(side)
     names = formatting.plural(sum(both[at].startswith(f"{path}.") for both in _matched(pairs)), "name")
@@ -77,7 +79,8 @@ def removed_note(prefix: str, pairs: Sequence[Pair]) -> str:
 
 
 def prefix_hint(pairs: Sequence[Pair]) -> str:
-    """``30 names match when 'net.' is removed: --strip-prefix target:net``, of the orphans; empty if there are none."""
+    """Return a suggestion such as ``30 names match when 'net.' is removed: --strip-prefix target:net``; empty if none
+    applies."""
     candidates = _candidates(pairs)
     side, prefix = _best(candidates)
     count = len(candidates.get((side, prefix), ()))
@@ -95,7 +98,7 @@ def _is_nested(one: str, other: str) -> bool:
 
 
 _Candidates = Mapping[tuple[int, str], Mapping[str, str]]
-"""(side, prefix) -> site with this prefix -> common name that an orphan of the other side has, too."""
+"""(side, prefix) -> site with this prefix -> common name shared with an orphan of the other side."""
 
 
 def _orphans(pairs: Sequence[Pair], side: int) -> list[str]:
@@ -105,14 +108,14 @@ def _orphans(pairs: Sequence[Pair], side: int) -> list[str]:
 
 
 def _candidates(pairs: Sequence[Pair]) -> _Candidates:
-    """The prefixes without which orphans have the name of an orphan of the other side."""
+    """Return the prefixes whose removal gives orphans the name of an orphan on the other side."""
     alone = _orphans(pairs, 0)[:_MAX_NAMES], _orphans(pairs, 1)[:_MAX_NAMES]
     candidates: dict[tuple[int, str], dict[str, str]] = defaultdict(dict)
     for side, (mine, others) in enumerate((alone, alone[::-1])):
         known, equal = {_ROOT.common(site) for site in others}, {canonical_name(site) for site in others}
         for site in mine:
             if canonical_name(site) in equal:
-                continue  # another reason keeps them apart: masks of other layouts
+                continue  # unmatched for another reason, such as masks of different layouts
             path, _, port = site.rpartition(":")
             parts = path.split(".")
             for cut in range(1, len(parts)):
@@ -123,12 +126,13 @@ def _candidates(pairs: Sequence[Pair]) -> _Candidates:
 
 
 def _best(candidates: _Candidates) -> tuple[int, str]:
-    """The candidate of most names, the shortest of several."""
+    """Return the candidate that covers most names; the shortest prefix in case of a tie."""
     return max(candidates, key=lambda one: (len(candidates[one]), -len(one[1])), default=(0, ""))
 
 
 def _clear_prefix(candidates: _Candidates) -> str:
-    """``target:net``, if no other candidate explains any of its names differently; else empty."""
+    """Return the best prefix as ``target:net`` if no other candidate explains any of its names differently; otherwise
+    empty."""
     side, prefix = _best(candidates)
     mine = candidates.get((side, prefix), {})
     names = Counter(mine.values())
@@ -146,7 +150,8 @@ def _clear_prefix(candidates: _Candidates) -> str:
 
 
 def _is_total(before: Sequence[Pair], after: Sequence[Pair], side: int, prefix: str) -> bool:
-    """Whether no pair is lost, and all orphans with the prefix, or all of the other side, have a partner."""
+    """Return whether no pair is lost and all orphans with the prefix, or all orphans of the other side, found a
+    partner."""
     if not _matched(before) <= _matched(after):
         return False
     told = {site for p in after if p.note and not (p.baseline and p.target) for site in p.names()}  # has a reason

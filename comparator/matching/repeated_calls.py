@@ -1,11 +1,11 @@
-"""Repeated calls: modules that are called several times in a step are compared call by call.
+"""Repeated calls: compare modules that are called several times in a step call by call.
 
-T5 has one dropout for the first and last operation of its encoder, an RNN one cell for every token, and ALBERT one
-layer for all depths: the second input of such a module depends on its first output. Each call is therefore a site of
-its own, if both runs make the same number of calls: ``in[input]`` is the first, ``in[input]#1`` the next (as the
-dumper numbers occurrences), and ``in[input]#1.grad`` its gradient. Calls of several shapes (one activation for an
-image and for the embedding of its time) are separated if both runs have the same shapes in the same order. The rows
-of calls in a loop over experts are matched by token and expert instead (:mod:`~..alignment.expert_rows`).
+T5 uses one dropout module for the first and the last operation of its encoder, an RNN one cell for every token, and
+ALBERT one layer for all depths: the second input of such a module depends on its first output. If both runs make the
+same number of calls, each call therefore becomes a site of its own. ``in[input]`` is the first call, ``in[input]#1``
+the next (numbered like the dumper's occurrences), and ``in[input]#1.grad`` its gradient. Calls of several shapes (one
+activation for an image and for its time embedding) are separated if both runs have the same shapes in the same order.
+Calls in a loop over experts are instead matched by token and expert (:mod:`~..alignment.expert_rows`).
 """
 
 from bisect import bisect_right
@@ -21,13 +21,16 @@ from tapscope.core.site import is_parameter
 from tapscope.run_format.records import Records
 
 MAX_CALLS = 64
-"""Most calls in a step; the calls of a module with more are one site."""
+"""Maximum number of calls per step; the calls of a module with more remain one site."""
 _Place = tuple[int, str, int]
 """(step, pass, rank)."""
 
 
 def split_calls(pairs: Sequence[Pair], records: Sequence[Records]) -> list[Pair]:
-    """The pairs in execution order, with one pair per call where a step has several; ``records`` of both runs."""
+    """Return the pairs in execution order, with one pair per call of modules that are called several times in a step.
+
+    ``records`` are the records of both runs.
+    """
     if not all(len(each.which(lambda kind: kind.occurrence)) for each in records):
         return list(pairs)
     parts = [_calls(pair) for pair in pairs]
@@ -40,8 +43,8 @@ def split_calls(pairs: Sequence[Pair], records: Sequence[Records]) -> list[Pair]
 
 
 def _calls(pair: Pair) -> list[Pair]:
-    """The calls of a pair, the first under its own name; the pair itself if there is one call, or the calls cannot be
-    matched."""
+    """Return one pair per call, the first under its own name; only the pair itself if there is one call or calls do not
+    match."""
     one, two = pair.baseline, pair.target
     if one is None or two is None or one.sources or two.sources or not (one.is_float and two.is_float):
         return [pair]
@@ -60,7 +63,7 @@ def _calls(pair: Pair) -> list[Pair]:
 
 
 def _by_step(series: Series) -> list[list[Firing]]:
-    """The calls of each step and microbatch, in order."""
+    """Return the calls of each step and microbatch, in order."""
     calls: dict[tuple[int, int], list[Firing]] = {}
     for firing in series.firings:
         calls.setdefault((firing.step, firing.call[0]), []).append(firing)
@@ -68,7 +71,7 @@ def _by_step(series: Series) -> list[list[Firing]]:
 
 
 def has_repeated_calls(series: Series) -> bool:
-    """Whether the series holds several calls of one step, which are not separated."""
+    """Return whether the series contains several calls of one step (calls that were not separated)."""
     return any(len(step) > 1 for step in _by_step(series))
 
 
@@ -97,7 +100,7 @@ def _named(site: str, call: int) -> str:
 
 
 def _order(pairs: Sequence[Pair]) -> Mapping[_Place, list[tuple[int, int]]]:
-    """Place -> (seq, index) of what both runs or the target began there, in order of both."""
+    """Return (seq, index) of the pairs that begin at each place, sorted."""
     calls: dict[_Place, list[tuple[int, int]]] = {}
     for i, pair in enumerate(pairs):
         if pair.target is not None:
@@ -107,7 +110,7 @@ def _order(pairs: Sequence[Pair]) -> Mapping[_Place, list[tuple[int, int]]]:
 
 
 def _after(pair: Pair, index: int, known: Mapping[_Place, list[tuple[int, int]]]) -> tuple[int, int]:
-    """Sort key of a later call: after the last site that began before it."""
+    """Return the sort key of a later call: after the last site that began before the call."""
     assert pair.target is not None
     place, seq = _begin(pair.target)
     here = known.get(place, [])

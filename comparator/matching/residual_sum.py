@@ -1,7 +1,7 @@
-"""Residual sums: decoder layers of vLLM and SGLang return a hidden state and the residual that the next norm adds.
+"""Residual sums: decoder layers of vLLM and SGLang return a hidden state and a residual, which the next norm adds.
 
-What other frameworks record as the output or input of a layer, or the input of a norm, is the sum of both. SGLang's
-dumper numbers positional arguments; there the two are recognised as the floats of equal shape.
+Other frameworks record the sum of both as the output or input of a layer, or as the input of a norm. SGLang's dumper
+numbers positional arguments; there, the two are recognized as the floating-point inputs of equal shape.
 """
 
 import re
@@ -17,11 +17,14 @@ _RESIDUAL = ":in[residual]"
 _POSITIONAL = re.compile(r"in\[args\.\d+\]")
 
 Offer = tuple[str, tuple[str, ...], Series]
-"""(name, the names that it replaces, the series)."""
+"""(name, names replaced, derived series)."""
 
 
 def residual_sums(series: Mapping[str, Series], others: Mapping[str, Series]) -> Iterator[Offer]:
-    """Sums of two, and positional hidden states under their name, where ``others`` do not record the same sites."""
+    """Yield sums of hidden state and residual, and positional hidden states under the usual name.
+
+    Skipped where ``others`` also record the residual or the positional argument.
+    """
     offers: list[Offer] = [
         (trio[0], trio[1:], derived_series(trio[0], SumOfSites(), (series[trio[1]], series[trio[2]])))
         for name in series
@@ -38,7 +41,7 @@ def residual_sums(series: Mapping[str, Series], others: Mapping[str, Series]) ->
             offers.append((target, (names[0], names[1]), made))
     known = {canonical_name(name) for name in others} if offers else set()
     for name, parts, one in offers:
-        if canonical_name(parts[-1]) not in known:  # its residual, or the positional argument
+        if canonical_name(parts[-1]) not in known:  # parts[-1]: the residual, or the positional argument
             yield name, parts, one
 
 
@@ -65,7 +68,7 @@ def _inputs(name: str, series: Mapping[str, Series]) -> tuple[str, str, str] | N
 
 
 def _positional(series: Mapping[str, Series]) -> dict[str, list[str]]:
-    """Layers, norms and attentions -> the names of their positional floats."""
+    """Return the names of positional floating-point inputs of layers, norms and attention modules, by module path."""
     names: dict[str, list[str]] = {}
     for name, one in series.items():
         if ":in[args." not in name:

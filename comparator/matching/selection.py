@@ -1,4 +1,4 @@
-"""Selection: the records and pairs to compare, in both runs, whatever each run calls a site."""
+"""Selection: choose the records and pairs to compare in both runs, whatever name each run gives a site."""
 
 from collections.abc import Collection, Iterable, Sequence
 
@@ -18,10 +18,10 @@ from tapscope.run_format.run import Run
 def select(
     runs: tuple[Run, Run], given: tuple[NumberedRecords, NumberedRecords], options: CompareOptions
 ) -> tuple[Records, Records]:
-    """The records of both runs in the selected steps and ranks.
+    """Return the records of both runs in the selected steps and ranks.
 
-    Raises RuleError for a glob that matches a site of neither run, and for steps or ranks that one run does not have: a
-    typo must not look like agreement.
+    Raises RuleError for a glob that matches no site of either run, and for steps or ranks that one run lacks: a typo
+    must not look like agreement.
     """
     every = {*given[0].records.distinct_sites(), *given[1].records.distinct_sites()}
     where = f"{runs[0].path} or {runs[1].path}"
@@ -47,16 +47,16 @@ def _check_numbers(run: Run, what: str, wanted: frozenset[int] | None, known: se
 
 
 def select_pairs(pairs: Sequence[Pair], options: CompareOptions) -> list[Pair]:
-    """Pairs with either side selected."""
+    """Return the pairs of which either side is selected."""
     choice = SiteSelection(options)
     return list(pairs) if choice.is_everything else [pair for pair in pairs if choice.means(pair.names())]
 
 
 class SiteSelection:
-    """The selected sites."""
+    """The site selection given by the options: globs to include, globs to skip, and layers."""
 
     def __init__(self, options: CompareOptions) -> None:
-        # A glob of one call selects all calls of its site.
+        # A glob that names one call selects all calls of the site.
         self.wanted = [site_pattern(text, any_call=True) for text in options.sites]
         self.unwanted = [site_pattern(text) for text in options.skip]
         self._layers = options.layers
@@ -67,7 +67,7 @@ class SiteSelection:
         return not (self.wanted or self.unwanted) and self._layers is None
 
     def means(self, names: Collection[str]) -> bool:
-        """Whether it selects a site with these names: one of them is wanted, and none is skipped."""
+        """Return whether a site with these names is selected: any name is wanted, and none is skipped."""
         if self.wanted and not any(glob.matches(name) for glob in self.wanted for name in names):
             return False
         if self._layers is not None and not any(layer_of(module_of(n)) in self._layers for n in names):
@@ -76,26 +76,26 @@ class SiteSelection:
 
 
 def non_tensors(records: Records) -> list[int]:
-    """Indices of records of objects without a value to compare: a cache, a config."""
+    """Return the indices of records of objects without a comparable value, such as a cache or a config."""
     plain = records.which(lambda kind: kind.dtype is None).tolist()
     values = ((at, records[at].value) for at in plain)
     return [at for at, value in values if not (isinstance(value, dict) and "value" in value)]
 
 
 def without_non_tensors(records: Records) -> Records:
-    """The records without those of :func:`non_tensors`."""
+    """Return the records without those listed by :func:`non_tensors`."""
     left_out = non_tensors(records)
     return records.take(np.delete(np.arange(len(records)), left_out)) if left_out else records
 
 
 def num_non_tensors(records: Records, options: CompareOptions) -> int:
-    """Number of selected records of objects without a value."""
+    """Return the number of selected records of objects without a comparable value."""
     choice = SiteSelection(options)
     return sum(choice.means((records.site_at(at),)) for at in non_tensors(records))
 
 
 def num_selected(pairs: Iterable[Pair], side: int) -> int:
-    """Number of distinct records of one side in these pairs."""
+    """Return the number of distinct records of one side in these pairs."""
     counts: dict[Key, int] = {}
     for pair in pairs:
         one = pair.target if side else pair.baseline

@@ -1,4 +1,4 @@
-"""User map: the matching pass of the user's ``split`` and ``join`` entries, which precedes all others."""
+"""User map: apply the user's ``split`` and ``join`` entries, the first matching pass."""
 
 from collections.abc import Mapping, Sequence
 
@@ -17,14 +17,14 @@ from tapscope.core.site import port_of
 
 
 class UserMap:
-    """The entries of one comparison, over all groups of series."""
+    """The map entries of one comparison, with match counts accumulated over all groups of series."""
 
     def __init__(self, fusions: FusedMatcher, entries: Sequence[FuseEntry]) -> None:
         self.fusions, self.entries = fusions, entries
         self._entries = [MapEntry(entry) for entry in entries]
 
     def pairs(self, left: dict[str, Series], right: dict[str, Series]) -> list[SeriesMatch]:
-        """Match fused tensors of one side with their parts on the other; removes both from the maps."""
+        """Match fused tensors of one side with their parts on the other, and remove both from the maps."""
         matches: list[SeriesMatch] = []
         for map_entry in self._entries:
             for side, (mine, others) in enumerate(((left, right), (right, left))):
@@ -46,7 +46,7 @@ class UserMap:
         return matches
 
     def check(self, baseline: Sequence[Series], target: Sequence[Series]) -> None:
-        """Raise ConfigError for an entry that matched nothing."""
+        """Raise ConfigError for an entry that matched nothing, with a hint at close names."""
         sites = {one.site for one in (*baseline, *target)}
         for one in self._entries:
             if one.num_matched:
@@ -99,7 +99,7 @@ class UserMap:
 
 
 def _in_side_order(side: int, mine: Series, other: Series, matched_by: str, name: str) -> SeriesMatch:
-    """(baseline, target, ...) whichever side ``mine`` is."""
+    """Return the match as (baseline, target, pass, site), whichever side ``mine`` is on."""
     pair = (mine, other) if side == 0 else (other, mine)
     return (*pair, matched_by, name or pair[0].site)
 

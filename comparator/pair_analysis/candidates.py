@@ -59,7 +59,7 @@ def permuted_candidates(
 
 
 def _stated(series: Series, dims: Dims) -> Series:
-    """The series as if its first record had these dims."""
+    """Return the series as if its first record had these dims."""
     first = series.firings[0]
     records = tuple(record._replace(dims=str(dims)) for record in first.records)
     return structs.replace(series, firings=(structs.replace(first, records=records),))
@@ -105,7 +105,8 @@ def _unsharded(dim: Dim) -> Dim:
 
 
 def _distinguishing_axes(places: Sequence[Coords], axes: Sequence[str], known: set[str]) -> list[tuple[str, ...]]:
-    """The smallest sets of up to three further axes that, with the known ones, give every rank unique coordinates."""
+    """Return the smallest sets of up to three further axes that, with the known ones, give every rank unique
+    coordinates."""
     free = [axis for axis in axes if axis not in known]
     for num in (1, 2, 3):
         options = [
@@ -171,7 +172,7 @@ def _with(dims: Dims, axes: Sequence[str], choice: Sequence[_Way]) -> Dims:
 
 
 def _cropped(base: Dims, other: Series) -> Iterator[Dims]:
-    """The stated dims with the other side's size of an axis, if that side is whole."""
+    """Yield the stated dims with the other side's size of an axis, if that side is whole."""
     shape = other.first.shape
     if len(other.firings[0].records) == 1 and len(shape) == base.ndim:
         for at, dim in enumerate(base.dims):
@@ -189,7 +190,7 @@ _USUAL_DIMS = {
 
 
 def _named(series: Series, other: Series) -> list[Dims]:
-    """The stated dims, else the other side's names, else the usual ones for this number of axes."""
+    """Return the stated dims, else the other side's names, else the usual ones for this number of axes."""
     ndim = len(series.first.shape)
     stated, theirs = (_parsed(one, ndim) for one in (series, other))
     if stated is not None:

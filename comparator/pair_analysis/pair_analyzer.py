@@ -82,7 +82,7 @@ class PairAnalyzer:
         """By the shape keys of pairs."""
 
     def with_preparer(self, preparer: PairPreparer, tolerance: tuple[float, float] | None) -> "PairAnalyzer":
-        """A copy with the same knowledge of modules, for pairs with other firings or another tolerance."""
+        """Return a copy with the same knowledge of modules, for pairs with other firings or another tolerance."""
         other = PairAnalyzer(preparer, tolerance, self.detail)
         other.has_gradients, other.norm_modules, other.conv_modules = (
             self.has_gradients,
@@ -98,8 +98,8 @@ class PairAnalyzer:
 
     @np.errstate(all="ignore")  # as in compare(), since this may run in its own thread
     def analyze_batch(self, pairs: Sequence[Pair]) -> list[AnalyzedPair]:
-        """The main part of :meth:`analyze`, which several threads may run concurrently; many small pairs together take
-        less time."""
+        """Return the main part of :meth:`analyze`, which several threads may run concurrently; many small pairs
+        together take less time."""
         prepared_pairs = [self._prepare(pair) for pair in pairs]
         pending = [one for one in prepared_pairs if isinstance(one, PendingRead)]
         read = self._read_values(pending) if pending else iter(())
@@ -107,7 +107,7 @@ class PairAnalyzer:
 
     @np.errstate(all="ignore")
     def count_over(self, pairs: Sequence[Pair]) -> list[int]:
-        """Number of elements beyond the tolerance of each pair, all of which have values to read.
+        """Return the number of elements beyond the tolerance of each pair, all of which have values to read.
 
         Raises DataError if they cannot be read.
         """
@@ -123,7 +123,7 @@ class PairAnalyzer:
         return [_packed(pair, analyzed) for pair, analyzed in zip(pairs, self.analyze_batch(pairs), strict=True)]
 
     def unpacked(self, pairs: Sequence[Pair], packed: Sequence[PackedPair]) -> Iterator[AnalyzedPair]:
-        """The results of :meth:`packed` for the same pairs in this process."""
+        """Yield the results of :meth:`packed` for the same pairs in this process."""
         for pair, packed_pair in zip(pairs, packed, strict=True):
             prepared = None
             if packed_pair.is_changed or packed_pair.has_suggestion:
@@ -132,7 +132,8 @@ class PairAnalyzer:
             yield AnalyzedPair(result, prepared if packed_pair.has_suggestion else None)
 
     def comparable_variant(self, pair: Pair) -> tuple[Pair, PreparedPair]:
-        """The pair, or a variant that can be measured: its shards as replicas, against one rank, or stacked by rank."""
+        """Return the pair, or a variant that can be measured: its shards as replicas, against one rank, or stacked by
+        rank."""
         prepared = self.preparer.prepare(pair)
         if prepared.problem and (variant := with_replicas(pair)) is not pair:
             pair, prepared = variant, self.preparer.prepare(variant)
@@ -144,7 +145,7 @@ class PairAnalyzer:
         return pair, prepared
 
     def _prepare(self, pair: Pair) -> "AnalyzedPair | PendingRead":
-        """A pair before its values are read, or its full result if there is nothing to read."""
+        """Return a pair before its values are read, or its full result if there is nothing to read."""
         if pair.baseline is None or pair.target is None:
             return AnalyzedPair(self._unmatched(pair))
         if reason := self.preparer.batch_description(pair.baseline, pair.target):
@@ -186,8 +187,9 @@ class PairAnalyzer:
             return AnalyzedPair(result.replace(problem=str(error)))
 
     def _may_stack(self, pair: Pair) -> bool:
-        """Whether ranks may hold different values, and one rank the same part of the whole in both runs: neither run
-        says what a rank holds; or the ranks are data parallel, alike in both runs, each with the same token rows."""
+        """Return whether ranks may hold different values, and one rank the same part of the whole in both runs: neither
+        run says what a rank holds; or the ranks are data parallel, alike in both runs, each with the same token
+        rows."""
         baseline, target = pair.sides
         places, row_map = self.preparer.mesh_coords, self.preparer.row_map
         if not (row_map.known or any(place.has_axes for place in places)):
@@ -206,8 +208,8 @@ class PairAnalyzer:
         return True
 
     def _is_of_each_rank(self, pair: Pair) -> bool:
-        """Whether it is a number that each data-parallel rank has of its own rows, such as a loss, and the runs have
-        different numbers of these ranks."""
+        """Return whether it is a number that each data-parallel rank has of its own rows, such as a loss, and the runs
+        have different numbers of these ranks."""
         places = self.preparer.mesh_coords
         sizes = [place.sizes.get("dp", 1) for place in places]
         is_scalar = all(math.prod(side.first.shape) == 1 and side.is_float for side in pair.sides)
@@ -219,7 +221,7 @@ class PairAnalyzer:
         )
 
     def _unmatched(self, pair: Pair) -> PairResult:
-        """The result of a site that only one run has."""
+        """Return the result of a site that only one run has."""
         series = pair.baseline or pair.target
         assert series is not None
         side, notes = side_of(series, series.first.shape), (pair.note,) if pair.note else ()
@@ -260,7 +262,7 @@ class PairAnalyzer:
         return AnalyzedPair(result, None if result.problem else prepared)
 
     def _read_values(self, prepared_pairs: Sequence[PendingRead]) -> Iterator[AnalyzedPair]:
-        """The results of pairs whose values are now read."""
+        """Yield the results of pairs whose values are now read."""
         batch = measure_all([pending.lazy_pair for pending in prepared_pairs], self.tolerance or (0.0, 0.0))
         detail = self.measure_detail if self.detail else None
         reader = ValueReader(
@@ -285,8 +287,8 @@ class PairAnalyzer:
                 )
 
     def with_suggested_dims(self, analyzed: AnalyzedPair) -> PairResult:
-        """The result with a suggestion of dims that would explain why it could not be assembled, if any. Must be called
-        in order, since a suggestion depends on earlier ones."""
+        """Return the result with a suggestion of dims that would explain why it could not be assembled, if any. Must be
+        called in order, since a suggestion depends on earlier ones."""
         result, prepared = analyzed.result, analyzed.prepared
         if prepared is None:
             return result
@@ -323,8 +325,8 @@ def _packed(pair: Pair, analyzed: AnalyzedPair) -> PackedPair:
 
 
 def _are_whole(prepared: PreparedPair) -> bool:
-    """Whether both sides are stored by one rank or follow their dims, and do not merely have permuted axes: no other
-    dims would help."""
+    """Return whether both sides are stored by one rank or follow their dims, and do not merely have permuted axes: no
+    other dims would help."""
     sides = (prepared.left[0], prepared.right[0])
     if sorted(sides[0].shape) == sorted(sides[1].shape):
         return False
@@ -332,12 +334,12 @@ def _are_whole(prepared: PreparedPair) -> bool:
 
 
 def _is_width(problem: Exception) -> bool:
-    """Whether other dims may help."""
+    """Return whether other dims may help."""
     return isinstance(problem, WidthError)
 
 
 def _of_stats(result: PairResult, prepared: PreparedPair, is_exact: bool) -> PairResult:
-    """The result of a pair of which only statistics were kept."""
+    """Return the result of a pair of which only statistics were kept."""
     problem, spread = compare_stats(prepared)
     num_unequal, padded = unequal_hashes(prepared)
     if num_unequal and padded and is_exact and not problem:
@@ -358,7 +360,7 @@ def _no_rows(counts: RowCounts) -> str:
 
 
 def _is_data_parallel(firing: Firing, places: MeshCoords) -> bool:
-    """Whether only ranks with different coordinates of ``dp`` hold different values."""
+    """Return whether only ranks with different coordinates of ``dp`` hold different values."""
     groups: dict[int, set[object]] = {}
     for record in firing.records:
         at = places.coords[record.key.rank].get("dp")
@@ -373,7 +375,7 @@ def _by_rank(firing: Firing) -> list[Record]:
 
 
 def _same_rows(left: StepRows | None, right: StepRows | None) -> bool:
-    """Whether both grids hold the same row pairs."""
+    """Return whether both grids hold the same row pairs."""
     if left is None or right is None:
         return left is right
     return np.array_equal(left.pairs, right.pairs)

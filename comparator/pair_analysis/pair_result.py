@@ -109,7 +109,7 @@ class PairResult(Struct, frozen=True, gc=False):
     extras: PairExtras = NO_EXTRAS
 
     def replace(self, **members: Any) -> "PairResult":
-        """A copy with other members of :attr:`meta` and :attr:`extras`."""
+        """Return a copy with other members of :attr:`meta` and :attr:`extras`."""
         about = {name: value for name, value in members.items() if name in PairMeta.__struct_fields__}
         more = {name: value for name, value in members.items() if name not in about}
         return PairResult(
@@ -220,7 +220,7 @@ class PairResult(Struct, frozen=True, gc=False):
 
 @lru_cache
 def are_exact(baseline: str | None, target: str | None) -> bool:
-    """Whether values of these dtypes must be equal, see :attr:`PairResult.is_exact`."""
+    """Return whether values of these dtypes must be equal, see :attr:`PairResult.is_exact`."""
     return are_masks(baseline, target) or not (dtypes.is_float(baseline) or dtypes.is_float(target))
 
 

@@ -61,7 +61,8 @@ class PlaceErrors:
         """(request, position) of every token that both runs computed, in order."""
 
     def of(self, ready: PreparedPair, *, read: bool) -> FindingPlaces:
-        """The places of a pair; without ``read`` no values are read, and errors are nan except where hashes are equal.
+        """Return the places of a pair; without ``read`` no values are read, and errors are nan except where hashes are
+        equal.
 
         Raises DataError, and WidthError as :func:`..metrics.measure.measure`.
         """

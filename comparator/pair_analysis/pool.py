@@ -50,7 +50,7 @@ def cost_of(batch: Batch) -> int:
 def analyze_all(
     analyzer: PairAnalyzer, pairs: Sequence[Pair], advance: Callable[[], None], workers: Workers | None = None
 ) -> list[PairResult]:
-    """The result of :meth:`PairAnalyzer.analyze` for every pair, in order; it does not depend on ``workers``.
+    """Return the result of :meth:`PairAnalyzer.analyze` for every pair, in order; it does not depend on ``workers``.
 
     ``advance`` is called after each pair, in the calling thread. An exception of a pair is raised in its turn.
     """

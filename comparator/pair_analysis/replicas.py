@@ -87,8 +87,8 @@ def check_replicas(wholes: Iterable[AssembledTensor]) -> Replicas:
 
 
 def with_replicas(pair: Pair) -> Pair:
-    """The pair, with the ranks of one run treated as replicas because those of the other run hold equal values in every
-    firing, without dims that declare it; unchanged if neither or both do."""
+    """Return the pair, with the ranks of one run treated as replicas because those of the other run hold equal values
+    in every firing, without dims that declare it; unchanged if neither or both do."""
     baseline, target = sides = pair.sides
     if any(one.derivation is not None or one.first.dims is not None for one in sides):
         return pair
@@ -102,8 +102,8 @@ def with_replicas(pair: Pair) -> Pair:
 
 
 def against_one_rank(pair: Pair) -> Pair:
-    """The pair, with the ranks of one run treated as replicas of what the only rank of the other run holds; unchanged
-    where shapes differ or there are dims. :func:`has_right_rank` tells whether that is what they are."""
+    """Return the pair, with the ranks of one run treated as replicas of what the only rank of the other run holds;
+    unchanged where shapes differ or there are dims. :func:`has_right_rank` tells whether that is what they are."""
     baseline, target = sides = pair.sides
     if any(one.derivation is not None or one.first.dims is not None for one in sides):
         return pair
@@ -117,7 +117,7 @@ def against_one_rank(pair: Pair) -> Pair:
 
 
 def has_right_rank(ready: PreparedPair) -> bool:
-    """Whether a rank agrees with the other run, and others differ from it by far more.
+    """Return whether a rank agrees with the other run, and others differ from it by far more.
 
     Pipeline stages are not replicas: under one name they have modules of their own.
     """
@@ -133,8 +133,8 @@ def has_right_rank(ready: PreparedPair) -> bool:
 
 
 def stacked_by_rank(pair: Pair) -> Pair:
-    """The pair, with each rank's values compared with the same rank of the other run; unchanged if ranks or shapes
-    differ, or there are dims."""
+    """Return the pair, with each rank's values compared with the same rank of the other run; unchanged if ranks or
+    shapes differ, or there are dims."""
     baseline, target = sides = pair.sides
     if any(one.derivation is not None or one.first.dims is not None for one in sides):
         return pair
@@ -160,8 +160,8 @@ def _agree(firing: Firing) -> bool:
 
 
 def contradicted_ranks(ready: PreparedPair, whole: AssembledTensor, agrees: float = math.inf) -> list[int]:
-    """The ranks whose replicas differ from the other run, while those of other ranks agree with it, up to a relative
-    error of ``agrees``; empty if no rank differs, if all do, or without values.
+    """Return the ranks whose replicas differ from the other run, while those of other ranks agree with it, up to a
+    relative error of ``agrees``; empty if no rank differs, if all do, or without values.
 
     Raises DataError if bytes cannot be read.
     """
@@ -199,7 +199,7 @@ def _error(
 
 
 def _problem(apart: _Distance, eps: float) -> str:
-    """The difference beyond the rounding of ``eps``; empty if there is none."""
+    """Return the difference beyond the rounding of ``eps``; empty if there is none."""
     if apart.row > TOLERANCE_EPS * eps:
         return "are not equal" if math.isinf(apart.row) else f"differ by {apart.row:.1e} relative to their norm"
     if abs(apart.gain) > TOLERANCE_GAIN * eps:

@@ -39,7 +39,7 @@ def summand_ratio(ready: PreparedPair, measured: MeasuredPair) -> float:
 
 
 def _summand_energy(piece: Piece | None) -> float:
-    """Mean square of the elements of all partial sums together."""
+    """Return the mean square of the elements of all partial sums together."""
     parts = [list(leaves(part)) for part in piece.parts] if isinstance(piece, Summed) else []
     stats = [[(s.count, s.rms) for record in part if (s := record.stats) is not None] for part in parts]
     each = [[(n, rms) for n, rms in part if n and rms is not None] for part in stats]
@@ -59,7 +59,7 @@ class RowsByStep(NamedTuple):
 
 
 def rows_by_step(parts: Sequence[ReadJoin], right: Sequence[AssembledTensor]) -> RowsByStep | None:
-    """The rows of some joins by step; None if all firings are of one step."""
+    """Return the rows of some joins by step; None if all firings are of one step."""
     step_of_part = [right[part.join.target].records[0].key.step for part in parts]
     if len(set(step_of_part)) < 2:
         return None
@@ -82,7 +82,7 @@ def step_results_of(measured: MeasuredPair, errors: Array, by_step: RowsByStep) 
 
 
 def place_of(measured: MeasuredPair, row: int, ready: PreparedPair, rows: RowMap) -> Place:
-    """The place of a measured row."""
+    """Return the place of a measured row."""
     part = part_at(measured.parts, row)
     # The column is that of the largest distance; a non-finite value has none.
     column = None if measured.rows.nonfinite_mismatch.item(row) else measured.rows.argmax.item(row)
@@ -92,7 +92,8 @@ def place_of(measured: MeasuredPair, row: int, ready: PreparedPair, rows: RowMap
 def place_in(
     part: ReadJoin, row: int, column: int | None, rank: int | None, ready: PreparedPair, rows: RowMap
 ) -> Place:
-    """The place of a measured row, or of a column in it; ``part`` holds the row, and ``rank`` it alone, if not None."""
+    """Return the place of a measured row, or of a column in it; ``part`` holds the row, and ``rank`` it alone, if not
+    None."""
     join, at = part.join, row - part.first
     whole = ready.right[join.target]
     step, baseline_step = whole.records[0].key.step, ready.left[join.baseline].records[0].key.step
@@ -123,15 +124,15 @@ def _is_spread(piece: Piece | None) -> bool:
 
 
 def _rank_at(whole: AssembledTensor, layout: Layout, row: int, column: int) -> int | None:
-    """The rank that alone holds an element of the rows, or None."""
+    """Return the rank that alone holds an element of the rows, or None."""
     assert whole.piece is not None
     ranks = {record.key.rank for record, _ in records_at(whole.piece, element_of(whole, layout, row, column))}
     return ranks.pop() if len(ranks) == 1 else None
 
 
 def index_in_shard(measured: MeasuredPair, row: int, ready: PreparedPair, rank: int) -> tuple[int, ...]:
-    """Index of a measured row's largest distance in the record of ``rank``, in the form of ``tapscope show --slice``;
-    empty if that is not one element, or the only record."""
+    """Return the index of a measured row's largest distance in the record of ``rank``, in the form of ``tapscope show
+    --slice``; empty if that is not one element, or the only record."""
     part = part_at(measured.parts, row)
     whole, picked, at = ready.right[part.join.target], part.join.target_rows, row - part.first
     if len(whole.records) < 2 or whole.piece is None or measured.rows.nonfinite_mismatch.item(row):
@@ -143,7 +144,7 @@ def index_in_shard(measured: MeasuredPair, row: int, ready: PreparedPair, rank: 
 
 
 def element_of(whole: AssembledTensor, layout: Layout, row: int, column: int) -> tuple[int, ...]:
-    """The index along all axes of an element of the rows; empty for a tensor without a piece."""
+    """Return the index along all axes of an element of the rows; empty for a tensor without a piece."""
     if whole.piece is None:
         return ()
     shape = whole.piece.shape
@@ -157,5 +158,5 @@ def element_of(whole: AssembledTensor, layout: Layout, row: int, column: int) ->
 
 
 def _is_alone(whole: AssembledTensor) -> bool:
-    """Whether each column is held by one rank alone: shards, or the rows of one of several ranks."""
+    """Return whether each column is held by one rank alone: shards, or the rows of one of several ranks."""
     return isinstance(whole.piece, Concatenated) or len(whole.records) == 1 < len(whole.run.ranks)

@@ -27,7 +27,7 @@ class ShapeClass(Struct, frozen=True):
 
 
 def shape_class_of(pair: Pair, ready: PreparedPair, *, is_shared: bool) -> ShapeClass:
-    """The class of a prepared pair; ``is_shared``: whether other pairs may have it."""
+    """Return the class of a prepared pair; ``is_shared``: whether other pairs may have it."""
     baseline, target = pair.sides
     names = baseline.first.dtype or "", target.first.dtype or ""
     broken, missing = ready.num_broken, ready.plan.num_missing
@@ -47,7 +47,7 @@ def shape_class_of(pair: Pair, ready: PreparedPair, *, is_shared: bool) -> Shape
 
 
 def _unlike(baseline: str, target: str) -> str:
-    """The problem if only one side is complex: such values cannot be compared."""
+    """Return the problem if only one side is complex: such values cannot be compared."""
     if (baseline in COMPLEX) == (target in COMPLEX):
         return ""
     return f"{baseline} against {target}: complex and real values cannot be compared"

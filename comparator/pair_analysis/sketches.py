@@ -61,7 +61,7 @@ class _Unit(NamedTuple):
 
 
 def has_sketches(*series: Series | None) -> bool:
-    """Whether any record of these has a sketch."""
+    """Return whether any record of these has a sketch."""
     return any(
         record.sketch is not None
         for one in series
@@ -72,7 +72,7 @@ def has_sketches(*series: Series | None) -> bool:
 
 
 def compare_sketches(one: PairResult, preparer: PairPreparer) -> PairResult | str:
-    """The result of a pair of which at least one side was kept as sketches; the reason why there is none."""
+    """Return the result of a pair of which at least one side was kept as sketches; the reason why there is none."""
     baseline, target = one.pair.baseline, one.pair.target
     assert baseline is not None
     assert target is not None
@@ -169,7 +169,7 @@ def _name(unit: _Unit) -> bytes:
 
 
 def _components(left: list[_Unit], right: list[_Unit]) -> Iterable[_Group]:
-    """The smallest groups of units that share rows, if both sides hold the same rows equally often."""
+    """Return the smallest groups of units that share rows, if both sides hold the same rows equally often."""
     units = [*left, *right]
     parents = list(range(len(units)))
 
@@ -262,7 +262,7 @@ class _Reader:
 
 
 def _place(record: Record, mesh: MeshCoords) -> tuple[int, ...]:
-    """The coordinates along which the tensor is sharded or a partial sum: ranks with equal ones are replicas."""
+    """Return the coordinates along which the tensor is sharded or a partial sum: ranks with equal ones are replicas."""
     if record.dims is None:
         return ()
     try:

@@ -60,8 +60,8 @@ class Suggester(Struct):
     """Sites that differ although no tried dims explain them: most likely faults."""
 
     def suggest(self, pair: Pair, *, broken: bool) -> str:
-        """A sentence with the dims that would match the pair's sides; if shards are ``broken``, that is could not be
-        assembled, also that there are none."""
+        """Return a sentence with the dims that would match the pair's sides; if shards are ``broken``, that is could
+        not be assembled, also that there are none."""
         baseline, target = pair.sides
         if not self.preparer.row_map.known and not broken and (sentence := _as_many_rows(baseline, target)):
             return sentence
@@ -71,8 +71,8 @@ class Suggester(Struct):
         return self._known[kind]
 
     def check_layout(self, pair: Pair, ready: PreparedPair, error: float) -> str:
-        """A sentence if values are so far apart that shards may have been joined incorrectly, and other dims would give
-        the values of the other side."""
+        """Return a sentence if values are so far apart that shards may have been joined incorrectly, and other dims
+        would give the values of the other side."""
         sides = ready.left[0], ready.right[0]
         if (
             error < MIN_WRONG_ERROR
@@ -117,8 +117,8 @@ class Suggester(Struct):
         return f"no sharding, sum or replication over {over} gives the {_other_run(name)}'s values" if axes else ""
 
     def _places(self, side: int, recorded: Series) -> list[Coords]:
-        """The coordinates of the ranks of the first firing; of those with one table of rows, if ranks have different
-        ones."""
+        """Return the coordinates of the ranks of the first firing; of those with one table of rows, if ranks have
+        different ones."""
         records, rows = list(recorded.firings[0].records), self.preparer.rows_of(side)
         if not is_parameter(recorded.site):
             groups: dict[int, list[Record]] = {}
@@ -131,7 +131,7 @@ class Suggester(Struct):
     def _try_turned(
         self, pair: Pair, side: int, series: Series, other: Series, places: Sequence[Coords], axes: Sequence[str]
     ) -> str:
-        """A suggestion with permuted axes; since names identify axes, both sides need them."""
+        """Return a suggestion with permuted axes; since names identify axes, both sides need them."""
         if series.derivation is not None or other.derivation is not None:
             return ""
         names = ("baseline", "target")[side], ("baseline", "target")[1 - side]
@@ -146,7 +146,8 @@ class Suggester(Struct):
         return ""
 
     def _measured(self, pair: Pair, side: int, dims: Dims, theirs: str | None = None) -> _Tried | None:
-        """The result of these dims, with ``theirs`` for the other side; None if they do not match the pair's sides."""
+        """Return the result of these dims, with ``theirs`` for the other side; None if they do not match the pair's
+        sides."""
         text = str(dims)
         hints = Hints(mesh=self.preparer.mesh_coords[side].sizes)
         changed = [
@@ -184,7 +185,7 @@ def _as_many_rows(baseline: Series, target: Series) -> str:
 
 
 def _describe_error(error: float) -> str:
-    """A relative error, rounded so that similar sites get the same sentence."""
+    """Return a relative error, rounded so that similar sites get the same sentence."""
     bound = next((bound for bound in _BOUNDS if error <= bound), MAX_EQUAL_ERROR)
     return f"relative error below {bound:g}" if error else "equal values"
 
@@ -194,7 +195,7 @@ def _other_run(name: str) -> str:
 
 
 def _first_with(series: Series | None, dims: str | None, hints: Hints) -> Series:
-    """The first firing alone, with other dims; for a part of a fused tensor those of the fused tensor."""
+    """Return the first firing alone, with other dims; for a part of a fused tensor those of the fused tensor."""
     assert series is not None
     if series.sources:
         sources = tuple(_first_with(one, dims, hints) for one in series.sources)

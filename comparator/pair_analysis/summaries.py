@@ -25,7 +25,7 @@ _MAX_VALUE_LENGTH = 60
 
 
 def analyze_plain_values(pair: Pair, shift: int, rows: RowMap, *, is_same_mesh: bool) -> PairResult:
-    """The result of a pair with a plain value on at least one side: typed JSON values, which must be equal.
+    """Return the result of a pair with a plain value on at least one side: typed JSON values, which must be equal.
 
     A value that never changes is compared once, whatever the steps; otherwise firings match by step and call, the
     target's steps being ``shift`` higher. Ranks are compared one by one if both runs have one mesh (``is_same_mesh``)
@@ -74,7 +74,8 @@ def _have_same_ranks(left: Series, right: Series) -> bool:
 
 
 def _have_other_rows(pair: Pair, rows: RowMap) -> bool:
-    """Whether ranks of a run hold different token rows (data or context parallel), so that their values may differ."""
+    """Return whether ranks of a run hold different token rows (data or context parallel), so that their values may
+    differ."""
     return any(
         len({id(side.of(record)) for record in firing.records}) > 1
         for series, side in zip(pair.sides, (rows.baseline, rows.target), strict=True)
@@ -83,7 +84,7 @@ def _have_other_rows(pair: Pair, rows: RowMap) -> bool:
 
 
 def _ranks_differ(series: Series, name: str) -> str:
-    """A warning if the ranks of one firing hold different values; empty if none do."""
+    """Return a warning if the ranks of one firing hold different values; empty if none do."""
     for firing in series.firings:
         values = {_written(record.value): record.key.rank for record in reversed(firing.records)}
         if len(values) > 1:
@@ -93,7 +94,7 @@ def _ranks_differ(series: Series, name: str) -> str:
 
 
 def _lone_rank(unequal: Sequence[_ValuePlace], met: Mapping[_ValuePlace, object]) -> int | None:
-    """The only rank whose values differ; None if there is none."""
+    """Return the only rank whose values differ; None if there is none."""
     ranks = {rank for _, _, rank in unequal}
     return ranks.pop() if len(ranks) == 1 < len({rank for _, _, rank in met}) else None
 
@@ -107,7 +108,8 @@ def _met(left: _Values, right: _Values) -> dict[_ValuePlace, tuple[str, str]]:
 
 
 def _are_extents(pair: Pair, rows: RowMap) -> bool:
-    """Whether every firing of both runs holds the size of one axis of its step's token grid, the same axis in all."""
+    """Return whether every firing of both runs holds the size of one axis of its step's token grid, the same axis in
+    all."""
     axes: set[tuple[int, int]] | None = None
     for series, side in zip(pair.sides, (rows.baseline, rows.target), strict=True):
         for firing in series.firings:
@@ -131,7 +133,8 @@ def _values(series: Series, shift: int, *, by_rank: bool) -> _Values:
 
 
 def _written(typed: Any) -> str:
-    """A typed value as JSON, equal for equal values: 1 and 1.0, which the recorder stores as a string, are equal."""
+    """Return a typed value as JSON, equal for equal values: 1 and 1.0, which the recorder stores as a string, are
+    equal."""
     if not isinstance(typed, Mapping) or "value" not in typed:
         return json.dumps(typed, sort_keys=True)
     value, rest = typed["value"], {key: each for key, each in typed.items() if key not in ("type", "value")}
@@ -183,7 +186,7 @@ def unequal_hashes(ready: PreparedPair) -> tuple[int, bool]:
 
 
 def _holds_only(whole: AssembledTensor, layout: Layout, num_pairs: int) -> bool:
-    """Whether the tensor holds the compared rows and nothing else, not even padding."""
+    """Return whether the tensor holds the compared rows and nothing else, not even padding."""
     count = 1
     for axis in layout.axes:
         count *= whole.shape[axis]
@@ -191,7 +194,7 @@ def _holds_only(whole: AssembledTensor, layout: Layout, num_pairs: int) -> bool:
 
 
 def _are_alike(one: AssembledTensor, two: AssembledTensor, layouts: tuple[Layout, Layout]) -> bool:
-    """Whether both hold the same grid in one shape, so that statistics correspond, padding included."""
+    """Return whether both hold the same grid in one shape, so that statistics correspond, padding included."""
     return one.shape == two.shape and layouts[0].axes == layouts[1].axes
 
 

@@ -110,7 +110,8 @@ class PairReader:
         )
 
     def tile(self, row: int, column: int, num_rows: int, num_columns: int) -> Tile | None:
-        """The rectangle that begins at (row, column), cut at the ends of the pair; None where nothing was read."""
+        """Return the rectangle that begins at (row, column), cut at the ends of the pair; None where nothing was
+        read."""
         if not self.num_rows:
             return None
         row = max(min(row, self.num_rows - 1), 0)
@@ -175,11 +176,12 @@ class PairReader:
         )
 
     def target_index(self, row: int, column: int) -> tuple[int, ...]:
-        """Index of an element in the target's tensor, put together from all ranks; empty where the row is shorter."""
+        """Return the index of an element in the target's tensor, put together from all ranks; empty where the row is
+        shorter."""
         return self._target_element(row, column)[1]
 
     def recorded_index(self, row: int, column: int) -> tuple[int, tuple[int, ...]]:
-        """The lowest rank that recorded an element of the target, and its index there; (-1, ()) where the row is
+        """Return the lowest rank that recorded an element of the target, and its index there; (-1, ()) where the row is
         shorter."""
         whole, element = self._target_element(row, column)
         if whole.piece is None or not element:
@@ -207,7 +209,7 @@ class PairReader:
         return [row_label(rows.requests[r], p, branch) for r, p, branch in zip(*columns, strict=True)]
 
     def _sides(self, row: int) -> tuple[Array, Array]:
-        """All columns of one row on both sides, as float64."""
+        """Return all columns of one row on both sides, as float64."""
         left, right = self.chunk(row, 1)
         return left[0].astype(np.float64), right[0].astype(np.float64)
 

@@ -17,7 +17,7 @@ _FLOAT32_MARGIN = 1.0 - 2.0**-20
 
 
 def with_tolerance_of(analyzer: PairAnalyzer, results: Sequence[PairResult]) -> list[PairResult]:
-    """The results with the counts of the analyzer's tolerance.
+    """Return the results with the counts of the analyzer's tolerance.
 
     Values are read only where the largest difference exceeds ``atol``: without a tolerance no element but the unequal
     ones counts, and one that differs by less is never beyond it. Raises DataError if they can no longer be read.

@@ -101,7 +101,7 @@ class ValueReader:
         elements of the row that are not finite on one side only)."""
 
     def result_of(self, pending: PendingRead, section: int) -> PairResult:
-        """The result of a pair with its values; raises DataError if they must be read again and are missing."""
+        """Return the result of a pair with its values; raises DataError if they must be read again and are missing."""
         if self._is_empty[section]:
             return self._empty(pending, section)
         parts, num_unequal = self._measured.section_of(section).parts, self._num_unequal[section]
@@ -133,7 +133,7 @@ class ValueReader:
         return PairResult(pending.pair, pending.site, meta, values, extras)
 
     def _place(self, pending: PendingRead, section: int) -> Place:
-        """The place of the row with the largest error."""
+        """Return the place of the row with the largest error."""
         row, column, rank, mismatch = self._worst[section]
         at = None if mismatch else column
         places = {} if pending.lazy_pair.batched is None else pending.shape_class.places
@@ -146,7 +146,7 @@ class ValueReader:
         return place
 
     def _empty(self, pending: PendingRead, section: int) -> PairResult:
-        """A pair of which nothing was read: equal by its hashes, or without elements."""
+        """Return a pair of which nothing was read: equal by its hashes, or without elements."""
         is_known = bool(self._values.counts[1, section])
         extras = (
             structs.replace(pending.extras, baseline_norm=recorded_norm(pending.lazy_pair.prepared))
@@ -194,8 +194,8 @@ class ValueReader:
         return spread, extras
 
     def _channel(self, pending: PendingRead, measured: MeasuredPair) -> Channel:
-        """The channel that stands out most. A convolution or the like has its channels along the second axis, and
-        adjacent rows of the picture are similar; for other images both axes are checked."""
+        """Return the channel that stands out most. A convolution or the like has its channels along the second axis,
+        and adjacent rows of the picture are similar; for other images both axes are checked."""
         is_signal = module_of(pending.site) in self._options.conv_modules
         image = image_channel(pending.lazy_pair, measured, is_signal=is_signal)
         if is_signal:
@@ -228,6 +228,6 @@ def _unequal_rows(measured: MeasuredPair) -> Array:
 
 
 def _is_permuted(measured: MeasuredPair, ready: PreparedPair) -> bool:
-    """Whether a firing with unequal rows has equal multiset hashes: rounding never keeps the same elements."""
+    """Return whether a firing with unequal rows has equal multiset hashes: rounding never keeps the same elements."""
     parts = {id(part): part for part in map(measured.part_at, _unequal_rows(measured).tolist())}
     return any(ready.equal_by_multiset_hash(part.join) for part in parts.values())

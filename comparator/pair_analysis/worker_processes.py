@@ -48,7 +48,7 @@ class WorkerProcesses(Struct, frozen=True):
 
 
 def shares_of(batches: Sequence[Batch], count: int) -> list[list[int]]:
-    """Indices of batches for each of ``count`` workers, in order, so that all have about as much to read."""
+    """Return the indices of batches for each of ``count`` workers, in order, so that all have about as much to read."""
     shares: list[list[int]] = [[] for _ in range(count)]
     costs = [0] * count
     for at in sorted(range(len(batches)), key=lambda at: -cost_of(batches[at])):

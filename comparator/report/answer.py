@@ -57,7 +57,7 @@ def answer(report: "Report") -> list[str]:
 
 
 def counts(report: "Report") -> str:
-    """The number of findings per verdict."""
+    """Return the number of findings per verdict."""
     by_verdict = {v: sum(f.verdict is v for f in report.findings) for v in Verdict}
     return " · ".join(f"{n:,} {_WORDS.get(v, v)}" for v, n in by_verdict.items() if n or v in _ALWAYS)
 
@@ -100,7 +100,7 @@ def _outcome(report: "Report") -> str:
 
 
 def _only_inputs(report: "Report") -> bool:
-    """Whether integer inputs of the model differ (offset positions), but no result does."""
+    """Return whether integer inputs of the model differ (offset positions), but no result does."""
     given = [divergence.finding for divergence in report.divergences]
     results = [f for f in report.findings if is_logits(f.result) and f.basis in ("values", "hash")]
     is_given = all(f.result.is_exact and port_of(f.site).startswith("in[") for f in given)
@@ -157,7 +157,8 @@ def _by_hash(report: "Report") -> str:
 
 
 def cause(divergence: Divergence) -> str:
-    """The stated cause of a divergence: the hypothesis that explains its values, or a test that is a cause by itself.
+    """Return the stated cause of a divergence: the hypothesis that explains its values, or a test that is a cause by
+    itself.
 
     Empty if there is neither.
     """
@@ -221,7 +222,7 @@ def _is_parameter(site: str, is_gradient: bool) -> bool:
 
 
 def _size(finding: Finding) -> str:
-    """The size of the difference; empty if a note describes it, see :func:`_reasons`."""
+    """Return the size of the difference; empty if a note describes it, see :func:`_reasons`."""
     if finding.test in _NOTED_TESTS:
         return "" if finding.notes else f"max |Δ| {formatting.number(finding.error)}"
     if finding.floor > 0.0 and finding.test not in ("exact", "nonfinite"):
@@ -288,7 +289,7 @@ def _compared(report: "Report") -> str:
 
 
 def _steps(finding: Finding, shift: int) -> set[int]:
-    """The target steps of a finding: those that were read, and those equal by their hashes.
+    """Return the target steps of a finding: those that were read, and those equal by their hashes.
 
     ``shift``: target step number minus baseline step number.
     """

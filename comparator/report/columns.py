@@ -22,7 +22,7 @@ _MIN_SITE, _STRETCH = 16, 60
 
 
 def table_lines(rows: Sequence[Row], width: int) -> Iterator[Line]:
-    """A head, a rule, and a line per row, for a screen of ``width`` columns."""
+    """Yield a head, a rule, and a line per row, for a screen of ``width`` columns."""
     # Numbers are never truncated: on a narrow screen columns are dropped first, then the middle of sites.
     kept = [i for i in range(len(_HEADS)) if not (i == _SHAPE and width < 96) and not (i == _WORST and width < 76)]
     widths = [display_width(_HEADS[i]) for i in kept]
@@ -42,7 +42,7 @@ def table_lines(rows: Sequence[Row], width: int) -> Iterator[Line]:
 def _row(
     row: Row, cells: list[str], widths: list[int], numeric: list[bool], width: int, alike: Collection[str]
 ) -> Iterator[Line]:
-    """A row in columns, with its full name below if another name would look the same."""
+    """Yield a row in columns, with its full name below if another name would look the same."""
     lead, style = f"{row.verdict.glyph} ", _STYLES[row.verdict]
     if not cells:
         yield from wrap_line(Line(lead + row.note, style), width, 2)
@@ -54,7 +54,7 @@ def _row(
 
 
 def _alike(rows: Sequence[Row], width: int) -> set[str]:
-    """The names that look like another one when truncated to the column."""
+    """Return the names that look like another one when truncated to the column."""
     shown: dict[str, set[str]] = {}
     for row in rows:
         if row.cells and display_width(row.cells[0]) > width:
@@ -77,7 +77,7 @@ def _line(lead: str, cells: Sequence[str], widths: list[int], numeric: list[bool
 
 
 def _site(site: str, width: int) -> str:
-    """A site, or both ends of a range of sites, each truncated in the middle."""
+    """Return a site, or both ends of a range of sites, each truncated in the middle."""
     first, dots, last = site.partition(STRETCH)
     if not dots or display_width(site) <= width:
         return formatting.site(site, width)

@@ -27,12 +27,12 @@ def details(findings: Sequence[Finding], top: int | None) -> Iterator[str]:
 
 
 def sentences(detail: "Detail") -> list[str]:
-    """The metrics, one line each."""
+    """Return the metrics, one line each."""
     return [_spread(detail), *_histogram(detail), *_detail_lines(detail)]
 
 
 def _histogram(detail: "Detail") -> Iterator[str]:
-    """The differences by power of two, as a bar of blocks."""
+    """Yield the differences by power of two, as a bar of blocks."""
     known = {e: count for e, count in detail.histogram if e is not None}
     if not known:
         return

@@ -8,7 +8,7 @@ from tapscope.core.site import compact_ranges
 
 
 def flags(options: CompareOptions, *, sites: bool = True) -> list[str]:
-    """The flags of `tapscope diff` and `view` for these options; without ``--site`` if ``sites`` is false.
+    """Return the flags of `tapscope diff` and `view` for these options; without ``--site`` if ``sites`` is false.
 
     Dims, meshes and rules are not quoted: a shell command needs ``shlex.join``.
     """

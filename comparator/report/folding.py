@@ -109,7 +109,7 @@ def _stretch(members: Sequence[Finding]) -> Row:
 
 
 def _largest(values: Iterable[float]) -> float:
-    """The maximum, nan if any of them is."""
+    """Return the maximum, nan if any of them is."""
     return max(values, key=lambda value: math.inf if math.isnan(value) else value)
 
 
@@ -148,7 +148,7 @@ def _format_place(place: Place) -> str:
 
 
 def _cells(finding: Finding) -> tuple[str, ...]:
-    """The cells of one finding, in the order of the table head."""
+    """Return the cells of one finding, in the order of the table head."""
     side = finding.target or finding.baseline
     numbers, worst = finding.metrics, finding.worst
     ratio = share(finding.ratio) if finding.floor > 0 else "-"

@@ -57,7 +57,7 @@ class _Writer:
         return {**(_nulled(line, "", nonfinite) if odd else line), "nonfinite": nonfinite}
 
     def members(self, value: Any) -> dict[str, Any]:
-        """The fields of a struct or dataclass, and values that a reader would otherwise have to derive."""
+        """Return the fields of a struct or dataclass, and values that a reader would otherwise have to derive."""
         members = _members(value)
         return in_schema_1(type(value), members) if self._schema == 1 else members
 
@@ -95,13 +95,13 @@ def _nulled(value: Any, path: str, nonfinite: dict[str, str]) -> Any:
 
 
 def _fields(kind: type) -> Iterable[str]:
-    """The names of the fields of a struct or dataclass; empty for anything else."""
+    """Return the names of the fields of a struct or dataclass; empty for anything else."""
     names: Iterable[str] = getattr(kind, "__struct_fields__", ()) or getattr(kind, "__dataclass_fields__", ())
     return names
 
 
 def _members(value: Any) -> dict[str, Any]:
-    """The fields, and values that a reader would otherwise have to derive."""
+    """Return the fields, and values that a reader would otherwise have to derive."""
     if isinstance(value, Finding):
         return {**{name: getattr(value, name) for name in MEMBERS}, "ratio": value.ratio}
     names = () if isinstance(value, Struct) else _fields(type(value))

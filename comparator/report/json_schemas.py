@@ -36,12 +36,12 @@ _VALUES: Mapping[tuple[type, str], Mapping[str, str]] = {
 
 
 def test_in_schema_1(test: str) -> str:
-    """A :attr:`~..verdict.finding.Finding.test` in schema 1."""
+    """Return a :attr:`~..verdict.finding.Finding.test` in schema 1."""
     return _TESTS.get(test, test)
 
 
 def in_schema_1(kind: type, members: Mapping[str, Any]) -> dict[str, Any]:
-    """The members of an object of this class with the names and values of schema 1."""
+    """Return the members of an object of this class with the names and values of schema 1."""
     former = {new: old for old, new in deprecated_names_of(kind).items()}
     renamed = {former.get(name, name): value for name, value in members.items()}
     for (owner, name), values in _VALUES.items():

@@ -55,7 +55,7 @@ def next_command(report: "Report") -> str:
 
 
 def _first_unequal(divergence: "Divergence") -> int:
-    """The first unequal call of the step if calls are not separated; 0 if they are."""
+    """Return the first unequal call of the step if calls are not separated; 0 if they are."""
     pair, place = divergence.finding.result.pair, divergence.place
     if pair.baseline is None or pair.target is None or place is None:
         return 0
@@ -70,14 +70,14 @@ def _first_unequal(divergence: "Divergence") -> int:
 
 
 def _in_question(report: "Report") -> "Header":
-    """The incomplete run if only the baseline is incomplete; else the target."""
+    """Return the incomplete run if only the baseline is incomplete; else the target."""
     ledgers = report.coverage.ledgers
     return report.baseline if ledgers[1].complete and not ledgers[0].complete else report.target
 
 
 def _with_dims_that_fit(report: "Report") -> str:
-    """The command that repeats the comparison with each ``--dims`` that notes suggest; empty if there are none, or if a
-    map file has dims, which may be wrong and would still apply."""
+    """Return the command that repeats the comparison with each ``--dims`` that notes suggest; empty if there are none,
+    or if a map file has dims, which may be wrong and would still apply."""
     hints = dict.fromkeys(hint for f in report.findings for hint in _hints(f))
     if not hints or report.options.mapping.dims:
         return ""
@@ -89,7 +89,8 @@ def _with_dims_that_fit(report: "Report") -> str:
 
 
 def _with_prefix_removed(report: "Report") -> str:
-    """The command that repeats the comparison without the prefix that prevents matches; empty if there is none."""
+    """Return the command that repeats the comparison without the prefix that prevents matches; empty if there is
+    none."""
     prefixes = [hint[1] for warning in report.coverage.warnings if (hint := _PREFIX.search(warning))]
     if not prefixes or not report.coverage.partial:
         return ""

@@ -65,13 +65,13 @@ class Report(Struct, frozen=True):
         return f"<Report {self.baseline.name} → {self.target.name}: {first}{counts(self)}; exit code {self.exit_code}>"
 
     def __str__(self) -> str:
-        """The answer: what differs by how much, where, why, and the next command, a line each."""
+        """Return the answer: what differs by how much, where, why, and the next command, a line each."""
         from tapscope.comparator.report.answer import answer
 
         return "\n".join(answer(self))
 
     def _repr_html_(self) -> str:
-        """The answer, and the first bad findings, as small tables for notebooks."""
+        """Return the answer, and the first bad findings, as small tables for notebooks."""
         from tapscope.comparator.report.answer import LABEL, answer, share
 
         answer_rows = [(line[:LABEL].strip(), line[LABEL:]) for line in answer(self)]
@@ -153,14 +153,14 @@ _CONDITION_OF = {
 
 
 def _has_others(findings: Sequence[Finding], globs: Sequence[str]) -> bool:
-    """Whether any finding has no name that a glob matches."""
+    """Return whether any finding has no name that a glob matches."""
     allowed = tuple(map(site_pattern, globs))
     names = ({f.site, *f.result.pair.names()} for f in findings)
     return any(not any(glob.matches(name) for glob in allowed for name in each) for each in names)
 
 
 def header_of(run: Run, records: int) -> Header:
-    """The header of a run of which ``records`` records were selected."""
+    """Return the header of a run of which ``records`` records were selected."""
     manifest = run.manifest
     framework, model, dtype = (str(manifest.get(key, "")) for key in ("framework", "model", "dtype"))
     kv = str(manifest.get("kv_cache_dtype", ""))

@@ -29,8 +29,9 @@ TOP = 12
 def render(
     report: "Report", *, width: int = 100, top: int | None = TOP, wrap: bool = False, sqnr: int = 0
 ) -> Iterator[Line]:
-    """The lines of the report: a table for a screen of ``width`` columns with ``top`` rows of findings (None for all),
-    sentences, each on one line, or with ``wrap`` broken between words, and the ``sqnr`` outputs of lowest SQNR."""
+    """Yield the lines of the report: a table for a screen of ``width`` columns with ``top`` rows of findings (None for
+    all), sentences, each on one line, or with ``wrap`` broken between words, and the ``sqnr`` outputs of lowest
+    SQNR."""
     for line in _headers(report):
         yield from wrap_line(line, width, LABEL) if wrap else (line,)
     yield Line("")
@@ -49,7 +50,7 @@ def render(
 
 
 def report_account(report: "Report") -> Iterator[Line]:
-    """The report without its findings: both runs, coverage, assumptions, gaps, and the answer."""
+    """Yield the report without its findings: both runs, coverage, assumptions, gaps, and the answer."""
     yield from _headers(report)
     yield Line("")
     yield from _ending(report, None)
@@ -120,13 +121,13 @@ def _coverage(report: "Report", top: int | None) -> Iterator[Line]:
 
 
 def _matched(report: "Report") -> str:
-    """The number of sites matched by each pass."""
+    """Return the number of sites matched by each pass."""
     passes = Counter(f.matched_by for f in report.findings if not f.verdict.is_orphan)
     return " · ".join(f"{n:,} {name or 'unknown'}" for name, n in passes.most_common())
 
 
 def _judged(report: "Report") -> str:
-    """The number of sites judged by each standard."""
+    """Return the number of sites judged by each standard."""
     tolerance = report.options.tolerance
     words = {
         "rounding": "what rounding explains",
@@ -154,7 +155,7 @@ def floor_lines(findings: Sequence[Finding]) -> Iterator[str]:
 
 
 def _notable(finding: Finding) -> list[FloorEffect]:
-    """The effects without errors that are negligible relative to the largest and do not change the floor."""
+    """Return the effects without errors that are negligible relative to the largest and do not change the floor."""
     effects = finding.floor_effects
     least = _MIN_SHOWN * max((each.contribution for each in effects if each.unit == "error"), default=0.0)
     return [
@@ -168,7 +169,7 @@ def _size(effect: FloorEffect) -> str:
 
 
 def _without(effect: FloorEffect, floor: float) -> str:
-    """The floor without the effect, if it differs."""
+    """Return the floor without the effect, if it differs."""
     if effect.floor_without is None or abs(effect.floor_without - floor) <= 0.005 * floor:
         return ""
     return f" (floor without it {number(effect.floor_without)})"

@@ -55,7 +55,7 @@ class TokenText:
 
 
 def with_token_text(report: "Report", runs: tuple[Run, Run], path: Path | None) -> "Report":
-    """The report with ids and text of the tokens at its divergences and forks, if a tokenizer is found.
+    """Return the report with ids and text of the tokens at its divergences and forks, if a tokenizer is found.
 
     ``path`` is that of ``--tokenizer``; raises ConfigError if it cannot be used, and MissingExtraError.
     """
@@ -86,7 +86,8 @@ def with_token_text(report: "Report", runs: tuple[Run, Run], path: Path | None) 
 
 
 def find_tokenizer(runs: Sequence[Run], path: Path | None = None) -> TokenText | None:
-    """The tokenizer of ``path``, else of the first local checkpoint that a run names as its model; None for neither.
+    """Return the tokenizer of ``path``, else of the first local checkpoint that a run names as its model; None for
+    neither.
 
     Raises as :func:`with_token_text`.
     """
@@ -106,7 +107,7 @@ def find_tokenizer(runs: Sequence[Run], path: Path | None = None) -> TokenText |
 
 @lru_cache(maxsize=2)
 def _loaded(folder: Path, changed_ns: int) -> TokenText:
-    """The tokenizer of a checkpoint, read again after its file has changed."""
+    """Return the tokenizer of a checkpoint, read again after its file has changed."""
     return TokenText(folder)
 
 

@@ -16,7 +16,7 @@ class Line(NamedTuple):
 
 
 def display_width(shown: str) -> int:
-    """Number of columns that a string takes on a screen."""
+    """Return the number of columns that a string takes on a screen."""
     if shown.isascii() or shown.translate(_NARROW).isascii():
         return len(shown)
     from rich.cells import cell_len  # its tables take longer to load than everything else here
@@ -25,7 +25,7 @@ def display_width(shown: str) -> int:
 
 
 def wrap_line(line: Line, width: int, indent: int) -> Iterator[Line]:
-    """The line, broken between words if it is too long; continuation lines begin in column ``indent``."""
+    """Yield the line, broken between words if it is too long; continuation lines begin in column ``indent``."""
     shown, is_empty = line.plain[:indent], True
     for word in line.plain[indent:].split(" "):
         if not is_empty and display_width(shown) + 1 + display_width(word) > width:

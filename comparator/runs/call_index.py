@@ -20,7 +20,8 @@ _Calls = dict[_Place, dict[int, str]]
 
 
 def index_calls_by_argument(given: tuple[NumberedRecords, NumberedRecords]) -> tuple[NumberedRecords, NumberedRecords]:
-    """The records of both runs, with the calls of a step numbered by the argument that identifies them, if any."""
+    """Return the records of both runs, with the calls of a step numbered by the argument that identifies them, if
+    any."""
     left, right = (_named_calls(one.records) for one in given)
     shared = [port for port in left if port in right and _values(left[port]) == _values(right[port])]
     return _renumbered(given[0], [left[port] for port in shared]), _renumbered(

@@ -25,7 +25,7 @@ _Numbers = dict[_Place, dict[int, int]]
 
 
 def index_calls_by_tags(given: tuple[NumberedRecords, NumberedRecords]) -> tuple[NumberedRecords, NumberedRecords]:
-    """The records of both runs, with the calls of each site numbered by the tags that identify them, if any."""
+    """Return the records of both runs, with the calls of each site numbered by the tags that identify them, if any."""
     again = [
         set(one.records.take(one.records.which(lambda kind: kind.occurrence > 0)).distinct_sites()) for one in given
     ]
@@ -41,7 +41,7 @@ def index_calls_by_tags(given: tuple[NumberedRecords, NumberedRecords]) -> tuple
 
 
 def _tagged_calls(records: Records, sites: set[str]) -> dict[_Site, _Calls]:
-    """The calls of these sites whose records all have tags."""
+    """Return the calls of these sites whose records all have tags."""
     calls: dict[_Site, _Calls] = {}
     untagged: set[_Site] = set()
     for record in records.of(sites=sites):
@@ -72,8 +72,8 @@ def _values(calls: _Calls, name: str) -> set[str]:
 
 
 def _number(left: _Calls, right: _Calls, names: tuple[str, ...]) -> tuple[_Numbers, _Numbers]:
-    """The numbers of the calls of both runs, in the order in which the target, then the baseline, first makes them: a
-    report tells how to show the target's."""
+    """Return the numbers of the calls of both runs, in the order in which the target, then the baseline, first makes
+    them: a report tells how to show the target's."""
     order: dict[tuple[object, ...], int] = {}
     numbers: list[_Numbers] = []
     for calls in (right, left):

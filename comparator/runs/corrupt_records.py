@@ -36,7 +36,7 @@ class CorruptRecords(Struct):
     _is_verified: bool = False
 
     def intact(self, records: Records, *, verify: bool = False) -> Records:
-        """The records without corrupt ones; raises RunCorruptError if nothing is left.
+        """Return the records without corrupt ones; raises RunCorruptError if nothing is left.
 
         Checks only that the bytes exist, without reading them; with ``verify`` all of them are read and checked against
         their hashes.
@@ -70,8 +70,8 @@ class CorruptRecords(Struct):
         return any(other.key not in self.reasons and self._is_copy(lost, other) for other in firing)
 
     def _is_copy(self, lost: Record, other: Record) -> bool:
-        """Whether another rank's record can replace one: dims declare it a replica or the recorded hashes are equal,
-        and the tensor is not sharded over an axis along which the two ranks differ."""
+        """Return whether another rank's record can replace one: dims declare it a replica or the recorded hashes are
+        equal, and the tensor is not sharded over an axis along which the two ranks differ."""
         if (lost.dtype, lost.shape, lost.dims) != (other.dtype, other.shape, other.dims):
             return False
         try:
@@ -118,7 +118,8 @@ class CorruptRecords(Struct):
             self.reasons.setdefault(record.key, reason)
 
     def _flaw(self, record: Record) -> str | None:
-        """The defect in the bytes of a record that has some; empty if there is none, None if it cannot be checked."""
+        """Return the defect in the bytes of a record that has some; empty if there is none, None if it cannot be
+        checked."""
         key, entry = record.key, record.entry
         assert entry is not None
         try:
@@ -138,7 +139,7 @@ class CorruptRecords(Struct):
         return bool(self.run.manifest.get("format") == FORMAT)
 
     def sentences(self) -> list[str]:
-        """The damage in one sentence; empty if there is none."""
+        """Return the damage in one sentence; empty if there is none."""
         if not self.reasons:
             lost = self.run.damaged
             return [f"{self.run.name} is damaged, {plural(len(lost), 'file')} left out: {lost[0]}"] if lost else []

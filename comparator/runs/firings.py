@@ -116,16 +116,16 @@ class FiringTable:
         return self._series[series], self._series[series + 1]
 
     def num_records(self, series: int) -> int:
-        """Number of records of all its firings."""
+        """Return the number of records of all its firings."""
         return self._first[self._series[series + 1]] - self._first[self._series[series]]
 
     def places(self, series: int) -> "array[int]":
-        """Indices of its records, one firing after the other."""
+        """Return the indices of its records, one firing after the other."""
         first, end = self.bounds(series)
         return self._order[self._first[first] : self._first[end]]
 
     def firing(self, at: int) -> Firing:
-        """The firing at this index; the latest ones are kept."""
+        """Return the firing at this index; the latest ones are kept."""
         firing = self._kept.get(at)
         if firing is None:
             if len(self._kept) >= _MAX_CACHED_FIRINGS:

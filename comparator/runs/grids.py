@@ -73,14 +73,14 @@ class SideRows(Struct, frozen=True):
         return bool(self.at)
 
     def of(self, record: Record) -> StepRows | None:
-        """The grid that holds a record's rows; None if unknown."""
+        """Return the grid that holds a record's rows; None if unknown."""
         key = record.key
         by_rank = self.at.get((key.step, key.micro)) or self.at.get((key.step, None)) or {}
         return by_rank.get(key.rank)
 
     def gathered(self, run: Run) -> "SideRows":
-        """The rows of tensors that every data-parallel rank holds of all of them, in the order of the ranks, as SGLang
-        gathers them before the experts; empty if no step has such ranks."""
+        """Return the rows of tensors that every data-parallel rank holds of all of them, in the order of the ranks, as
+        SGLang gathers them before the experts; empty if no step has such ranks."""
         axes = [axis for axis in run.mesh if axis.endswith("dp") and run.mesh[axis] > 1]
         if not axes or run.mesh.get("cp", 1) > 1:
             return SideRows({})
@@ -104,7 +104,8 @@ class SideRows(Struct, frozen=True):
 
 
 def recorded_grids_of(run: Run, steps: frozenset[int] | None = None, ranks: frozenset[int] | None = None) -> list[Grid]:
-    """The grids of the selected steps and ranks, by step and lowest rank; steps without recorded rows have none."""
+    """Return the grids of the selected steps and ranks, by step and lowest rank; steps without recorded rows have
+    none."""
     grids: list[Grid] = []
     for step in sorted(run.steps):
         if steps is None or step in steps:
@@ -116,21 +117,22 @@ def recorded_grids_of(run: Run, steps: frozenset[int] | None = None, ranks: froz
 
 
 def _named(info: StepInfo) -> StepInfo:
-    """The step, without branches unless it is of a draft model: which drafts were accepted tells the others apart."""
+    """Return the step, without branches unless it is of a draft model: which drafts were accepted tells the others
+    apart."""
     if info.phase == DRAFT_PHASE or not any(run.branch for run in info.rows):
         return with_draft_names(info)
     return structs.replace(info, rows=tuple(structs.replace(run, branch=0) for run in info.rows))
 
 
 def draft_steps_of(run: Run) -> frozenset[int]:
-    """The steps that a draft model computed, for speculative decoding."""
+    """Return the steps that a draft model computed, for speculative decoding."""
     return frozenset(
         step for step, lines in run.steps.items() if any(line.info.phase == DRAFT_PHASE for line in lines.values())
     )
 
 
 def select_grids(grids: Iterable[Grid], ranks: frozenset[int] | None) -> list[Grid]:
-    """The grids of any of the selected ranks."""
+    """Return the grids of any of the selected ranks."""
     return [grid for grid in grids if ranks is None or not ranks.isdisjoint(grid.ranks)]
 
 
@@ -182,7 +184,8 @@ def _branches(run: Run, step: int, ranks: Iterable[int], info: StepInfo) -> Mapp
 
 
 def _nearest(groups: Iterable[list[int]], coords: Mapping[int, Mapping[str, int]], rank: int) -> list[int]:
-    """The ranks with the same rows as a rank without a row table (a later pipeline stage), by mesh coordinates."""
+    """Return the ranks with the same rows as a rank without a row table (a later pipeline stage), by mesh
+    coordinates."""
 
     def distance(group: list[int]) -> int:
         mine, other = coords[rank], coords[group[0]]

@@ -33,12 +33,12 @@ class Hints(Struct, frozen=True):
         return (info.parent or "") if info else ""
 
     def count(self, name: str) -> int | None:
-        """A hyperparameter that is a count."""
+        """Return a hyperparameter that is a count."""
         value = self.config.get(name)
         return int(value) if value is not None and value == int(value) and value > 0 else None
 
     def num_shards(self, series: Series, axis: int) -> int:
-        """Number of shards along a tensor axis, by dims and mesh; 1 if unknown."""
+        """Return the number of shards along a tensor axis, by dims and mesh; 1 if unknown."""
         try:
             parsed = dims_grammar.parse(series.first.dims) if series.first.dims else None
         except DimsError:
@@ -52,12 +52,12 @@ class Hints(Struct, frozen=True):
 
 
 def sections_of(dim: Dim) -> tuple[Section, ...]:
-    """The sections of an axis, by its dims."""
+    """Return the sections of an axis, by its dims."""
     return dim.sections
 
 
 def hints_of(run: Run, sites: Mapping[str, SiteInfo]) -> Hints:
-    """The hints of a run and its site table."""
+    """Return the hints of a run and its site table."""
     return Hints(
         run.manifest.get("model_config") or {},
         sites,

@@ -92,7 +92,7 @@ class LazyHash:
         return self._summary
 
     def array(self) -> Array:
-        """The values, C-contiguous; raises RunCorruptError."""
+        """Return the values, C-contiguous; raises RunCorruptError."""
         return np.ascontiguousarray(self._run.array(self.record))
 
 
@@ -143,11 +143,11 @@ class LazyRecords(Records):
         return LazyRecord(*record[:7], lazy, *record[8:])  # type: ignore[arg-type]
 
     def hashes_at(self, places: Sequence[int]) -> Any:
-        """The hashes of some records, see :attr:`LazyRecord.hash`."""
+        """Return the hashes of some records, see :attr:`LazyRecord.hash`."""
         return [self._record(place).hash for place in places]
 
     def bags_at(self, places: Sequence[int]) -> list[str | None]:
-        """The multiset hashes of some records, see :attr:`LazyRecord.bag`."""
+        """Return the multiset hashes of some records, see :attr:`LazyRecord.bag`."""
         return [self._record(place).bag for place in places]
 
     def hashes(self) -> Any:
@@ -156,12 +156,12 @@ class LazyRecords(Records):
         return [record.hash for record in every], [record.bag for record in every]
 
     def take(self, places: Array) -> "LazyRecords":
-        """The records at some indices, in their order."""
+        """Return the records at some indices, in their order."""
         return LazyRecords(self._run, super().take(places), self._lazy)
 
 
 def lazy_records(run: Run, records: Records) -> Records:
-    """The records; those with a payload and no hash get both from their bytes when they are asked for."""
+    """Return the records; those with a payload and no hash get both from their bytes when they are asked for."""
     return LazyRecords(run, records) if len(records.which(_is_bare)) else records
 
 
@@ -170,7 +170,7 @@ def _is_bare(kind: Kind) -> bool:
 
 
 def have_other_elements(left: Sequence[Record], right: Sequence[Record]) -> bool:
-    """Whether two tensors of one dtype, each the whole of some records, certainly do not hold the same elements.
+    """Return whether two tensors of one dtype, each the whole of some records, certainly do not hold the same elements.
 
     A cheap test before multiset hashes are computed: counts of a few bit patterns in both. Always False where the
     multiset hashes were recorded. Raises RunCorruptError.

@@ -29,13 +29,13 @@ class MeshCoords(Struct, frozen=True):
         return any(axis != "rank" for place in self.coords.values() for axis in place)
 
     def record(self, run: Run, key: Key) -> Record | None:
-        """The record of a key, or None; the index of the run's records is built on first use."""
+        """Return the record of a key, or None; the index of the run's records is built on first use."""
         if not self._records:
             self._records.update((r.key, r) for r in run.records)
         return self._records.get(key)
 
     def size(self, axis: str) -> int:
-        """Number of ranks along an axis; 1 if the mesh does not have it."""
+        """Return the number of ranks along an axis; 1 if the mesh does not have it."""
         return self.sizes.get(axis, 1)
 
     def describe(self) -> str:
@@ -45,7 +45,7 @@ class MeshCoords(Struct, frozen=True):
 
 
 def mesh_coords_of(run: Run) -> MeshCoords:
-    """The coordinates of a run's ranks; the size of an axis known from coordinates only is their range."""
+    """Return the coordinates of a run's ranks; the size of an axis known from coordinates only is their range."""
     coords = {rank: run.coords(rank) or {"rank": rank} for rank in run.ranks}
     sizes = dict(run.mesh)
     for place in coords.values():
@@ -63,7 +63,7 @@ def varying_axes(places: Iterable[Coords]) -> list[str]:
 
 
 def project_coords(places: Sequence[Coords], axes: Iterable[str]) -> list[dict[str, int]]:
-    """The coordinates on the axes that dims use, and on those that do not follow from them (``tp`` follows from
+    """Return the coordinates on the axes that dims use, and on those that do not follow from them (``tp`` follows from
     ``attn_tp`` and ``attn_dp``); axes along which nothing differs are left out."""
     kept = [axis for axis in dict.fromkeys(axes) if any(axis in place for place in places)]
     keys = [tuple(place.get(axis) for axis in kept) for place in places]

@@ -11,7 +11,7 @@ def parent(path: str) -> str:
 
 @lru_cache(maxsize=1 << 16)
 def ancestors(path: str) -> tuple[str, ...]:
-    """The path and its ancestors, innermost first; the last one is the root, the empty string."""
+    """Return the path and its ancestors, innermost first; the last one is the root, the empty string."""
     paths = [path]
     while path:
         path = parent(path)
@@ -20,18 +20,18 @@ def ancestors(path: str) -> tuple[str, ...]:
 
 
 def outer(paths: Sequence[str]) -> set[str]:
-    """The paths that are ancestors of other ones; the root is an ancestor of itself."""
+    """Return the paths that are ancestors of other ones; the root is an ancestor of itself."""
     around = {above for holder in set(map(parent, paths)) for above in ancestors(holder)}
     return around.intersection(paths)
 
 
 def is_within(path: str, ancestor: str) -> bool:
-    """Whether a module is inside another."""
+    """Return whether a module is inside another."""
     return path != ancestor and (not ancestor or path.startswith(f"{ancestor}."))
 
 
 def common_module(paths: Sequence[str]) -> str:
-    """The innermost module that contains all of them; a single module itself."""
+    """Return the innermost module that contains all of them; a single module itself."""
     parts = [path.split(".") for path in paths]
     shared = [names[0] for names in zip(*parts, strict=False) if len(set(names)) == 1]
     return ".".join(shared)

@@ -35,7 +35,7 @@ class Family(Struct, frozen=True, eq=False):
     rewrites: tuple[Rewrite, ...]
 
     def common(self, site: str) -> str:
-        """The site in the common spelling."""
+        """Return the site in the common spelling."""
         kind = _NUMBER.sub(_ANY, site)
         if (rewritten := _rewritten(kind, self)) == kind:
             return site
@@ -150,23 +150,23 @@ FAMILIES: tuple[Family, ...] = (
 
 
 def canonical_name(site: str) -> str:
-    """The site in the common spelling of all families."""
+    """Return the site in the common spelling of all families."""
     return FAMILIES[-1].common(site)
 
 
 def is_partial(site: str) -> bool:
-    """Whether the site records partial sums before an all-reduce."""
+    """Return whether the site records partial sums before an all-reduce."""
     return PARTIAL in site and site.rpartition(":")[0].endswith(PARTIAL)
 
 
 def all_reduced_site(site: str) -> str:
-    """The site with the sum of the partial sums at ``site``."""
+    """Return the site with the sum of the partial sums at ``site``."""
     path, _, port = site.rpartition(":")
     return f"{path.removesuffix(PARTIAL)}:{port}"
 
 
 def wrappers(site: str) -> str:
-    """The part of a site's path that wrappers added, such as ``base_model.model.``; empty if there is none."""
+    """Return the part of a site's path that wrappers added, such as ``base_model.model.``; empty if there is none."""
     return "".join(f"{prefix.strip('.')}." for prefix in _WRAPPER.findall(site))
 
 
@@ -180,6 +180,6 @@ def unique_names(sites: Iterable[str], family: Family) -> dict[str, str]:
 
 
 def _is_one(names: list[str]) -> bool:
-    """Whether the names are of one module and its wrappers; the first is then the outermost."""
+    """Return whether the names are of one module and its wrappers; the first is then the outermost."""
     names.sort(key=len)
     return len({_WRAPPER.sub("", name) for name in names}) == 1

@@ -56,8 +56,8 @@ class NumberedRecords(Struct, frozen=True):
 
 
 def number_across_ranks(run: Run, given: Sequence[tuple[Glob, str]] = ()) -> NumberedRecords:
-    """The records of a run with global numbers; unchanged if no rank restarts them. ``given`` are dims that override
-    the recorded ones."""
+    """Return the records of a run with global numbers; unchanged if no rank restarts them. ``given`` are dims that
+    override the recorded ones."""
     numbered = _without_virtual_stages(run, NumberedRecords(run.records, run.sites))
     for kind in KINDS:
         if run.mesh.get(kind.axis, 1) > 1:
@@ -74,8 +74,8 @@ def number_across_ranks(run: Run, given: Sequence[tuple[Glob, str]] = ()) -> Num
 
 
 def _without_virtual_stages(run: Run, given: NumberedRecords) -> NumberedRecords:
-    """The records of virtual stages as those of one model: layers run through the first one of all stages, then through
-    the second. A value that all have, such as a rotary embedding, is taken once from each rank."""
+    """Return the records of virtual stages as those of one model: layers run through the first one of all stages, then
+    through the second. A value that all have, such as a rotary embedding, is taken once from each rank."""
     number = virtual_stages(kind.model for kind in given.records.kinds)
     if not number:
         return given
@@ -180,7 +180,7 @@ def _sizes(run: Run, kind: NumberedModules, seen: Mapping[int, set[int]]) -> tup
 
 
 def name_stage_boundaries(records: Sequence[Record], stage: Callable[[Key], int], holders: set[str]) -> list[Record]:
-    """The records; those of ``holders`` (paths of the ancestors of layers) that differ between stages are named
+    """Return the records; those of ``holders`` (paths of the ancestors of layers) that differ between stages are named
     ``out[stage0]``, ``in[hidden_states.stage1]``, except on the stage that has the model's own value."""
     apart = _apart(records, stage, holders)
     return [_named(record, stage, apart) for record in records]

@@ -16,7 +16,7 @@ _EXPERTS = re.compile(r"(?i)experts?(?![a-z])|moe(?![a-z])")
 
 
 def is_of_experts(path: str) -> bool:
-    """Whether a module holds experts or routes to them, by its own name."""
+    """Return whether a module holds experts or routes to them, by its own name."""
     return _is_expert_name(path.rpartition(".")[2])
 
 
@@ -41,7 +41,8 @@ class ExpertChoosers:
                 holder = above
 
     def may_choose(self, site: str) -> bool:
-        """Whether the integers of a site may be expert indices: the output of a router, or an input of experts."""
+        """Return whether the integers of a site may be expert indices: the output of a router, or an input of
+        experts."""
         path, _, port = site.rpartition(":")
         if not self._parents or port.endswith(".grad"):
             return False

@@ -92,12 +92,12 @@ Key = tuple[tuple[str, str], str]
 
 
 def key_of(one: Series) -> Key:
-    """The key of a recorded series within its run."""
+    """Return the key of a recorded series within its run."""
     return one.group, one.site
 
 
 def sources_of(one: Series) -> Sequence[Series]:
-    """The recorded series that a series is, or is derived from."""
+    """Return the recorded series that a series is, or is derived from."""
     return [leaf for source in one.sources for leaf in sources_of(source)] if one.sources else (one,)
 
 
@@ -107,7 +107,7 @@ def source_keys(one: Series) -> Iterator[Key]:
 
 
 def derived_series(site: str, recipe: Derivation, sources: Sequence[Series]) -> Series:
-    """A series derived from ``sources``, for the firings that all have; raises ValueError if there are none."""
+    """Return a series derived from ``sources``, for the firings that all have; raises ValueError if there are none."""
     shared = _shared(sources)
     kept = [
         structs.replace(one, firings=tuple(f for f in one.firings if (f.step, f.call) in shared)) for one in sources
@@ -118,7 +118,7 @@ def derived_series(site: str, recipe: Derivation, sources: Sequence[Series]) -> 
 
 
 def side_of(one: Series, shape: tuple[int, ...]) -> Side:
-    """The side of a finding for a series whose first firing has this assembled shape."""
+    """Return the side of a finding for a series whose first firing has this assembled shape."""
     first, sources = one.first, sources_of(one)
     ranks = [record.key.rank for firing in one.firings for record in firing.records]
     count = sum(source.num_records for source in sources) if one.sources else len(ranks)
@@ -128,7 +128,7 @@ def side_of(one: Series, shape: tuple[int, ...]) -> Side:
 
 
 def named_side(side: Side | None, one: Series | None) -> Side | None:
-    """The same for another series with the same shape key."""
+    """Return the same for another series with the same shape key."""
     if side is None or one is None or (site := sources_of(one)[0].site) == side.site:
         return side
     return Side(site, side.dtype, side.shape, side.num_records, side.dims, side.ranks, side.parts)
@@ -155,7 +155,7 @@ def _within(offset: int) -> int:
 
 
 def fire_together(sources: Sequence[Series]) -> bool:
-    """Whether there is a firing that all of them have."""
+    """Return whether there is a firing that all of them have."""
     return bool(_shared(sources))
 
 
@@ -187,7 +187,7 @@ def content_id(series: Series | None) -> Hashable:
 
 
 def has_same_content(one: Series, other: Series | None) -> bool:
-    """Whether two series of a run hold the same bytes in every firing."""
+    """Return whether two series of a run hold the same bytes in every firing."""
     return other is not None and (content := content_id(one)) is not None and content == content_id(other)
 
 

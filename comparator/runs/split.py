@@ -18,7 +18,7 @@ _TOKEN_AXES = frozenset({"t", "b", "s"})
 
 
 def split_series(series: Series, rows: SideRows, coords: Mapping[int, Mapping[str, int]]) -> Series:
-    """The series with every firing split by the rows of its ranks; unchanged if all ranks hold the same rows."""
+    """Return the series with every firing split by the rows of its ranks; unchanged if all ranks hold the same rows."""
     parts = [_split(firing, rows, coords) for firing in series.firings]
     sources = tuple(split_series(one, rows, coords) for one in series.sources)
     firings = tuple(part for firing in parts for part in firing)
@@ -40,7 +40,7 @@ def _split(firing: Firing, rows: SideRows, coords: Mapping[int, Mapping[str, int
 
 
 def _axes_between(parts: list[list[Mapping[str, int]]]) -> frozenset[str]:
-    """The mesh axes along which the parts differ from each other, but not within themselves."""
+    """Return the mesh axes along which the parts differ from each other, but not within themselves."""
     axes = {axis for part in parts for place in part for axis in place}
     values = {axis: [{place.get(axis) for place in part} for part in parts] for axis in axes}
     return frozenset(
@@ -49,7 +49,7 @@ def _axes_between(parts: list[list[Mapping[str, int]]]) -> frozenset[str]:
 
 
 def without_split_axes(dims: Dims, apart: frozenset[str]) -> Dims:
-    """The dims of one part: its token axes are no longer sharded over the axes ``apart``."""
+    """Return the dims of one part: its token axes are no longer sharded over the axes ``apart``."""
     if not apart:
         return dims
     parts = tuple(

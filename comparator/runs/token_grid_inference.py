@@ -36,7 +36,7 @@ _Call = dict[str, Record]
 
 
 def inferred_grids(run: Run, told: frozenset[int], steps: frozenset[int] | None) -> TokenGrids:
-    """The grids of the steps that are not in ``told``.
+    """Return the grids of the steps that are not in ``told``.
 
     A step of several microbatches counts as unknown if the token ids of each were recorded: a host that calls the model
     more than once a step reports the rows of the first call only. In a step of a draft model the microbatch is the
@@ -57,7 +57,7 @@ def inferred_grids(run: Run, told: frozenset[int], steps: frozenset[int] | None)
 
 
 def repeated_call_notes(run: Run, told: frozenset[int]) -> list[str]:
-    """A sentence on steps with a row table whose model was called more than once in one microbatch."""
+    """Return a sentence on steps with a row table whose model was called more than once in one microbatch."""
     records = run.records
     later = records.which(lambda kind: kind.occurrence and kind.pass_ == FORWARD).tolist()
     again = sorted({int(records.step[at]) for at in later if records.site_at(at).startswith(":in[")} & told)
@@ -71,13 +71,13 @@ def repeated_call_notes(run: Run, told: frozenset[int]) -> list[str]:
 
 
 def _meaning(record: Record) -> str | None:
-    """The meaning of a record for the rows; None for everything but the first arguments of the model itself."""
+    """Return the meaning of a record for the rows; None for everything but the first arguments of the model itself."""
     site, key = record.key.site, record.key
     return None if key.pass_ != FORWARD or key.occurrence else meaning_of(site)
 
 
 def meaning_of(site: str) -> str | None:
-    """The meaning of an argument of the model for the rows, see ``_NAMES``; None for any other site."""
+    """Return the meaning of an argument of the model for the rows, see ``_NAMES``; None for any other site."""
     name = site.partition("[")[2].removesuffix("]").removeprefix("packed_seq_params.")
     return _NAMES.get(name) if site.startswith((":in[", ":tap[")) else None
 
@@ -123,7 +123,7 @@ def _grids(run: Run, calls: Mapping[int, Mapping[tuple[int, int], _Call]]) -> To
 
 
 def _arguments(run: Run, call: _Call) -> "Arguments | None":
-    """The values of one call; None without token ids on disk."""
+    """Return the values of one call; None without token ids on disk."""
     from tapscope.core.token_rows import Arguments
 
     values = {what: value for what, record in call.items() if (value := _value(run, record)) is not None}
@@ -148,12 +148,13 @@ def _arguments(run: Run, call: _Call) -> "Arguments | None":
 
 
 def _is_idle(given: "Arguments") -> bool:
-    """Whether a data-parallel rank has no request in this step, and runs the model for the sake of the others."""
+    """Return whether a data-parallel rank has no request in this step, and runs the model for the sake of the
+    others."""
     return given.ids.ndim == 1 and (not given.ids.size or (given.lengths is not None and not given.lengths.size))
 
 
 def _has_no_places(given: "Arguments", shard: tuple[int, int]) -> bool:
-    """Whether nothing says which part of its padded sequences a rank of a context-parallel group holds."""
+    """Return whether nothing says which part of its padded sequences a rank of a context-parallel group holds."""
     is_cut = shard[1] > 1 and given.ids.ndim == 2 and given.ids.shape[1] % 2 == 0
     return is_cut and given.positions is None and given.lengths is None
 
@@ -170,7 +171,7 @@ def _array(value: Any) -> Array | None:
 
 
 def _value(run: Run, record: Record) -> Any:
-    """An array, or a plain value; None if it was not stored."""
+    """Return an array, or a plain value; None if it was not stored."""
     if record.dtype is None:
         return record.value.get("value") if isinstance(record.value, dict) else None
     try:

@@ -24,14 +24,14 @@ class TokenIds:
         """Page number -> the ids of one page of positions."""
 
     def __len__(self) -> int:
-        """Number of known ids."""
+        """Return the number of known ids."""
         return sum(_PAGE - page.count(_UNKNOWN) for page in self._pages.values())
 
     def __bool__(self) -> bool:
         return any(page != _EMPTY for page in self._pages.values())
 
     def __getitem__(self, position: int) -> int | None:
-        """The id at a position; None if unknown."""
+        """Return the id at a position; None if unknown."""
         number, at = divmod(position, _PAGE)
         page = self._pages.get(number)
         return None if page is None or page[at] == _UNKNOWN else page[at]
@@ -54,7 +54,8 @@ class TokenIds:
             done += len(here)
 
     def changed(self, start: int, tokens: Sequence[int]) -> int | None:
-        """The first position at which ``tokens`` from ``start`` on contradict a known id; None if there is none."""
+        """Return the first position at which ``tokens`` from ``start`` on contradict a known id; None if there is
+        none."""
         for position, token in enumerate(tokens, start):
             known = self[position]
             if known is not None and known != token:
@@ -86,7 +87,7 @@ class TokenIds:
                     self[number * _PAGE + at] = token
 
     def is_within(self, other: "TokenIds") -> bool:
-        """Whether the other one has all ids of this one, with equal values."""
+        """Return whether the other one has all ids of this one, with equal values."""
         for number, page in self._pages.items():
             theirs = other._pages.get(number, _EMPTY)
             if page != theirs and any(a not in (_UNKNOWN, b) for a, b in zip(page, theirs, strict=True)):
