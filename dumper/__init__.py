@@ -1,6 +1,6 @@
-"""The dumper: taps on running models, explicit values, and the recorder process that writes them.
+"""The dumper: taps on running models, explicit ``dump()`` calls, and the recorder process that writes their records.
 
-The package itself is the dumper of the process: ``from tapscope import dumper; dumper.dump("q", q, layer_id=3)``.
+The package exposes the process-wide dumper: ``from tapscope import dumper; dumper.dump("q", q, layer_id=3)``.
 """
 
 from importlib import import_module
@@ -57,11 +57,11 @@ __all__ = [
     "step",
 ]
 _EXPORTS = {"Dumper": ".dumper", "make_observer": ".observer", "DumperConfig": ".config", "Rule": ".rules.rule"}
-"""Public name -> module that defines it; all others are defined in ``api``."""
+"""Public name -> module that defines it; names not listed here are defined in ``api``."""
 
 
 def __getattr__(name: str) -> Any:
-    """Load a public name on first use: the recorder imports this package and must not import torch."""
+    """Import a public name on first access, because the recorder process imports this package without torch."""
     if name not in __all__:
         raise AttributeError(f"module 'tapscope.dumper' has no attribute {name!r}")
     from tapscope.core.extras import requiring

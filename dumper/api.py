@@ -1,4 +1,4 @@
-"""The functions of :mod:`tapscope.dumper`: methods of the process's dumper, and the tag context.
+"""Module-level functions of :mod:`tapscope.dumper`: methods of the process-wide dumper, and the tag context.
 
 ::
 
@@ -12,7 +12,7 @@ from tapscope.dumper.process_dumper import ProcessDumper
 from tapscope.dumper.steps import tag_context
 
 process = ProcessDumper()
-"""The dumper of this process."""
+"""The process-wide dumper."""
 
 attach = register = process.attach
 capture_output = process.capture_output

@@ -1,4 +1,4 @@
-"""DumperConfig: the frozen, validated settings, from keywords, JSON or ``k=v`` words."""
+"""DumperConfig: frozen, validated settings, parsed from keyword arguments, JSON or ``k=v`` words."""
 
 import functools
 import logging
@@ -30,7 +30,7 @@ DEPRECATED = {
     "ring_bytes": "shm_bytes",
     "device_bytes": "device_staging_bytes",
 }
-"""Former name of a setting, accepted for one release -> its current name."""
+"""Deprecated setting name, accepted for one release -> current name."""
 
 _log = logging.getLogger("tapscope")
 _MiB = 1024 * 1024
@@ -40,96 +40,103 @@ _LISTS: dict[str, Any] = {"rules": parse_rule, "triggers": parse_trigger, "injec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DumperConfig:
-    """Settings of capture and of the pipeline. Raises ConfigError or RuleError that names field, value and rule."""
+    """Capture and pipeline settings.
+
+    Raises ConfigError or RuleError; the message names the field, its value and the violated rule.
+    """
 
     enabled: bool = True
     """False removes every hook from the model."""
     keep: Keep = "stats"
     """Capture level of sites that no rule matches."""
     rules: tuple[Rule, ...] = field(default=(), metadata=CUSTOM)
-    """The first rule whose glob matches a site decides."""
+    """Capture rules; the first rule whose glob matches a site applies."""
     capture_steps: PositiveInt | None = None
     """Return to the previous configuration after this many steps."""
     backpressure: Backpressure = "block"
     """When the pipeline is full: wait and then drop, drop immediately, or (strict) raise at the end of the step."""
     block_timeout_s: Positive = 1.0
-    """The longest time that one value may block the forward."""
+    """Maximum time in seconds that one value may block the forward."""
     queue_bytes: PositiveInt = 256 * 1024 * 1024
-    """Maximum bytes on their way to the recorder."""
+    """Maximum bytes queued for the recorder."""
     segment_bytes: PositiveInt = 256 * 1024 * 1024
     """Size at which a segment is sealed."""
     control: str | None = None
-    """``HOST:PORT`` (port 0: any) of the recorder's HTTP control; None for no HTTP."""
+    """``HOST:PORT`` of the recorder's HTTP control server (port 0: any free port); None disables HTTP."""
 
     network: str | None = None
-    """Address of this host at which ranks on other hosts reach the recorder; None for ranks of this host only."""
+    """Address of this host at which ranks on other hosts reach the recorder; None restricts the job to this host."""
 
     mode: Mode = "all"
     """Where taps are placed: nowhere, at the model's inputs and outputs (``core``), or at every module."""
     filter: str | None = None
-    """A condition (:mod:`tapscope.expr.expression`) applied after the rules; where it is false, nothing is recorded."""
+    """Condition (:mod:`tapscope.expr.expression`) evaluated after the rules; values for which it is false are not
+    recorded."""
     tags: tuple[str, ...] = field(default=(), metadata=CUSTOM)
-    """Names of tags used in expressions; tags that a rule uses as ``tag.NAME=`` need not be declared."""
+    """Names of the tags used in expressions; tags that a rule uses as ``tag.NAME=`` need not be declared."""
     grads: bool = False
     """Treat gradients of inputs and outputs as ordinary sites; otherwise only rules that name them match."""
     params: bool = False
     """Treat parameters (with ``grads`` also their gradients) as ordinary sites; otherwise only rules that name them
     match."""
     buffers: bool = False
-    """Treat all buffers as ordinary sites; otherwise only vectors next to a matrix are (a router's bias)."""
+    """Treat all buffers as ordinary sites; otherwise only 1-D buffers with one element per row of a weight matrix are
+    (a router's bias)."""
     console: bool = False
     """Print one line per record to stderr."""
     skip_dummy: bool = True
     """Do not capture steps that the host marks as warm-up or dummy."""
 
     max_bytes: PositiveInt | None = None
-    """Capture stops after this many payload bytes."""
+    """Stop capture after this many payload bytes."""
     max_records: PositiveInt | None = None
-    """Capture stops after this many records."""
+    """Stop capture after this many records."""
     max_steps: PositiveInt | None = None
-    """Capture stops after this many captured steps."""
+    """Stop capture after this many captured steps."""
     min_free_bytes: Count | None = 256 * _MiB
-    """Capture stops when free disk space falls below this; None or 0 disables the check."""
+    """Stop capture when free disk space falls below this many bytes; None or 0 disables the check."""
 
     flight_recorder_steps: Count = 0
     """Flight recorder: keep this many steps in memory and write them only on request; 0 writes every step."""
     flight_recorder_bytes: Count = 256 * _MiB
     """Maximum memory of the flight recorder; the oldest steps are discarded first."""
     flight_recorder_signal: str | None = "SIGUSR2"
-    """Signal that makes the flight recorder write its steps; None for none. Works in the main thread of a process
-    only."""
+    """Signal that makes the flight recorder write its steps; None installs no handler. The handler can only be
+    installed from the main thread."""
     triggers: tuple[Trigger, ...] = field(default=(), metadata=CUSTOM)
-    """Actions to take when a site's statistics meet a condition."""
+    """Actions to take when a site's statistics satisfy a condition."""
 
     against: str | None = None
-    """Directory of a reference run, with which each captured tensor is compared while the model runs; None: nothing."""
+    """Directory of a reference run to compare each captured tensor with while the model runs; None disables the
+    comparison."""
     against_rtol: NonNegative | None = None
-    """Fixed bound of the relative error of each token row; 0 requires equal values. None: a bound on rounding."""
+    """Fixed bound on the relative error of each token row; 0 requires equal values, None uses a bound on rounding."""
     on_divergence: OnDivergence = "keep"
-    """What follows the first divergence of a step: only report it, keep the rest of the step in full, or stop the
+    """Action on the first divergence of a step: only report it, keep the rest of the step in full, or stop the
     capture."""
 
     inject: tuple[InjectionRule, ...] = field(default=(), metadata=CUSTOM)
-    """Module inputs and outputs to overwrite by values of ``inject_from``: ``SITE[=STORED] [steps=0-3] [request=ID]``.
-    Rows are found by request and position, else tensors by step."""
+    """Module inputs and outputs to overwrite with values of ``inject_from``: ``SITE[=STORED] [steps=0-3]
+    [request=ID]``. Values are matched row by row (request, position) where possible, otherwise whole tensors by
+    step."""
     inject_from: str | None = None
-    """Directory of the run whose values ``inject`` uses. It may still be recorded by another process."""
+    """Directory of the run that supplies the values for ``inject``. Another process may still be recording it."""
     inject_wait_s: NonNegative = 10.0
-    """Seconds that a step waits at most for values that a running ``inject_from`` has not recorded yet."""
+    """Maximum seconds that a step waits for values that ``inject_from`` has not recorded yet."""
 
     source_patches: str | None = None
-    """YAML file of lines to replace in functions while the dumper is open, see docs/howto/patch-source.md."""
+    """YAML file of source lines to replace in functions while the dumper is open, see docs/howto/patch-source.md."""
 
     shm_bytes: Count = 64 * _MiB
-    """Shared memory between a rank and its recorder; 0 sends payloads inside messages."""
+    """Size of the shared memory between a rank and its recorder; 0 sends payloads inside messages."""
     device_staging_bytes: Count = 1024 * _MiB
-    """Device memory for staging copies to the host; beyond it, the model waits for earlier copies."""
+    """Device memory for staging device-to-host copies; when it is full, the model waits for earlier copies."""
     fsync: Fsync = "never"
-    """When written bytes are forced to disk."""
+    """When to fsync written data."""
     control_token: str | None = field(default=None, repr=False)
-    """Token that control requests must have; never printed, stored or sent."""
+    """Token that control requests must present; never printed, stored or sent."""
 
-    if not TYPE_CHECKING:  # so that mypy still knows which settings exist
+    if not TYPE_CHECKING:  # hidden from mypy, so that an unknown setting is still a type error
 
         def __getattr__(self, name: str) -> Any:
             if name in DEPRECATED:
@@ -165,7 +172,7 @@ class DumperConfig:
         self._check_names()
 
     def _check_names(self) -> None:
-        """Expressions may only use known names and declared tags."""
+        """Raise RuleError or ConfigError if an expression uses an unknown name or an undeclared tag."""
         declared = {*self.tags, *(name for rule in self.rules for name, _ in rule.tags)}
         for rule in self.rules:
             if rule.when is not None and (problem := undeclared(condition(rule.when).names, declared)):
@@ -175,7 +182,10 @@ class DumperConfig:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str], *, prefix: str = "TAPSCOPE_", sglang: bool = False) -> "DumperConfig":
-        """The defaults, overridden by ``TAPSCOPE_KEEP=full`` and so on; blank means unset. See :mod:`.environment`."""
+        """Build a config from the defaults and ``TAPSCOPE_*`` variables, such as ``TAPSCOPE_KEEP=full``.
+
+        A blank variable counts as unset. See :mod:`.environment`.
+        """
         from tapscope.dumper.environment import changes_of
 
         return cls().updated(changes_of(environ, prefix=prefix, sglang=sglang))
@@ -184,16 +194,16 @@ class DumperConfig:
     def with_defaults(
         cls, environ: Mapping[str, str], *, prefix: str = "TAPSCOPE_", sglang: bool = False, **settings: Any
     ) -> "DumperConfig":
-        """Like :meth:`from_env`, with ``settings`` as the defaults."""
+        """Build a config as :meth:`from_env` does, with ``settings`` as the defaults."""
         from tapscope.dumper.environment import changes_of
 
         return cls().updated(settings | changes_of(environ, prefix=prefix, sglang=sglang))
 
     def updated(self, changes: Mapping[str, Any], *, allowed: Iterable[str] | None = None) -> "DumperConfig":
-        """A copy with ``changes`` (JSON types); raises ConfigError or RuleError.
+        """Return a copy with ``changes`` (JSON types) applied; raises ConfigError or RuleError.
 
-        ``allowed`` are the settings that may change. It is given for requests from outside the process: triggers that
-        run a command are then refused, except those that this configuration already has.
+        ``allowed`` names the settings that may change. Pass it for requests from outside the process: triggers that
+        run a command are then rejected, unless this configuration already has them.
         """
         known = [each.name for each in fields(self)]
         changes = current_names(changes)
@@ -214,7 +224,7 @@ class DumperConfig:
         return config
 
     def to_json(self) -> dict[str, Any]:
-        """JSON types, without the token; the inverse is ``DumperConfig().updated(...)``."""
+        """Return the settings as JSON types, without the token; the inverse is ``DumperConfig().updated(...)``."""
         values = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in _SECRET}
         values["tags"] = list(self.tags)
         return values | {name: [str(item) for item in getattr(self, name)] for name in _LISTS}
@@ -222,7 +232,7 @@ class DumperConfig:
 
 @functools.cache
 def current_name(name: str) -> str:
-    """The current name of a setting; a former name is logged, once."""
+    """Return the current name of a setting; logs a deprecation warning once per deprecated name."""
     current = DEPRECATED.get(name, name)
     if current != name:
         _log.warning("tapscope: the setting %s is deprecated; use %s", name, current)
@@ -230,7 +240,10 @@ def current_name(name: str) -> str:
 
 
 def current_names(changes: Mapping[str, Any]) -> dict[str, Any]:
-    """``changes`` under current names; raises ConfigError for different values under both names of a setting."""
+    """Return ``changes`` with deprecated names replaced by current ones.
+
+    Raises ConfigError if both names of a setting are present with different values.
+    """
     renamed: dict[str, Any] = {}
     for name, value in changes.items():
         if name in DEPRECATED and DEPRECATED[name] in changes:
@@ -242,7 +255,7 @@ def current_names(changes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_former_names(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings as JSON, also under their former names: what readers of ``get_state`` may still expect."""
+    """Return ``settings`` plus a copy of each under its deprecated name, for existing clients of ``get_state``."""
     former = {old: settings[new] for old, new in DEPRECATED.items() if new in settings}
     return {**settings, **former}
 
@@ -280,7 +293,7 @@ RUNTIME_FIELDS = (
     "skip_dummy",
     "inject",
 )
-"""Settings that may change at run time."""
+"""Settings that can change at run time."""
 
 
 def _list(name: str, value: Any) -> tuple[Any, ...]:

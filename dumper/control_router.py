@@ -1,4 +1,4 @@
-"""The control routes of a run, for a host's own FastAPI app."""
+"""HTTP control routes of a run, to mount in a host's own FastAPI app."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,15 +14,16 @@ if TYPE_CHECKING:
 
 
 def control_client(run: Path | str) -> ControlClient:
-    """A client of the recorder that writes ``run`` now; raises RecorderError when there is none."""
+    """Return a client of the recorder that is writing ``run``; raises RecorderError if no recorder is."""
     return ControlClient(Endpoint.of(find(Path(run))))
 
 
 def control_router(run: Path | str, guard: Guard | None = None, *, metrics: bool = True) -> "APIRouter":
-    """The ``/dumper`` routes and ``/metrics`` for ``app.include_router``. Each request looks up the recorder.
+    """Return a router with the ``/dumper`` routes and ``/metrics``, for ``app.include_router``.
 
-    ``guard`` checks every request: use ``Guard("token")`` when other hosts can reach the app; the default only refuses
-    cross-origin requests. ``metrics`` False leaves ``/metrics`` to a host that has its own.
+    Each request looks up the recorder of ``run``. ``guard`` checks every request: use ``Guard("token")`` when other
+    hosts can reach the app; the default only rejects cross-origin requests. Pass ``metrics=False`` if the host serves
+    its own ``/metrics``.
     """
     from tapscope.dumper.control.control_app import make_router
 

@@ -1,4 +1,4 @@
-"""DumpAPI: the methods of a dumper that record values by name."""
+"""DumpAPI: the dumper methods that record explicit values by name."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,11 +20,11 @@ from tapscope.dumper.steps import tag_context
 from tapscope.dumper.taps.parameter_taps import capture_model, gradient_of
 
 _FOREIGN = frozenset({"step", "get_grad", "grafter_extras"})
-"""Arguments of SGLang's calls that have no meaning in ``dump`` and would be taken for tags."""
+"""Keyword arguments of SGLang's ``dump`` that have no meaning here and would otherwise become tags."""
 
 
 class DumpAPI:
-    """``dump`` and its variants, tags, and capture in memory."""
+    """``dump`` and its variants, the tag context, and in-memory capture."""
 
     _config: DumperConfig
     _identity: RankIdentity
@@ -46,15 +46,14 @@ class DumpAPI:
         save: bool = True,
         **tags: Any,
     ) -> None:
-        """Record a value at ``layers.N:tap[name]``, with N from the tag ``layer_id`` or ``layer``, else at
-        ``:tap[name]``.
+        """Record ``value`` at the site ``layers.N:tap[name]``, or at ``:tap[name]`` if no layer is known.
 
-        ``value`` is a tensor, an array, a number, a string or a container of these; a function without arguments is
-        called once, and only if its value is selected. ``dims`` names the axes, ``dims_grad`` those of the gradient
-        (default: the same). ``grad``: None captures the gradient if a rule names it, True also if only the value is
-        kept, False never. ``save`` False records nothing. ``tags`` are recorded with the value and override the
-        context. ``step`` and SGLang's ``get_grad`` and ``grafter_extras`` are not tags: they are ignored and reported
-        in the run. Never raises.
+        N is the tag ``layer_id`` or ``layer``. ``value`` is a tensor, an array, a number, a string or a container of
+        these; a function without arguments is called once, and only if the rules select the site. ``dims`` names the
+        axes, ``dims_grad`` those of the gradient (default: the same). ``grad=None`` captures the gradient if a rule
+        names it, True whenever the value is kept, False never. ``save=False`` records nothing. ``tags`` are recorded
+        with the value and override the tag context. ``step`` and SGLang's ``get_grad`` and ``grafter_extras`` are not
+        tags: they are ignored and reported in the run. Never raises.
         """
         if is_compiling():
             warn_skipped(name)
@@ -72,10 +71,10 @@ class DumpAPI:
             self._warn_unopened()
 
     def _warn_unopened(self) -> None:
-        """A value came while the dumper is closed."""
+        """Handle a ``dump()`` while the dumper is closed; subclasses may warn."""
 
     def dump_dict(self, prefix: str, data: Any, *, save: bool = True, **tags: Any) -> None:
-        """Dump every value of a mapping, or of an object's public attributes except methods, as ``prefix.KEY``."""
+        """Dump every item of a mapping, or every public non-method attribute of an object, as ``prefix.KEY``."""
         if not save:
             return
         if is_compiling():
@@ -103,12 +102,13 @@ class DumpAPI:
         get_grad: Callable[[torch.Tensor], torch.Tensor | None] | None = None,
         **tags: Any,
     ) -> int:
-        """Record the parameters, their gradients (Megatron's ``main_grad`` first) and the buffers of ``model`` now.
+        """Record the current parameters, gradients and buffers of ``model``; returns the number of values recorded.
 
-        The rules for ``PATH:param[..]``, ``PATH:param[..].grad`` and ``PATH:buffer[..]`` decide, else ``keep``.
-        ``prefix`` is put before the paths, with or without a dot. ``step`` must be the open step or the one that ended
-        last; another number is only recorded as a tag, and reported. ``get_grad`` returns the gradient of a parameter
-        instead. ``save`` False records nothing. Returns the number of values. Never raises.
+        Rules for ``PATH:param[..]``, ``PATH:param[..].grad`` and ``PATH:buffer[..]`` apply, otherwise ``keep``.
+        ``prefix`` is prepended to the paths, with or without a trailing dot. ``step`` must be the open step or the one
+        that ended last; any other number is only recorded as a tag, and reported. ``get_grad`` overrides how the
+        gradient of a parameter is read (default: Megatron's ``main_grad``, then ``grad``). ``save=False`` records
+        nothing. Never raises.
         """
         recording = self._recording
         if (
@@ -144,10 +144,10 @@ class DumpAPI:
 
     @contextmanager
     def capture_output(self, **settings: Any) -> Iterator[InMemorySink]:
-        """Collect the records of this block in memory instead of the run: every occurrence, as copies.
+        """Context manager: collect copies of all records, every occurrence included, in memory instead of in the run.
 
-        Works with no run open, and may be nested: the outer block gets the records, too. Rules and filter apply, with
-        ``settings`` on top of the configuration; the dumper counts as enabled.
+        No run needs to be open. Blocks may be nested; the outer block then receives the records as well. Rules and
+        filter apply, with ``settings`` overriding the configuration; the dumper counts as enabled.
         """
         captures = InMemorySink()
         temporary = None
@@ -164,7 +164,7 @@ class DumpAPI:
 
 
 def _without_foreign(name: Any, tags: dict[str, Any], recording: Recording | None) -> dict[str, Any]:
-    """The actual tags; the others are reported."""
+    """Return ``tags`` without SGLang's foreign arguments, which are reported in the run."""
     foreign = ", ".join(sorted(_FOREIGN & tags.keys()))
     if recording is not None:
         recording.collector.counters.report(f":tap[{name}]", f"dump() takes no {foreign}: left out")

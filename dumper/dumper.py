@@ -1,4 +1,4 @@
-"""Dumper: taps models, takes explicit values, and streams what its rules select into a run."""
+"""Dumper: taps models, accepts explicit ``dump()`` values, and streams the values selected by its rules into a run."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ _log = logging.getLogger("tapscope")
 
 
 class Dumper(DumpAPI, StepAPI):
-    """Streams what its rules select into a run while the context is open.
+    """Records the values selected by its rules into a run while the context is open.
 
     ::
 
@@ -36,12 +36,12 @@ class Dumper(DumpAPI, StepAPI):
                 logits = model(input_ids=ids).logits
                 dumper.dump("top", logits.topk(5).values)
 
-    A call of the model outside ``step()`` is a step of its own. Each rank of a job creates its own Dumper with
-    the same ``out``; the first one starts the recorder process. A Dumper is also a
-    :class:`~tapscope.core.observe.StepObserver` for hosts that call one.
+    A call of the model outside ``step()`` counts as its own step. Each rank of a job creates its own Dumper with
+    the same ``out``; the first one starts the recorder process. A Dumper also implements
+    :class:`~tapscope.core.observe.StepObserver`, for hosts that drive an observer.
 
-    Raises RunExistsError, RuleError (a rule that matches no site), ConfigError, ListenError or RecorderError
-    when opened; never anything in the model's forward.
+    Opening raises RunExistsError, RuleError (a rule matches no site), ConfigError, ListenError or RecorderError.
+    The hooks in the model's forward never raise.
     """
 
     def __init__(
@@ -54,10 +54,12 @@ class Dumper(DumpAPI, StepAPI):
         info: RankInfo | None = None,
         **settings: Any,
     ) -> None:
-        """``model`` is one module, several by name, a list of the virtual pipeline stages of one (Megatron's model
-        chunks), or None for explicit values only. ``settings`` are fields of :class:`DumperConfig`.
-        ``force`` replaces an old run at ``out``. ``info`` describes this rank when the
-        host knows better than torch.distributed."""
+        """Create a closed dumper; :meth:`open` or ``with`` opens it.
+
+        ``model`` is one module, a mapping of names to modules, a list of the virtual pipeline stages of one model
+        (Megatron's model chunks), or None for explicit values only. ``settings`` are fields of :class:`DumperConfig`.
+        ``force`` replaces an existing run at ``out``. ``info`` describes this rank if torch.distributed does not.
+        """
         self._models = ModelRegistry(model)
         self._config = (config or DumperConfig()).updated(settings)
         self._out = None if out is None else Path(out)
@@ -65,16 +67,16 @@ class Dumper(DumpAPI, StepAPI):
         self._force = force
         self._recording: Recording | None = None
         self._forked: ForkGuard | None = None  # set in a child that was forked while this dumper was open
-        self._latest: Recording | None = None  # the last recording, also after its end
+        self._latest: Recording | None = None  # the last recording, kept after it has ended
         self._warned_unopened = False
-        self._unused = object()  # kept by open_dumpers until this dumper is opened
+        self._unused = object()  # registered with open_dumpers until this dumper is opened
         if model is not None or out is not None:
             open_dumpers.note_created(self._unused)
 
     # ---- opening and closing ----------------------------------------------------------------------------
 
     def open(self) -> "Dumper":
-        """Join or start the recorder and place the taps."""
+        """Connect to the recorder, starting it if necessary, and place the taps; returns the dumper itself."""
         self._open()
         return self
 
@@ -90,7 +92,7 @@ class Dumper(DumpAPI, StepAPI):
         open_dumpers.opened(self)
 
     def _abandon(self) -> None:
-        """This is a forked child: it must open its own dumper to record."""
+        """Drop the inherited recording in a forked child, which must open its own dumper to record."""
         recording, self._recording, self._latest = self._recording, None, None
         if recording is not None:
             recording.stop()
@@ -98,15 +100,15 @@ class Dumper(DumpAPI, StepAPI):
             self._models.warn_if_called(recording.fork_guard)
 
     def _place(self, info: RankInfo) -> Path:
-        """Directory of the run; may wait until another rank has named it."""
+        """Return the directory of the run; may wait until another rank has named the run."""
         if self._out is None:
             raise ConfigError("out: a Dumper needs the directory of its run, e.g. Dumper(model, out='run')")
         return self._out
 
     def close(self) -> None:
-        """Remove the taps, send what is left and report what is missing.
+        """Remove the taps, flush pending records and log what is missing from the run.
 
-        With ``strict`` backpressure, raises RecorderError.
+        With ``strict`` backpressure, raises RecorderError if any record was lost.
         """
         lost = self._close()
         if lost and self.config.backpressure == "strict":
@@ -126,7 +128,7 @@ class Dumper(DumpAPI, StepAPI):
         if kind is None:
             self.close()
         else:
-            self._close(kind.__name__)  # the caller's exception is the one to report
+            self._close(kind.__name__)  # do not mask the caller's exception
 
     def __repr__(self) -> str:
         state = "closed" if self._recording is None else f"open, next step {self.next_step}"
@@ -142,12 +144,12 @@ class Dumper(DumpAPI, StepAPI):
 
     @property
     def config(self) -> DumperConfig:
-        """The configuration in force; when closed, the configuration of the next run."""
+        """The active configuration; when closed, the configuration of the next run."""
         return self._recording.active.config if self._recording is not None else self._config
 
     @property
     def out(self) -> Path | None:
-        """The run."""
+        """Directory of the run."""
         return (self._latest.run if self._latest is not None else None) or self._out
 
     @property
@@ -158,17 +160,20 @@ class Dumper(DumpAPI, StepAPI):
 
     @property
     def http(self) -> str | None:
-        """``HOST:PORT`` of the HTTP control; None when it is off."""
+        """``HOST:PORT`` of the HTTP control server; None when HTTP is disabled."""
         return self._latest.http if self._latest is not None else None
 
     @property
     def comparison(self) -> LiveComparison | None:
-        """The comparison with the reference run (setting ``against``); None without one."""
+        """The live comparison with the reference run (setting ``against``); None without a reference run."""
         recording = self._recording or self._latest
         return recording.collector.capturer.comparison if recording is not None else None
 
     def get_state(self) -> dict[str, Any]:
-        """The current state as JSON types: config, step (the next step's number), run, rank, http, problem."""
+        """Return the current state as JSON types.
+
+        Keys: config, open, run, rank, world_size, step (the next step's number), http, problem.
+        """
         recording = self._recording
         client = recording.client if recording is not None else None
         return {
@@ -185,10 +190,10 @@ class Dumper(DumpAPI, StepAPI):
     # ---- changes ----------------------------------------------------------------------------------------
 
     def attach(self, model: nn.Module, *, name: str = "") -> AttachHandle:
-        """Attach one more model, under ``name`` when there are several; returns a handle with ``remove()``.
+        """Attach another model; returns a handle with ``remove()``. ``name`` distinguishes several models.
 
-        Raises ConfigError for an object that is not a module, is attached already, or has the name of another attached
-        model; RuleError for a rule that matches no site.
+        Raises ConfigError if ``model`` is not a module or is already attached, or if ``name`` is taken; RuleError if
+        a rule matches no site.
         """
         attached = self._models.add(model, name)
         recording = self._recording
@@ -200,10 +205,9 @@ class Dumper(DumpAPI, StepAPI):
         return AttachHandle(self._models, attached)
 
     def configure(self, **changes: Any) -> None:
-        """Change settings of this rank, immediately between steps, else before the next step. Raises ConfigError or
-        RuleError.
+        """Change settings of this rank: immediately between steps, otherwise before the next step.
 
-        Call it on every rank with the same arguments; the HTTP control does that for you.
+        Call it on every rank with the same arguments; HTTP control does that for you. Raises ConfigError or RuleError.
         """
         recording = self._recording
         changes = current_names(changes)
@@ -217,11 +221,11 @@ class Dumper(DumpAPI, StepAPI):
         recording.configure(changes)
 
     def reset(self, name: str | None = None) -> None:
-        """Continue in a new run next to the current one, with steps from 0; taps and context stay.
+        """Start a new run next to the current one and restart step numbers at 0; taps and tag context are kept.
 
-        Without ``name``, the run gets the name of the first one with ``-2``, ``-3``, ... Call it on every rank with the
-        same argument. If the recorder has died, another one is started. Raises RunExistsError when the run exists,
-        StepError inside a step, RecorderError or ListenError when no recorder starts (the dumper is then closed).
+        Without ``name``, the new run is named after the first one with the suffix ``-2``, ``-3``, ... Call it on every
+        rank with the same argument. If the recorder has died, a new one is started. Raises RunExistsError if the run
+        exists, StepError inside a step, RecorderError or ListenError if no recorder starts (which closes the dumper).
         """
         if name is not None and (not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\0" in name):
             raise ConfigError(
@@ -234,18 +238,17 @@ class Dumper(DumpAPI, StepAPI):
             recording.reset(name)
 
     def reopen(self, run: str | Path) -> None:
-        """For a host, between two steps: continue in the directory ``run`` with another recorder and the same
-        configuration.
+        """Continue in the directory ``run`` with a new recorder and the same configuration; for hosts, between steps.
 
-        Call it on every rank with the same argument. Raises StepError before the first opening, and what :meth:`open`
-        raises: nothing is then recorded until it is called again.
+        Call it on every rank with the same argument. Raises StepError if the dumper was never open, and the errors of
+        :meth:`open`; after such an error, recording is off until the next call.
         """
         if self._latest is None:
             raise StepError("reopen(): this Dumper was never open")
         self._continue_in(self._latest, Path(run))
 
     def _continue_in(self, lost: Recording, run: Path) -> None:
-        """Continue in ``run`` with another recorder and the current configuration."""
+        """Continue in ``run`` with a new recorder and the current configuration of ``lost``."""
         config = lost.active.base
         if lost.info.rank == 0:
             require_free(run, force=False)
@@ -256,14 +259,14 @@ class Dumper(DumpAPI, StepAPI):
         open_dumpers.opened(self)
 
     def release(self, past: int | None = None, reason: str = "requested by the program") -> ReleaseResult:
-        """Write the newest ``past`` steps of the flight recorder (None: all) to disk, and the rest of the open step.
+        """Write the last ``past`` steps of the flight recorder (None: all) and the rest of the open step to disk.
 
-        Raises ConfigError when there is no flight recorder (``flight_recorder_steps``), or a budget forbids it.
+        Raises ConfigError if the flight recorder is off (``flight_recorder_steps``) or a budget is exhausted.
         """
         return self._require("release()").collector.retention.release(past, reason)
 
     def flush(self, timeout_s: float = 10.0) -> bool:
-        """Wait until the recorder has written everything captured so far; False if it has not within ``timeout_s``."""
+        """Wait until the recorder has written everything captured so far; returns False after ``timeout_s`` seconds."""
         return self._require("flush()").collector.flush(timeout_s)
 
     # ---- state ------------------------------------------------------------------------------------------
@@ -275,26 +278,27 @@ class Dumper(DumpAPI, StepAPI):
 
     @property
     def armed(self) -> bool:
-        """Whether any tap is in place, or values are overwritten."""
+        """Whether any tap is in place or any value is being overwritten (``inject``)."""
         return self._models.armed or (self._recording is not None and self._recording.active.is_injecting)
 
     @property
     def tap_state(self) -> str:
-        """Identifies the taps in place and what they record: a CUDA graph serves only the taps it was captured with."""
+        """Fingerprint of the taps in place and their capture levels; a CUDA graph is only valid for the taps it was
+        captured with."""
         return "".join(attached.state for attached in self._models)
 
     def rehearsal(self) -> AbstractContextManager[None]:
-        """Nothing inside is recorded: taps act as during the capture of a CUDA graph, for warm-up.
+        """Context manager for the warm-up before a CUDA graph capture: taps behave as during capture.
 
-        For the warm-up before a capture, where its values mean nothing; kernels of taps are compiled in it.
+        The values are meaningless and are not recorded, but the taps' kernels are compiled.
         """
         return cuda_graphs.rehearsal()
 
     def all_taps(self) -> AbstractContextManager[Any]:
-        """Inside the context, taps for statistics of every input and output are in place, and nothing is recorded.
+        """Context manager: place statistics taps on every input and output, without recording to the run.
 
-        For a host that compiles, when it starts, the kernels of the steps that a later configuration taps. Call it
-        between two steps.
+        For hosts that compile kernels at startup, including those that a later configuration will tap. Call it between
+        two steps.
         """
         return self.capture_output(
             mode="all", keep="stats", rules=(), filter=None, triggers=(), inject=(), console=False

@@ -1,4 +1,4 @@
-"""Settings as strings, from environment variables and from ``NAME=VALUE`` words."""
+"""Parser of settings given as strings: environment variables and ``NAME=VALUE`` words."""
 
 import difflib
 import json
@@ -21,16 +21,17 @@ _log = logging.getLogger("tapscope")
 _YES, _NO = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 _NULL = ("", "none", "null")
 _NEEDS = {"against_rtol": "against", "inject": "inject_from"}
-"""Setting -> the one without which it is invalid."""
+"""Setting -> the setting that it requires."""
 _HINTS = typing.get_type_hints(DumperConfig)
 _FIELDS = tuple(each.name for each in fields(DumperConfig))
-_PLACES = ("dir", "exp_name", "cleanup_previous")  # read by the process's dumper, see run_naming
+_PLACES = ("dir", "exp_name", "cleanup_previous")  # read by the process-wide dumper, see run_naming
 
 
 def parse_words(words: Iterable[str]) -> dict[str, Any]:
-    """``["enabled=true", "keep=full"]`` -> changes. Rules are joined by ``;``, or by ``,`` if all are plain GLOB=KEEP.
+    """Parse words such as ``["enabled=true", "keep=full"]`` into changes; raises ConfigError.
 
-    Values of unknown names stay strings, or the JSON that they are. Raises ConfigError.
+    Rules are separated by ``;``, or by ``,`` if all have the plain form GLOB=KEEP. Values of unknown names are parsed
+    as JSON where possible and otherwise stay strings.
     """
     changes: dict[str, Any] = {}
     for word in words:
@@ -43,10 +44,11 @@ def parse_words(words: Iterable[str]) -> dict[str, Any]:
 
 
 def changes_of(environ: Mapping[str, str], *, prefix: str = "TAPSCOPE_", sglang: bool = False) -> dict[str, Any]:
-    """The settings that the variables change. With ``sglang``, SGLang's ``DUMPER_*`` apply where ours are unset.
+    """Return the settings that the variables in ``environ`` change.
 
-    Raises ConfigError that names the variable. A variable that resembles a setting but is none, and one of SGLang's
-    without a counterpart, is logged.
+    With ``sglang``, SGLang's ``DUMPER_*`` variables apply where the ``prefix`` variable is unset. Raises ConfigError
+    that names the variable. Logs a warning for a variable that resembles a setting but is unknown, and for an SGLang
+    variable without a counterpart.
     """
     tags = value_of("tags", environ.get(f"{prefix}TAGS", ""))
     changes = _from_sglang(environ, tags) if sglang else {}
@@ -57,7 +59,7 @@ def changes_of(environ: Mapping[str, str], *, prefix: str = "TAPSCOPE_", sglang:
         if name in DEPRECATED:
             name = current_name(name)
             if environ.get(f"{prefix}{name.upper()}", "").strip():
-                continue  # the current name counts
+                continue  # the variable with the current name takes precedence
         if name in _FIELDS:
             changes[name] = _named(variable, name, text, tags)
         elif name not in _PLACES and (near := difflib.get_close_matches(name, (*_FIELDS, *_PLACES), 1, 0.7)):
@@ -67,7 +69,7 @@ def changes_of(environ: Mapping[str, str], *, prefix: str = "TAPSCOPE_", sglang:
 
 
 def value_of(name: str, text: str) -> Any:
-    """The value of a setting from its text; raises ConfigError."""
+    """Parse the text of a setting into its value; raises ConfigError."""
     hint, text = _HINTS[name], text.strip()
     if name in ("rules", "triggers", "inject"):
         return _several(name, text)
@@ -85,18 +87,18 @@ def value_of(name: str, text: str) -> Any:
             try:
                 return kind(text)
             except ValueError:
-                return text  # a size such as 64MiB, or invalid: the configuration reports it
+                return text  # a size such as 64MiB, or invalid: DumperConfig reports it
     return text
 
 
 def out_of(environ: Mapping[str, str]) -> Path | None:
-    """SGLang's ``DUMPER_DIR`` and ``DUMPER_EXP_NAME`` as the directory of a run; None when neither is set."""
+    """Return the run directory given by SGLang's ``DUMPER_DIR`` and ``DUMPER_EXP_NAME``; None if neither is set."""
     folder, name = (environ.get(f"DUMPER_{each}", "").strip() for each in ("DIR", "EXP_NAME"))
     return Path(folder or "/tmp/dumper") / name if folder or name else None
 
 
 def _several(name: str, text: str) -> Any:
-    if re.match(r"\[\s*[\[\]{\"']", text):  # a glob may begin with a bracket, but not continue like this
+    if re.match(r"\[\s*[\[\]{\"']", text):  # a JSON list: a glob may begin with a bracket, but not followed by these
         try:
             return json.loads(text)
         except ValueError as error:
@@ -117,7 +119,7 @@ def _json_or_text(text: str) -> Any:
 
 
 def _named(variable: str, name: str, text: str, tags: list[str]) -> Any:
-    """The value, validated alone with the declared ``tags``, so that an error can name the variable."""
+    """Parse one setting and validate it in isolation with the declared ``tags``, so that errors name ``variable``."""
     try:
         value = value_of(name, text)
         others = {"tags": tags} | ({_NEEDS[name]: "RUN"} if name in _NEEDS else {})

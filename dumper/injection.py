@@ -1,7 +1,8 @@
-"""Injector: overwrites inputs and outputs of a live model's modules by values that a run recorded.
+"""Injector: overwrites module inputs and outputs of a live model with values recorded in a run.
 
-Rows are found by request and position, so the recorded run may have been scheduled in other steps. The compute stays
-the model's: only the tensors that are named are replaced, by copies in the dtype and on the device of the live tensor.
+Token rows are matched by request and position, so the recorded run may have scheduled the requests differently. The
+model still does the compute: only the named tensors are replaced, by copies with the dtype and device of the live
+tensor.
 """
 
 import copy
@@ -22,12 +23,12 @@ __all__ = ["Injector", "Problem", "StoredTensors", "module_paths"]
 
 
 def module_paths(model: nn.Module) -> set[str]:
-    """Paths of the modules whose inputs and outputs can be overwritten."""
+    """Return the paths of the modules whose inputs and outputs can be overwritten."""
     return {tap.path for tap in find_taps(model)}
 
 
 class Problem(NamedTuple):
-    """A value that could not be injected; the model computed with its own."""
+    """A value that could not be injected; the model kept its own value."""
 
     site: str
     step: int
@@ -35,7 +36,7 @@ class Problem(NamedTuple):
 
 
 class Injector:
-    """Overwrites values of a model while the context is open.
+    """Overwrites module inputs and outputs of a model while the context is open.
 
     ::
 
@@ -43,10 +44,10 @@ class Injector:
         with Injector(model, StoredTensors(run), sites, lambda: dumper.current_step):
             model(ids)
 
-    ``sites`` maps sites of the model (inputs or outputs) to those of the run. ``step`` returns the step being computed.
-    ``wait`` is called for a value that the run lacks, with the number of the step; it returns whether to look again.
-    What cannot be injected is listed in :attr:`problems`, and never raised in the model. Open it before or after a
-    Dumper: its hooks come first, so the dumper records what was injected.
+    ``sites`` maps sites of the model (inputs or outputs) to sites of the run. ``step`` returns the current step.
+    ``wait`` is called with the step number when the run lacks a value; it returns whether to retry. Values that cannot
+    be injected are listed in :attr:`problems`; the hooks never raise. The injector's hooks run before those of a
+    Dumper, in whichever order the two are opened, so the dumper records the injected values.
     """
 
     def __init__(
@@ -57,13 +58,13 @@ class Injector:
         step: Callable[[], StepInfo | None],
         wait: Callable[[int], bool] = lambda step: False,
     ) -> None:
-        """Raises ConfigError for a site that no module of the model has."""
+        """Raise ConfigError for a site that is not an input or output of a module of ``model``."""
         self._model, self._values, self._step, self._wait = model, values, step, wait
         self._taps = {tap.path: tap for tap in find_taps(model)}
         self._sites: dict[tuple[str, str], dict[str, str]] = {}
         self.problems: list[Problem] = []
         self.injected: dict[str, int] = {}
-        """Site -> number of tensors that were replaced."""
+        """Site -> number of tensors replaced."""
         self._occurrences: dict[tuple[str, str], tuple[int, int]] = {}
         self._handles: list[Any] = []
         for site, stored in sites.items():
@@ -108,7 +109,7 @@ class Injector:
         return hook
 
     def _changes(self, tap: Tap, kind: str, value: Any, names: Mapping[str, str]) -> dict[str, torch.Tensor]:
-        """Path of a leaf -> what replaces it."""
+        """Return path of a leaf of ``value`` -> replacement tensor, for the leaves in ``names``."""
         step = self._step()
         if step is None:
             return {}
@@ -139,7 +140,7 @@ class Injector:
 
 
 def _replaced(value: Any, path: str, changes: Mapping[str, torch.Tensor]) -> Any:
-    """``value`` with the leaves of ``changes`` in their places, by the paths of :func:`flatten`."""
+    """Return ``value`` with the leaves at the paths in ``changes`` replaced; paths are those of :func:`flatten`."""
     if isinstance(value, torch.Tensor):
         return changes.get(path, value)
     if not any(name == path or name.startswith(f"{path}.") or not path for name in changes):
@@ -154,7 +155,7 @@ def _replaced(value: Any, path: str, changes: Mapping[str, torch.Tensor]) -> Any
     if isinstance(value, tuple | list):
         return type(value)(_replaced(x, below(str(i)), changes) for i, x in enumerate(value))
     if isinstance(value, dict):
-        new = copy.copy(value)  # a ModelOutput stays one, and the caller's mapping is not changed
+        new = copy.copy(value)  # preserves the type (ModelOutput) and leaves the caller's mapping unchanged
         for key, each in value.items():
             new[key] = _replaced(each, below(path_part(str(key))), changes)
         return new

@@ -1,4 +1,4 @@
-"""The dumper as the observer of a host, such as the engine."""
+"""The dumper as a :class:`~tapscope.core.observe.StepObserver` of a host, such as the engine."""
 
 import sys
 
@@ -10,10 +10,10 @@ from tapscope.dumper.dumper import Dumper
 
 
 class HostedDumper(Dumper):
-    """A dumper that a host closes, also while it handles a failure: only the current exception tells."""
+    """A dumper that the host closes explicitly, possibly while an exception is being handled."""
 
     def close(self) -> None:
-        """As :meth:`Dumper.close`; while an exception is being handled, as a context that it has left."""
+        """Close as :meth:`Dumper.close` does, or, while an exception is being handled, as an interrupted ``with``."""
         error = sys.exc_info()[0]
         if error is None:
             super().close()
@@ -24,8 +24,8 @@ class HostedDumper(Dumper):
 def make_observer(
     model: nn.Module, info: RankInfo, *, out: str, config: DumperConfig | None = None, force: bool = False
 ) -> Dumper:
-    """An :data:`~tapscope.core.observe.ObserverFactory` once ``out`` and ``config`` are bound (functools.partial).
+    """Open a dumper of ``model`` for a host; raises the errors of :meth:`Dumper.open`.
 
-    Raises as :meth:`Dumper.open`.
+    With ``out`` and ``config`` bound (functools.partial), this is an :data:`~tapscope.core.observe.ObserverFactory`.
     """
     return HostedDumper(model, out, config=config, force=force, info=info).open()

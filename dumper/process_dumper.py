@@ -1,4 +1,4 @@
-"""ProcessDumper: configured by the environment, opened on first use, inactive until enabled."""
+"""ProcessDumper: the process-wide dumper, configured by environment variables and opened on first use if enabled."""
 
 import logging
 import os
@@ -28,21 +28,21 @@ _log = logging.getLogger("tapscope")
 
 
 class ProcessDumper(Dumper):
-    """A :class:`Dumper` shared by the whole process.
+    """The :class:`Dumper` shared by the whole process.
 
-    It is disabled unless ``TAPSCOPE_ENABLED=1`` or :meth:`configure` enables it: no file and no process is created.
-    ``TAPSCOPE_CONTROL=127.0.0.1:0`` starts the recorder anyway, so that HTTP can enable it later.
+    The dumper is disabled, and creates no file and no process, unless ``TAPSCOPE_ENABLED=1`` or :meth:`configure`
+    enables it. ``TAPSCOPE_CONTROL=127.0.0.1:0`` starts the recorder anyway, so that HTTP can enable capture later.
 
-    The run is ``DIR/EXP_NAME``. :meth:`start`, :meth:`step`, :meth:`attach` and :meth:`configure` open it: they wait
-    for the recorder and raise errors. The first :meth:`dump` opens it in the background instead: values wait in the
-    queue, and a failure is logged.
+    The run is ``DIR/EXP_NAME``. :meth:`start`, :meth:`step`, :meth:`attach` and :meth:`configure` open the run: they
+    wait for the recorder and raise errors. The first :meth:`dump` opens the run in the background instead: values wait
+    in the queue, and a failure is logged.
     """
 
     def __init__(self) -> None:
         super().__init__(config=DumperConfig(enabled=False))
         self._experiment = RunLocation()
         self._has_read = False
-        self._is_settled = False  # it was opened or is not wanted, until somebody asks for it
+        self._is_settled = False  # an open was attempted, or the run was closed: do not open again on first use
         self._num_names = 0
         self._naming: RunNaming | None = None
         self._guard = threading.RLock()
@@ -50,20 +50,22 @@ class ProcessDumper(Dumper):
     # ---- opening and closing
 
     def start(self, **settings: Any) -> None:
-        """Enable and open now, with ``settings`` as for :meth:`configure`; does nothing when already open."""
+        """Enable the dumper and open the run, with ``settings`` as for :meth:`configure`.
+
+        If a run is already open, only applies ``settings``.
+        """
         self.configure(**{"enabled": True} | settings)
 
     def close(self) -> None:
-        """End the run, if one is open; a later :meth:`start` opens another."""
+        """Close the run, if one is open; a later :meth:`start` opens a new one."""
         super().close()
         self._is_settled = True
 
     def configure(self, **changes: Any) -> None:
-        """Change settings of :class:`DumperConfig`, and while no run is open ``dir``, ``exp_name``,
-        ``cleanup_previous``.
+        """Change settings of :class:`DumperConfig`, or ``dir``, ``exp_name`` and ``cleanup_previous``.
 
-        Opens the run when the dumper is enabled or control is configured. Raises ConfigError, RuleError,
-        RunExistsError, ListenError or RecorderError.
+        The latter three are fixed while a run is open. Opens the run if the dumper is enabled or ``control`` is set.
+        Raises ConfigError, RuleError, RunExistsError, ListenError or RecorderError.
         """
         self._read()
         changes = current_names(changes)
@@ -77,7 +79,7 @@ class ProcessDumper(Dumper):
         self._open_if_wanted()
 
     def configure_default(self, **changes: Any) -> None:
-        """As :meth:`configure`, for settings that the environment does not set; the others are validated only."""
+        """Call :meth:`configure` with the settings that the environment leaves unset; only validate the others."""
         self._read()
         changes = current_names(changes)
         places, others = _parted(changes)
@@ -87,12 +89,12 @@ class ProcessDumper(Dumper):
         self.configure(**unset)
 
     def may_enable(self) -> bool:
-        """Whether it is enabled or may become so over HTTP; if not, hosts need not call it at all."""
+        """Return whether the dumper is enabled or can be enabled over HTTP; if not, hosts can skip all calls."""
         self._read()
         return self.config.enabled or self.config.control is not None
 
     def reset(self, name: str | None = None) -> None:
-        """See :meth:`Dumper.reset`; with no run open, ``name`` names the next run."""
+        """See :meth:`Dumper.reset`; if no run is open, ``name`` becomes the name of the next run."""
         self._read()
         if self._recording is None:
             if name is not None:
@@ -101,7 +103,7 @@ class ProcessDumper(Dumper):
         super().reset(name)
 
     def get_state(self) -> dict[str, Any]:
-        """See :meth:`Dumper.get_state`; adds ``experiment``: the directory and names of runs."""
+        """See :meth:`Dumper.get_state`; adds the key ``experiment``: ``dir``, ``exp_name`` and ``cleanup_previous``."""
         self._read()
         places = {name: _plain(getattr(self._experiment, name)) for name in run_naming.FIELDS}
         return super().get_state() | {"experiment": places}
@@ -127,7 +129,7 @@ class ProcessDumper(Dumper):
         super().dump(name, value, dims=dims, dims_grad=dims_grad, grad=grad, save=save, **tags)
 
     def _warn_unopened(self) -> None:
-        """The dumper may rightly stay disabled, as its callers do not know whether it is on."""
+        """Do not warn: callers of the process-wide dumper need not know whether it is enabled."""
 
     def dump_dict(self, prefix: str, data: Any, *, save: bool = True, **tags: Any) -> None:
         """See :meth:`Dumper.dump_dict`."""
@@ -160,9 +162,9 @@ class ProcessDumper(Dumper):
         return super().step(**about)
 
     def metric(self, name: str, value: float) -> None:
-        """Record a number for the step that an explicit value would belong to now.
+        """Record the metric ``name`` for the step that an explicit value would belong to now.
 
-        Raises StepError for a non-number.
+        Raises StepError if ``value`` is not a number.
         """
         value = metric_value(name, value)
         recording = self._recording
@@ -179,7 +181,7 @@ class ProcessDumper(Dumper):
     # ---- inside
 
     def _read(self) -> None:
-        """Read the environment, once; raises ConfigError or RuleError."""
+        """Apply the environment variables on the first call; raises ConfigError or RuleError."""
         with self._guard:
             if self._has_read:
                 return
@@ -191,12 +193,12 @@ class ProcessDumper(Dumper):
         with self._guard:
             if self._recording is not None or self._is_settled:
                 return
-            self._is_settled = True  # a failure is not repeated at every step
+            self._is_settled = True  # do not retry a failed open at every step
             if self._config.enabled or self._config.control is not None:
                 self._open(later=later, lenient=not self._models)
 
     def _open_in_background(self) -> None:
-        """Open as the first dump does: waits for nothing and raises nothing."""
+        """Open the run for an explicit value: neither wait for the recorder nor raise."""
         if self._recording is not None or self._is_settled:
             return
         try:
@@ -225,17 +227,20 @@ class ProcessDumper(Dumper):
     def _abandon(self) -> None:
         super()._abandon()
         self._is_settled = True
-        self._guard = threading.RLock()  # may have been held when the process forked
+        self._guard = threading.RLock()  # another thread may have held it when the process forked
 
 
 def _is_in_environment(name: str) -> bool:
-    """Whether the environment sets ``name``, by its current or a former name."""
+    """Return whether an environment variable sets ``name``, under its current or a deprecated name."""
     spellings = [name, *(old for old, new in DEPRECATED.items() if new == name)]
     return any(os.environ.get(f"TAPSCOPE_{each.upper()}", "").strip() for each in spellings)
 
 
 def _parted(changes: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Location settings, and settings of :class:`DumperConfig`; raises ConfigError for unknown names."""
+    """Split ``changes`` into run location settings and :class:`DumperConfig` settings.
+
+    Raises ConfigError for unknown names.
+    """
     settings = (*run_naming.FIELDS, *(each.name for each in fields(DumperConfig)))
     for name in changes:
         if name not in settings:

@@ -1,4 +1,4 @@
-"""StepAPI: the methods of a dumper that open and end steps."""
+"""StepAPI: the dumper methods that begin, describe and end steps."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ from tapscope.dumper.steps.step_validation import metric_value, validated_step
 
 
 class StepAPI:
-    """Steps of the host: as blocks, by iteration, or through :class:`~tapscope.core.observe.StepObserver`."""
+    """Steps of the host: ``with`` blocks, iterations, or the :class:`~tapscope.core.observe.StepObserver` protocol."""
 
     _recording: Recording | None
     _latest: Recording | None
@@ -29,12 +29,12 @@ class StepAPI:
         token_ids: Sequence[int] = (),
         kind: str | None = None,
     ) -> AbstractContextManager[StepInfo]:
-        """``with dumper.step():`` is one step of the host; without ``with``, ``dumper.step()`` ends an iteration.
+        """Run one step (``with dumper.step(): ...``), or end an iteration (plain call ``dumper.step()``).
 
-        Everything that fires inside belongs to the step. ``kind`` is ``warmup`` or ``dummy`` for a step whose values
-        are meaningless (see ``skip_dummy``). ``grid`` is the shape of the token axes; ``token_ids`` has one number per
-        row of ``rows`` (sequences, tensors or arrays). Raises StepError for invalid arguments and for nested steps.
-        With ``strict`` backpressure, raises RecorderError when anything was lost.
+        All firings inside the block belong to the step. ``kind`` is ``warmup`` or ``dummy`` for a step whose values
+        are meaningless (see ``skip_dummy``). ``grid`` is the shape of the token axes; ``token_ids`` has one id per
+        token row of ``rows`` (sequence, tensor or array). Raises StepError for invalid arguments and for nested steps.
+        With ``strict`` backpressure, raises RecorderError if any record was lost.
         """
         info = validated_step(0, phase=phase, grid=grid, rows=rows, token_ids=token_ids, kind=kind)
         recording = self._require("step()")
@@ -51,44 +51,47 @@ class StepAPI:
 
     @contextmanager
     def step_of(self, info: StepInfo) -> Iterator[None]:
-        """A step that the caller describes completely; ``info.step`` must not decrease."""
+        """Context manager: run one step that ``info`` describes completely; ``info.step`` must not decrease."""
         self.before_step(info)
         with StepContext(lambda: None, self._end):
             yield
 
     @property
     def next_step(self) -> int:
-        """Number of the next step."""
+        """Number of the next step; 0 if the dumper was never open."""
         return self._latest.steps.number if self._latest is not None else 0
 
     @property
     def current_step(self) -> StepInfo | None:
-        """The step that is open, None between steps."""
+        """The open step; None between steps."""
         step = self._recording.collector.step if self._recording is not None else None
         return None if step is None else step.info
 
     def before_step(self, info: StepInfo) -> None:
-        """Open ``info`` as the current step, after applying a pending change of configuration."""
+        """Apply a pending configuration change, then open the step ``info``."""
         if self._recording is not None:
             self._recording.steps.open(info)
 
     def before_step_ahead(self, info: StepInfo) -> Callable[[StepInfo], None]:
-        """As :meth:`before_step`; the host calls the result with the step's rows and tokens once it knows them."""
+        """Open the step ``info`` before its rows and token ids are known.
+
+        Returns a callback; the host calls it with the complete :class:`~tapscope.core.observe.StepInfo` later.
+        """
         late = LateInfo(info)
         if self._recording is not None:
             self._recording.steps.open(info, late)
         return late.complete
 
     def after_step(self, metrics: Mapping[str, float]) -> None:
-        """Close the current step. With ``strict`` backpressure, raises RecorderError when anything was lost."""
+        """End the current step. With ``strict`` backpressure, raises RecorderError if any record was lost."""
         recording = self._recording
         if recording is not None and (step := recording.steps.finish(metrics, None)) is not None:
             recording.check_strict(step)
 
     def accept_drafts(self, accepted: Mapping[str, int], branches: Mapping[str, Sequence[int]] | None = None) -> None:
-        """Record how many draft rows of each request the current step accepted.
+        """Record the number of draft rows of each request that the current step accepted.
 
-        ``branches``: request -> which ones, from 0, of the requests whose drafts were a tree.
+        ``branches`` maps each request with a draft tree to the indices (from 0) of its accepted draft rows.
         """
         step = self._recording.collector.step if self._recording is not None else None
         if step is not None:
@@ -102,9 +105,9 @@ class StepAPI:
             self._recording.steps.finish({}, aborted)
 
     def micro(self, number: int) -> AbstractContextManager[None]:
-        """Assign firings inside to this microbatch (from 0) of the open step; gradients follow their forward.
+        """Context manager: assign all firings inside to microbatch ``number`` (from 0) of the open step.
 
-        Raises StepError for an invalid number, or outside a step.
+        Gradients belong to the microbatch of their forward. Raises StepError for an invalid number, or outside a step.
         """
         if type(number) is not int or number < 0:
             raise StepError(f"micro({number!r}): must be an integer ≥ 0")
@@ -112,14 +115,14 @@ class StepAPI:
         return recording.steps.micro(number) if recording is not None else contextlib.nullcontext()
 
     def paused(self) -> AbstractContextManager[None]:
-        """Nothing that fires inside is recorded, and the open step goes on after it.
+        """Context manager: suspend recording inside; the open step continues afterwards.
 
-        For a host that runs another model in a step, such as a draft model, which may share modules with this one.
+        For a host that runs another model within the step, such as a draft model that shares modules with this one.
         """
         return self._recording.collector.paused() if self._recording is not None else contextlib.nullcontext()
 
     def metric(self, name: str, value: float) -> None:
-        """Record a number for the current step; raises StepError outside a step and for a non-number."""
+        """Record the metric ``name`` for the current step; raises StepError outside a step or for a non-number."""
         value = metric_value(name, value)
         step = self._recording.collector.step if self._recording is not None else None
         if self._recording is None or step is None:
