@@ -1,1 +1,1 @@
-"""Taps: hooks on modules and tensors, and the collector that receives their firings."""
+"""Taps: hooks on modules and tensors, and the collector that processes their firings."""

@@ -1,4 +1,4 @@
-"""CallWrapper: wraps a method of a module once, for all its watchers."""
+"""CallWrapper: one wrapper around a module's method, shared by all watchers of that method."""
 
 import functools
 import inspect
@@ -11,19 +11,21 @@ from torch import nn
 from tapscope.dumper.taps.module_tree import is_compiled_in_place
 
 Around = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""Called with the plain method, its arguments and its keyword arguments; must give what the method gives."""
+"""Watcher: called with the inner method, its args and its kwargs; must return the method's result."""
 COMPILED = "_compiled_call_impl"
-"""Where ``module.compile()`` puts what a call runs in place of hooks and forward."""
+"""Attribute where ``module.compile()`` stores the compiled graph that replaces hooks and forward."""
 
 
 class CallWrapper:
-    """Stands in for ``forward``, so that ``model(x)`` and ``model.forward(x)`` are both seen, once; or for the graph of
-    a module that was compiled in place, which leaves the module's hooks out.
+    """Replacement for a module's method that calls watchers around the original.
 
-    One wrapper serves all watchers of a module, which may be added and removed in any order; removing the last one
-    restores the plain method. The module gets a bound method with the signature of the plain one, for code that
-    inspects it (``torch.export``, ``forward.__func__``). Only the module holds the wrapper: another strong reference to
-    it would keep the module alive.
+    Wrapping ``forward`` observes ``model(x)`` and ``model.forward(x)`` alike, exactly once. For a module compiled in
+    place, the wrapper replaces the compiled graph, which skips the module's hooks.
+
+    One wrapper serves all watchers of a method. Watchers can be added and removed in any order; removing the last one
+    restores the original method. The replacement is a bound method with the original signature, for code that inspects
+    it (``torch.export``, ``forward.__func__``). Only the module may hold a strong reference to the wrapper: any other
+    would keep the module alive.
     """
 
     def __init__(self, module: nn.Module, name: str) -> None:
@@ -36,7 +38,10 @@ class CallWrapper:
         setattr(module, name, self.method)
 
     def __call__(self, owner: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """The plain method inside all watchers, the last one outermost; a copy of the module runs its own method."""
+        """Call the original method inside all watchers, the last one outermost.
+
+        If ``owner`` is a copy of the module, only calls the original method, bound to the copy.
+        """
         method = self._original
         if owner is not self._module:
             bound = getattr(method, "__func__", None)
@@ -47,22 +52,22 @@ class CallWrapper:
 
     @property
     def original(self) -> Callable[..., Any]:
-        """The plain method."""
+        """The original method."""
         original: Callable[..., Any] = self._original
         return original
 
     @property
     def had_own(self) -> bool:
-        """Whether the plain method is the module's own, and not that of its class."""
+        """Whether the original method is an attribute of the instance rather than of its class."""
         return self._had_own
 
     def add(self, around: Around, *, innermost: bool = False) -> None:
-        """Watch from now on, inside or outside of those that watch already."""
+        """Add a watcher, outside (or with ``innermost``, inside) the existing ones."""
         self._arounds = [around, *self._arounds] if innermost else [*self._arounds, around]
 
     def remove(self, around: Around) -> None:
-        """Stop watching; the last watcher restores the plain method, unless other code has wrapped ours."""
-        # A new list: a call that is under way goes on with the one it began with.
+        """Remove a watcher; removing the last one restores the original method, unless other code wrapped ours."""
+        # Build a new list: a call in progress keeps iterating over the old one.
         self._arounds = [each for each in self._arounds if each != around]
         module = self._module
         if self._arounds or module.__dict__.get(self.name) is not self.method:
@@ -74,7 +79,7 @@ class CallWrapper:
 
 
 class _Inside:
-    """The method as one watcher sees it."""
+    """The method as passed to the next outer watcher: ``around`` applied to the inner ``method``."""
 
     __slots__ = ("_around", "_method")
 
@@ -87,7 +92,7 @@ class _Inside:
 
 
 def watch_calls(module: nn.Module, around: Around, *, innermost: bool = False, method: str = "") -> CallWrapper:
-    """Put ``around`` around the calls of the module, or of one of its methods, with those that are there already."""
+    """Add ``around`` as a watcher of the module's calls, or of its method ``method``; returns the wrapper."""
     name = method or (COMPILED if is_compiled_in_place(module) else "forward")
     wrapper = wrapper_in(module, name) or CallWrapper(module, name)
     wrapper.add(around, innermost=innermost)
@@ -95,14 +100,14 @@ def watch_calls(module: nn.Module, around: Around, *, innermost: bool = False, m
 
 
 def wrapper_in(module: nn.Module, name: str) -> CallWrapper | None:
-    """The wrapper that stands in for the method."""
+    """Return the wrapper that currently replaces the method ``name`` of ``module``; None if there is no wrapper."""
     present = module.__dict__.get(name)
     wrapper = getattr(getattr(present, "__func__", None), "tapscope_wrapper", None)
     return wrapper if isinstance(wrapper, CallWrapper) and wrapper.method is present else None
 
 
 def _stand_in(wrapper: CallWrapper) -> Callable[..., Any]:
-    """A function that goes through ``wrapper`` and looks like the plain method."""
+    """Return a function that calls ``wrapper`` and has the name and signature of the original method."""
 
     def stand_in(owner: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return wrapper(owner, *args, **kwargs)
@@ -110,13 +115,13 @@ def _stand_in(wrapper: CallWrapper) -> Callable[..., Any]:
     original = wrapper.original
     function = getattr(original, "__func__", None)
     functools.update_wrapper(stand_in, function or original, updated=())
-    if function is None:  # called without the module, which its signature does not have
+    if function is None:  # not a bound method: its signature lacks the module, which stand_in() takes first
         del stand_in.__dict__["__wrapped__"]
         try:
             owner = inspect.Parameter("owner", inspect.Parameter.POSITIONAL_ONLY)
             parameters = [owner, *inspect.signature(original).parameters.values()]
             stand_in.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        except (ValueError, TypeError):  # a builtin without a signature: *args, **kwargs is what can be known
+        except (ValueError, TypeError):  # a builtin without a signature: keep *args, **kwargs
             pass
     stand_in.tapscope_wrapper = wrapper  # type: ignore[attr-defined]
     return stand_in

@@ -1,4 +1,4 @@
-"""Collector: the steps of one rank, and the firings in them. Nothing here may raise into the model."""
+"""Collector: the steps of one rank and their firings. No method called from the model may raise."""
 
 import itertools
 import os
@@ -47,8 +47,8 @@ os.register_at_fork(after_in_child=_after_fork)
 class Collector:
     """Collects the firings of one rank's models, step by step.
 
-    ``capturer`` makes records of values, ``counters`` counts and reports them, ``retention`` decides, after the rules,
-    what reaches the disk.
+    ``capturer`` turns values into records, ``counters`` counts and reports them, and ``retention`` decides which of
+    the records selected by the rules reach the disk.
     """
 
     def __init__(self, queue: SendQueue, *, rank: int) -> None:
@@ -57,19 +57,19 @@ class Collector:
         self.counters = StepCounters(self.retention)
         self.capturer = Capturer(queue, self.retention, self.counters)
         self.capture = self.capturer.capture
-        """Record one value at a port, see :meth:`Capturer.capture`."""
+        """Alias of :meth:`Capturer.capture`, which records one value at a port."""
         self.selection = Selection.empty()
         self.last: OpenStep | None = None
-        """The last step of this run that has ended."""
+        """The most recently ended step of this run."""
         self.origins = ForwardOrigins()
         self.gradients = GradientHooks(self.capturer, self.counters)
         self.num_outside = 0
-        """Firings outside any step, not kept."""
-        self._num_forks = _num_forks  # in a forked child there is no pipeline, and the rank is its parent's
+        """Number of firings outside any step; their values are not recorded."""
+        self._num_forks = _num_forks  # differs in a forked child, which has no pipeline and its parent's rank
         self._serial = itertools.count()
         self._run_began = 0
         self._selected_at = 0
-        self._first: Firing | None = None  # of all that fire for the first time in the open step, without tags
+        self._first: Firing | None = None  # shared by all untagged sites that fire first time in the open step
 
     # ---- steps
 
@@ -79,7 +79,7 @@ class Collector:
         return self.counters.open_step
 
     def select(self, selection: Selection) -> None:
-        """A new configuration is in force, from the next step on."""
+        """Switch to the configuration of ``selection``, effective from the next step."""
         config = selection.config
         self.selection = selection
         self._selected_at = -1
@@ -89,7 +89,7 @@ class Collector:
             self.counters.sink = self.retention.sink
 
     def begin(self, info: StepInfo, epoch: int, late_rows: PendingRows | None = None) -> None:
-        """Open a step."""
+        """Open the step ``info`` under configuration ``epoch``; ``late_rows`` are token rows that arrive later."""
         self.counters.flush_late()
         serial = next(self._serial)
         if self._selected_at < 0:
@@ -103,7 +103,7 @@ class Collector:
         self.origins.note(step, 0)
 
     def end(self, metrics: Mapping[str, float], aborted: str | None) -> None:
-        """Close the open step: metrics and counts go out; ``aborted`` names the exception that ended it."""
+        """End the open step and send its metrics and counts; ``aborted`` names the exception that ended the step."""
         self.capturer.end()
         self.gradients.end_step()
         step, self.counters.open_step, self._first = self.counters.open_step, None, None
@@ -117,7 +117,7 @@ class Collector:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Nothing that fires inside is recorded in the open step."""
+        """Context manager: ignore all firings inside, without ending the open step."""
         step = self.step
         if step is None or step.skipped:
             yield
@@ -130,12 +130,12 @@ class Collector:
             step.skipped = False
 
     def drop_step(self) -> None:
-        """Forget the open step: nothing of it was to be kept."""
+        """Discard the open step without sending its counts, because nothing of it is recorded."""
         self.capturer.end()
         self.counters.open_step = self._first = None
 
     def restart(self, run: Path = Path()) -> None:
-        """A new run begins: records are numbered from 0 and sites announced again; the past is not part of it."""
+        """Start a new run: number records from 0, announce sites again, and forget all earlier steps."""
         self.counters.flush_late()
         self.counters.num_sent = 0
         self.retention.restart(run)
@@ -145,25 +145,29 @@ class Collector:
         self.capturer.restart()
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until the recorder has acknowledged everything that was put; whether it has."""
+        """Wait until the recorder has acknowledged everything queued; returns False after ``timeout_s`` seconds."""
         self.capturer.native.flush()
         return self._queue.drained(timeout_s)
 
     def flush_partial(self) -> None:
-        """Send the records of the open step so far: it takes long, and its model may hang. Callable from any thread."""
+        """Send the records of the open step so far, for a step that takes long or hangs. Callable from any thread."""
         self.capturer.native.try_flush()
         if not self._queue.is_empty:
             self._queue.flush()
 
     def close(self) -> None:
-        """No value comes any more: wait for those that are on their way from a device."""
+        """Wait for pending device-to-host copies and shut the device side down; no value may follow."""
         self.capturer.settle(last=True)
         self.capturer.device.close()
 
     # ---- in the model's forward
 
     def fire(self, tap: Tap, kind: str, value: Any) -> None:
-        """A tap fired with ``(args, kwargs)`` (kind ``in``) or an output (kind ``out``)."""
+        """Record a firing of ``tap``; never raises.
+
+        ``value`` is ``(args, kwargs)`` for the kind ``in``, a mapping NAME -> value for ``tap``, else an output.
+        Firings outside a step, and those caused by the autograd engine, go to :meth:`_fire_outside`.
+        """
         step = self.counters.open_step
         if step is None or step.skipped or graph_task() != -1 or self._num_forks != _num_forks:
             if self._num_forks == _num_forks:
@@ -188,9 +192,10 @@ class Collector:
             self.counters.fail(step, tap.path, error)
 
     def shared_firing(self) -> Firing | None:
-        """The firing that all sites share which fire for the first time in the open step; None in an unusual step.
+        """Return the firing shared by all sites that fire for the first time in the open step, for CUDA graph replays.
 
-        Unusual are steps that are skipped, kept in full, halted by a budget or held in memory, microbatches, tags.
+        Returns None where the shared firing does not apply: the step is skipped, kept in full, halted by a budget or
+        held in memory, a later microbatch runs, or tags are set.
         """
         step, first = self.counters.open_step, self._first
         if step is None or first is None or first.step is not step or self._num_forks != _num_forks:
@@ -201,12 +206,12 @@ class Collector:
 
     @property
     def outcome(self) -> tuple[int, int]:
-        """How many values of the open step were recorded so far, and how many were not."""
+        """(recorded, not recorded) values of the open step so far."""
         counts = self.counters.open_step.counts if self.counters.open_step is not None else StepCounts()
         return counts.sent + self.capturer.native.num_buffered, counts.dropped + counts.failed + counts.left_out
 
     def put_replay(self, plan: ReplayPlan, firing: Firing, fetch: Fetch) -> None:
-        """Record a replay of a graph, whose memory ``fetch`` brings to the host; never raises."""
+        """Record one replay of a CUDA graph, whose captured memory ``fetch`` copies to the host; never raises."""
         step = firing.step
         try:
             if not step.announced:
@@ -217,12 +222,12 @@ class Collector:
             self.counters.fail(step, "a replay of a CUDA graph", error, number=len(plan.sites))
 
     def _capture_leaves(self, tap: Tap, kind: str, value: Any, firing: Firing, forward: Firing | None = None) -> None:
-        """Every leaf of a value to the capturer; of a recomputation, gradients belong to the ``forward`` it repeats."""
+        """Capture every leaf of ``value``. In a recomputation, gradients belong to the repeated firing ``forward``."""
         ports, in_full = tap.ports, firing.step.in_full
         if kind == "out" and tap.has_grads:
             self.gradients.returned(tap)
         seen_ports, leaves = [], leaves_of(tap, kind, value)
-        if kind == "in" and not tap.has_inputs and type(value) is not Leaves:  # of compiled code: only what is selected
+        if kind == "in" and not tap.has_inputs and type(value) is not Leaves:  # Leaves: a selection by compiled code
             tap.note_inputs(leaves)
         for path, leaf in leaves:
             port = ports.get((kind, path)) or tap.port(kind, path, self.selection)
@@ -238,7 +243,7 @@ class Collector:
             learn(fast, pattern_of(kind, value, iter(seen_ports)))
 
     def _fire_outside(self, tap: Tap, kind: str, value: Any) -> None:
-        """A firing outside a step, or in one that is skipped, or while the autograd engine runs: a recomputation."""
+        """Handle a firing outside a step, in a skipped step, or inside the autograd engine (a recomputation)."""
         open_step = self.counters.open_step
         if graph_task() == -1:
             self.num_outside += open_step is None and pipeline_chunks.current() is None
@@ -252,7 +257,7 @@ class Collector:
             self._fire_recompute(tap, kind, value, origin)
 
     def _fire_recompute(self, tap: Tap, kind: str, value: Any, origin: ForwardOrigin) -> None:
-        """A recomputation of ``origin``, which may have ended."""
+        """Record a recomputation in the step and microbatch of its forward, which may have ended."""
         step, micro = origin
         try:
             self.counters.announce(step)
@@ -267,17 +272,17 @@ class Collector:
             self.counters.fail(step, tap.path, error)
 
     def capture_value(self, port: SitePort, leaf: Any, firing: Firing) -> None:
-        """As :attr:`capture`, for a value that no tap brought: its step may not have been announced yet."""
+        """Capture a value that does not come from a tap; unlike :attr:`capture`, first announces its step."""
         if port.may_keep and not firing.step.skipped:
             self.counters.announce(firing.step)
             self.capture(port, leaf, firing)
 
 
 def _note_placement(tap: Tap, kind: str, port: SitePort, leaf: torch.Tensor, step: OpenStep) -> None:
-    """What the model's placements tell of the tensors at a port is settled when the first one comes."""
+    """Set the placement and axis names of a port from the inferred sharding, before its first tensor is recorded."""
     assert tap.sharding is not None
     placement = tap.sharding.placed(tap.path, kind, leaf, step.serial)
-    if port.layouts or not (placement or hasattr(leaf, "placements")):  # a DTensor says the rest itself
+    if port.layouts or not (placement or hasattr(leaf, "placements")):  # a DTensor carries its own placements
         return
     for each in (port, port.grad):
         if each is not None:
@@ -286,7 +291,7 @@ def _note_placement(tap: Tap, kind: str, port: SitePort, leaf: torch.Tensor, ste
 
 
 def leaves_of(tap: Tap, kind: str, value: Any) -> Iterable[tuple[str, Any]]:
-    """``(path, leaf)`` of an output or of ``(args, kwargs)``; mostly there is one tensor and nothing to look into."""
+    """Return the ``(path, leaf)`` pairs of an output or of ``(args, kwargs)``, with shortcuts for plain tensors."""
     if type(value) is Leaves:
         return value
     if kind != "in":

@@ -1,13 +1,14 @@
-"""Taps in compiled code: a hook that torch.compile traces becomes one node of the graph, which fires the tap.
+"""Taps in compiled code: torch.compile traces a hook into one graph node, which fires the tap.
 
-The node is the operator ``tapscope::fire(Tensor[] values, SymInt[] numbers, str where) -> ()``. It is registered as
-effectful with order, so that no pass drops, repeats or reorders its calls, and it mutates none of its arguments, so
-that inductor may still run the graph as a CUDA graph. ``where`` names a handler of this process; a string without
-handler does nothing, so a graph may outlive its Dumper. The handler runs wherever the graph runs Python: at every call
-of an ordinary compiled function, and once while a CUDA graph is captured (:mod:`tapscope.dumper.taps.graph_taps`).
+The node calls the operator ``tapscope::fire(Tensor[] values, SymInt[] numbers, str where) -> ()``. The operator has an
+ordered effect, so no compiler pass drops, duplicates or reorders its calls. It mutates none of its arguments, so
+inductor can still run the graph as a CUDA graph. ``where`` names a handler of this process. An unknown ``where`` is
+ignored, so a graph may outlive its Dumper. The handler runs whenever the graph runs Python: at every call of an
+ordinary compiled function, but only during capture of a CUDA graph (:mod:`tapscope.dumper.recording.graph_taps`).
 
-The functions under "While torch.compile traces" are traced themselves, and call those marked ``at_compile_time`` with
-constants. Values that a tap does not keep are left out of the graph, so that inductor may fuse across them.
+The functions under "While torch.compile traces" are themselves traced, and call the functions marked
+``at_compile_time`` with constants. Values that a tap does not keep never enter the graph, so inductor can fuse across
+them.
 """
 
 import dataclasses
@@ -35,14 +36,14 @@ _SEPARATOR = "\x1f"
 _handlers: dict[str, Handler] = {}
 _owners: dict[str, "_Owner"] = {}
 _without_gradients: "weakref.WeakSet[Selection]" = weakref.WeakSet()
-"""Selections of gradients inside compiled code, which was reported."""
+"""Selections for which missing gradients inside compiled code were already reported."""
 _CALL_TENSORS = ("attention_mask", "position_ids", "cache_position")
 _PAST_OF_POSITIONS = "past of positions"
-"""Name without a value: the cache holds as many positions as are before the first one of the call."""
+"""Argument name without a value: derive the KV cache length from the first position of the call."""
 
 
 class _Owner(NamedTuple):
-    """The receiver of one tap's values."""
+    """The tap behind a key, with the callbacks that receive its values and problems."""
 
     tap: "Tap"
     selection: "Selection"
@@ -51,7 +52,7 @@ class _Owner(NamedTuple):
 
 
 class Leaf(NamedTuple):
-    """One value of a firing: a tensor or number of the graph, or a constant of the trace."""
+    """One leaf of a firing's value: a tensor or number passed by the graph, or a constant known at trace time."""
 
     kind: str
     """``tensor``, ``number`` or ``constant``."""
@@ -68,14 +69,14 @@ def _fire(values: Sequence[Tensor], numbers: Sequence[int], where: str) -> None:
         return
     try:
         handler(values, numbers)
-    except RecorderError:  # of the strict policy
+    except RecorderError:  # raised by strict backpressure
         raise
     except Exception as error:  # noqa: BLE001 - it runs in the model's forward
         _log.warning("tapscope: %s: %s: %s", where.partition(_SEPARATOR)[0], type(error).__name__, error)
 
 
 def _fire_fake(values: Sequence[Tensor], numbers: Sequence[int], where: str) -> None:
-    """The operator's result while a graph is traced: nothing."""
+    """Fake implementation of the operator for tracing; it has no outputs."""
 
 
 _library: Any = torch.library.Library("tapscope", "DEF")  # type: ignore[no-untyped-call]
@@ -86,7 +87,10 @@ _registered: list[Any] = []
 
 
 def _register_effect() -> None:
-    """Tell AOTAutograd and inductor that calls have an effect; not at import, because that imports much of torch."""
+    """Register the operator's ordered effect for AOTAutograd and inductor.
+
+    Deferred until first use, because the registration imports much of torch.
+    """
     if not _registered:
         from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 
@@ -97,12 +101,12 @@ def _register_effect() -> None:
 
 
 def register(tap: "Tap", selection: "Selection", fire: Fire, report: Callable[[str, str], None]) -> None:
-    """Pass the values of ``tap`` to ``fire`` from now on, and problems to ``report(where, reason)``."""
+    """Route the values of ``tap`` from compiled code to ``fire``, and problems to ``report(where, reason)``."""
     _owners[tap.key] = _Owner(tap, selection, fire, report)
 
 
 def unregister(keys: Sequence[str]) -> None:
-    """Ignore the values of the taps with these keys from now on."""
+    """Stop routing the values of the taps with these ``keys``; graphs that contain them keep running."""
     for key in keys:
         _owners.pop(key, None)
 
@@ -111,7 +115,7 @@ def unregister(keys: Sequence[str]) -> None:
 
 
 def trace_output(key: str, value: Any) -> None:
-    """Make the graph fire the tap ``key`` with a module's output."""
+    """Emit a graph node that fires the tap ``key`` with a module's output."""
     tensors: list[Tensor] = []
     numbers: list[int] = []
     leaves: list[tuple[str, str, Any]] = []
@@ -120,7 +124,10 @@ def trace_output(key: str, value: Any) -> None:
 
 
 def trace_inputs(key: str, names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """As :func:`trace_output`, with a module's arguments; ``names`` are the positional parameters of its forward."""
+    """Emit a graph node that fires the tap ``key`` with a module's arguments.
+
+    ``names`` are the positional parameters of the module's forward.
+    """
     tensors: list[Tensor] = []
     numbers: list[int] = []
     leaves: list[tuple[str, str, Any]] = []
@@ -133,10 +140,11 @@ def trace_inputs(key: str, names: tuple[str, ...], args: tuple[Any, ...], kwargs
 
 
 def trace_enter(key: str, state: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Make the graph tell the handler of ``key`` that a call of the whole model begins.
+    """Emit a graph node that notifies the handler of ``key`` when a call of the whole model begins.
 
-    ``state`` names the taps in place: with others the graph is compiled again. The handler gets the arguments that
-    tell of token rows; where there are none, any tensor, since an operator without one has no device.
+    ``state`` identifies the taps in place; a different state triggers recompilation. The handler receives the arguments
+    that determine the token rows. If there are none, any tensor is passed, because an operator without tensor
+    arguments has no device.
     """
     tensors: list[Tensor] = []
     numbers: list[int] = []
@@ -149,9 +157,9 @@ def trace_enter(key: str, state: str, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def trace_leave(key: str, state: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    """As :func:`trace_enter`, when the call ends.
+    """Emit a graph node that notifies the handler of ``key`` when a call of the whole model ends.
 
-    The operator gets a tensor of the output: inductor may move what depends on inputs alone to the front.
+    The node takes a tensor of ``output``, because inductor may hoist nodes that depend only on inputs.
     """
     tensors: list[Tensor] = []
     _find_tensor(output, tensors)
@@ -162,7 +170,10 @@ def trace_leave(key: str, state: str, args: tuple[Any, ...], kwargs: dict[str, A
 def _collect(
     value: Any, path: str, key: str, kind: str, tensors: list[Tensor], numbers: list[int], leaves: list[Any]
 ) -> None:
-    """The leaves of a value, as :func:`tapscope.dumper.records.flatten.flatten` gives them."""
+    """Append the leaves of ``value`` to ``tensors``, ``numbers`` and ``leaves``.
+
+    Traceable counterpart of :func:`tapscope.dumper.records.flatten.flatten`.
+    """
     if value is None:
         return
     if isinstance(value, Tensor):
@@ -195,7 +206,7 @@ def _collect(
 
 
 def _find_tensor(value: Any, tensors: list[Tensor]) -> None:
-    """Append the first tensor in ``value``, unless there is one already."""
+    """Append the first tensor in ``value`` to ``tensors``, unless ``tensors`` already has one."""
     if tensors:
         return
     if type(value) is Tensor:
@@ -252,7 +263,7 @@ def _collect_rows(
         names.append("logits_to_keep")
     cache = cache_of(kwargs)
     if cache is not None and has_positions:
-        names.append(_PAST_OF_POSITIONS)  # asking the cache would compile the model again for each length
+        names.append(_PAST_OF_POSITIONS)  # reading the cache length here would recompile the model for each length
     elif cache is not None and hasattr(cache, "get_seq_length"):
         length = cache.get_seq_length()
         if type(length) is Tensor:
@@ -263,14 +274,14 @@ def _collect_rows(
             names.append("past_length")
 
 
-# ---- While torch.compile traces, but not traced: arguments and results are constants
+# ---- Called by traced code but not traced: arguments and results are compile-time constants
 
 
 @at_compile_time
 def is_exporting() -> bool:
-    """Whether torch.export reads the code: what it makes is not to need this package.
+    """Return whether torch.export traces the code; an exported program must not depend on this package.
 
-    ``torch.compiler.is_exporting()`` is true of every trace up to torch 2.11.
+    ``torch.compiler.is_exporting()`` does not help: up to torch 2.11 it is true for every trace.
     """
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
@@ -289,7 +300,7 @@ def _may_keep(key: str, kind: str, path: str) -> bool:
 
 @at_compile_time
 def _note_call(key: str) -> bool:
-    """The graph calls the module of a tap, of which nothing is kept."""
+    """Mark the tap ``key`` as fired: the graph calls its module, but no value of the call is kept."""
     if (owner := _owners.get(key)) is not None:
         owner.tap.fired = True
     return True
@@ -297,7 +308,7 @@ def _note_call(key: str) -> bool:
 
 @at_compile_time
 def _firing_name(key: str, kind: str, leaves: tuple[tuple[str, str, Any], ...]) -> str:
-    """The ``where`` of a firing, whose handler is there from now on; empty where the tap is not in place any more."""
+    """Register a handler for a firing and return its ``where``; empty if the tap is no longer in place."""
     owner = _owners.get(key)
     if owner is None:
         return ""
@@ -329,7 +340,7 @@ _calls: dict[str, Callable[[str, dict[str, Any]], None]] = {}
 
 @at_compile_time
 def _call_name(key: str, event: str, state: str, names: tuple[str, ...]) -> str:
-    """As :func:`_firing_name`, of a call of a whole model."""
+    """Register a handler for a call of the whole model and return its ``where``; empty if no one listens to ``key``."""
     if key not in _calls:
         return ""
     _register_effect()
@@ -339,7 +350,7 @@ def _call_name(key: str, event: str, state: str, names: tuple[str, ...]) -> str:
 
 
 def on_calls(key: str, handler: Callable[[str, dict[str, Any]], None] | None) -> None:
-    """Call ``handler(event, arguments)`` when compiled code enters or leaves the model of ``key``; None: no more."""
+    """Call ``handler(event, arguments)`` when compiled code enters or leaves the model of ``key``; None unregisters."""
     if handler is None:
         _calls.pop(key, None)
     else:
@@ -350,7 +361,11 @@ def on_calls(key: str, handler: Callable[[str, dict[str, Any]], None] | None) ->
 
 
 def _handler_of(key: str, kind: str, leaves: tuple[Leaf, ...], parameters: tuple[str, ...]) -> Handler:
-    """What a firing does; where its value can be put together again, it takes the way of an eager firing."""
+    """Return the handler of a firing.
+
+    If the leaves form a single output tensor or a plain argument list, the handler rebuilds the value of an eager
+    firing, so that the tap's fast path applies. Otherwise it passes the leaves as :class:`.Leaves`.
+    """
     paths = tuple(leaf.path for leaf in leaves)
     is_plain = all(leaf.kind == "tensor" for leaf in leaves)
     is_output = is_plain and kind == "out" and paths == ("",)
@@ -408,29 +423,29 @@ def _called(key: str, event: str, names: Sequence[str], values: Sequence[Tensor]
 
 
 class _Past:
-    """Stands for a key-value cache of this length."""
+    """Placeholder for a KV cache of a given length."""
 
     def __init__(self, length: "int | Tensor") -> None:
         self._length = length
 
     def get_seq_length(self) -> "int | Tensor":
-        """Positions that it holds."""
+        """Return the number of cached positions."""
         return self._length
 
 
 def _stand_in_for(name: str) -> Any:
-    """An object of a class called ``name``, for an object of the trace, of which the class alone is recorded."""
+    """Return an instance of an empty class named ``name``, for a traced object of which only the class is recorded."""
     module, _, qualname = name.rpartition(".")
     return type(qualname, (), {"__module__": module, "__qualname__": qualname})()
 
 
 def _named(path: str) -> str:
-    """The path of a leaf as sites spell it."""
+    """Return the path of a leaf in the spelling of sites."""
     return ".".join(path_part(part) for part in path.split(_SEPARATOR)) if path else ""
 
 
 def state_of(paths: Mapping[str, Sequence[str]]) -> str:
-    """A short name for what is in place: equal for equal ``paths`` (site -> what may be kept there)."""
+    """Return a short hash of ``paths`` (path of a tap -> its capture state): equal inputs give equal hashes."""
     import hashlib
 
     return hashlib.blake2b(repr(sorted(paths.items())).encode(), digest_size=8).hexdigest()

@@ -1,10 +1,16 @@
-"""Pattern: the layout of one firing's value, by which the fast path recognises the next.
+"""Patterns: the structure of one firing's value, by which the C++ fast path recognizes the next one.
 
-A pattern is a RecordTemplate of a leaf of which statistics or a plain value are kept, None for None, and a tuple of
-patterns for a tuple; of ``(args, kwargs)`` the pattern of the tuple and one flat tuple ``(name, pattern, ...)``. Two
-are lists: ``[template, (port, layout), row_set, rows]`` of a tensor that is kept whole (else the second is None) or
-holds the rows of a row set (else the last two are None), and ``[class, name, pattern, ...]`` of a mapping's items or
-a dataclass's fields. kernels/native/hook_fastpath.cpp compares.
+The pattern of a value depends on its type:
+
+- None: None
+- a leaf whose statistics or plain value are kept: a RecordTemplate
+- a tensor kept in full (else ``(port, layout)`` is None) or with a row set (else the last two are None):
+  ``[template, (port, layout), row_set, rows]``
+- a tuple: a tuple of patterns
+- a mapping or dataclass: ``[class, name, pattern, ...]`` of its items or fields
+- ``(args, kwargs)``: the pattern of ``args`` and one flat tuple ``(name, pattern, ...)``
+
+kernels/native/hook_fastpath.cpp compares values with patterns.
 """
 
 import dataclasses
@@ -22,25 +28,25 @@ from tapscope.run_format.ledger import encode_line
 if TYPE_CHECKING:
     from tapscope.dumper.records.site_port import SitePort
 
-_MAX_PATTERNS = 4  # each that does not match costs about as much as comparing two shapes
+_MAX_PATTERNS = 4  # each mismatch costs about as much as comparing two shapes
 _EXACT_TYPES = (bool, int, str)  # equal values of one of these types have the same text
-_ITEMS = (dict.items, OrderedDict.items)  # a class with other items() is not a plain mapping
+_ITEMS = (dict.items, OrderedDict.items)  # a class that overrides items() is not a plain mapping
 
 
 class UnknownValue(Exception):
-    """No fast path can handle this value. Never leaves the dumper."""
+    """Raised for a value that no fast path can handle. Internal to this module."""
 
 
 def learn(fast: Any, pattern: Any) -> None:
-    """Add a pattern to the fast path: prompts and single tokens, say, alternate."""
+    """Add a pattern to the fast path, which keeps several because shapes alternate (e.g. prefill and decode)."""
     if pattern is not None and pattern not in fast.patterns:
         fast.patterns = (pattern, *fast.patterns[: _MAX_PATTERNS - 1])
 
 
 def pattern_of(kind: str, value: Any, ports: "Iterator[SitePort]") -> Any:
-    """The pattern of a value whose leaves, in the order of :func:`.flatten`, have just been taken at these ports.
+    """Return the pattern of a value whose leaves were just captured at ``ports``, in the order of :func:`.flatten`.
 
-    None where no fast path can take the like of it.
+    Returns None if no fast path can handle values of this structure.
     """
     try:
         pattern = _pattern(value, ports) if kind != "in" else _call(value[0], value[1], ports)
@@ -67,7 +73,10 @@ def _pattern(value: Any, ports: "Iterator[SitePort]") -> Any:
 
 
 def _named(value: Any) -> list[tuple[str, Any]] | None:
-    """The named values that :func:`.flatten` finds in a mapping or dataclass; None for any other value."""
+    """Return the (name, value) pairs of a mapping or dataclass, as :func:`.flatten` does; None for other types.
+
+    Raises UnknownValue for a mapping with custom ``items()`` or keys that are not strings.
+    """
     if isinstance(value, dict):
         if type(value).items not in _ITEMS or not all(type(key) is str for key in value):
             raise UnknownValue

@@ -1,12 +1,12 @@
-"""Gradient hooks: hooks on tensors that capture the gradient of a value if the rules select it.
+"""Gradient hooks: tensor hooks that capture the gradient of a value if the rules select the gradient.
 
-A gradient belongs to the step, microbatch and occurrence of its forward, with the pass ``backward``, whenever and in
-whatever thread it comes. One that comes again for the same value (``retain_graph``, several losses) is numbered after
-the occurrences that the site has by then. A leaf that goes through several forwards (a soft prompt, say) has one
-gradient for all of them, which belongs to the last.
+A gradient is recorded under the step, microbatch and occurrence of its forward, with the pass ``backward``, no matter
+when and in which thread autograd computes it. Further gradients of the same value (``retain_graph``, several losses)
+get the next free occurrence of the site. A leaf tensor used by several forwards (for example a soft prompt) has one
+accumulated gradient, recorded under the last forward.
 
-A module may overwrite its input in place (masked scores). If that is a view, autograd connects what follows to the
-view's base, and a hook on the view never fires: its gradient is read as a part of the base's.
+A module may overwrite its input in place (masked scores). If the input is a view, autograd connects later operations
+to the view's base, and a hook on the view never fires. Its gradient is then read as a slice of the base's gradient.
 """
 
 import os
@@ -31,30 +31,30 @@ if TYPE_CHECKING:
 
 
 _MAX_WRITES = 64
-"""Operations in place on one input in one call, of which the first is looked for."""
+"""Maximum in-place operations on one input in one call to walk back through when searching for the first one."""
 
 
 class GradientHooks:
-    """The gradients that one rank waits for."""
+    """Hooks for the gradients that one rank still expects."""
 
     def __init__(self, capturer: Capturer, counters: StepCounters) -> None:
-        """``capturer`` records them; it is held weakly, because hooks may outlive it."""
+        """Record gradients with ``capturer``, which is held weakly because hooks may outlive it."""
         self._capturer = weakref.ref(capturer)
         self._counters = counters
         self._run = 0
         self._pid = os.getpid()
-        self._leaves: Any = WeakIdKeyDictionary()  # leaf -> {port: its hook}; on other tensors hooks die with the graph
-        self._views: dict[tuple[str, str], list[_View]] = {}  # (model, path) -> inputs of a call that has not returned
+        self._leaves: Any = WeakIdKeyDictionary()  # leaf -> {site: hook}; hooks on other tensors die with the graph
+        self._views: dict[tuple[str, str], list[_View]] = {}  # (model, path) -> view inputs of calls in progress
 
     def watch(
         self, port: "SitePort", tensor: torch.Tensor, firing: Firing, *, claim: bool = True, is_input: bool = False
     ) -> None:
-        """Take the gradient of ``tensor`` at ``port`` (a ``.grad`` port) when it comes; never raises.
+        """Register a hook that captures the gradient of ``tensor`` at ``port`` (a ``.grad`` port); never raises.
 
-        Does nothing where there will be none: the tensor requires no gradient, or autograd is off. Without ``claim``
-        the occurrence is settled only when the gradient comes: it may never. A recomputation that is handed the very
-        tensor of its forward (a non-reentrant checkpoint's input) adds nothing: there is one gradient. The value of an
-        input is that before the call, see :meth:`returned`.
+        Does nothing if ``tensor`` requires no gradient or autograd is off. With ``claim=False`` (a recomputation) the
+        occurrence is assigned only when the gradient arrives, because it may never arrive. A recomputation that
+        receives the same tensor object as its forward (input of a non-reentrant checkpoint) adds no second hook. For
+        an input, the gradient is that of its value before the call, see :meth:`returned`.
         """
         if not tensor.requires_grad or not torch.is_grad_enabled():
             return
@@ -74,7 +74,7 @@ class GradientHooks:
             self._counters.fail(firing.step, port.site, error)
 
     def returned(self, tap: "Tap") -> None:
-        """The module of ``tap`` returned: watch the gradients of inputs that it overwrote; never raises."""
+        """Handle the return of the module of ``tap``: follow inputs that it overwrote in place; never raises."""
         for view in self._views.pop((tap.model, tap.site_path), ()):
             try:
                 view.follow()
@@ -82,11 +82,11 @@ class GradientHooks:
                 self.failed(view.hook, error)
 
     def end_step(self) -> None:
-        """Forget the inputs of calls that have not returned."""
+        """Drop the view inputs of calls that did not return."""
         self._views.clear()
 
     def forget(self) -> None:
-        """Hooks that are left do nothing from now on: a new run, or none."""
+        """Disable all remaining hooks, because the run has ended."""
         self._run += 1
         for hooks in list(self._leaves.values()):
             for hook in hooks.values():
@@ -95,23 +95,23 @@ class GradientHooks:
         self._views.clear()
 
     def record(self, hook: "_Hook", gradient: torch.Tensor) -> None:
-        """A hook fired."""
+        """Capture the gradient that ``hook`` received, unless the run has changed or the process was forked."""
         capturer = self._capturer()
         if capturer is None or hook.run != self._run or os.getpid() != self._pid:
             return
         capturer.capture(hook.port, gradient, hook.next_firing())
 
     def failed(self, hook: "_Hook", error: Exception) -> None:
-        """A gradient will be missing."""
+        """Count the gradient of ``hook`` as failed with ``error``."""
         self._counters.fail(hook.step, hook.port.site, error)
 
     def _has_hook(self, tensor: torch.Tensor, port: "SitePort") -> bool:
-        """Whether the forward waits for the gradient of this very tensor at that port."""
+        """Return whether a hook of the forward is already registered on this tensor object for ``port``."""
         hooks = tensor._backward_hooks or {}
         return any(type(each) is _Hook and each.port is port and each.run == self._run for each in hooks.values())
 
     def _watch_leaf(self, leaf: torch.Tensor, hook: "_Hook") -> None:
-        """A leaf outlives the step: hooks of earlier forwards must not stay on it."""
+        """Register ``hook`` on a leaf tensor and remove the hook of an earlier forward, as a leaf outlives its step."""
         hooks = self._leaves.setdefault(leaf, {})
         before = hooks.get(hook.port.site)
         if before is not None:
@@ -121,7 +121,7 @@ class GradientHooks:
 
 
 class _Hook:
-    """Waits on one tensor; holds neither the model nor the collector, and becomes nothing in a copy of the tensor."""
+    """Hook on one tensor. Does not keep the model or the collector alive; does nothing in a copy of the tensor."""
 
     __slots__ = ("_firing", "_is_claimed", "_num_fired", "_owner", "handle", "port", "run")
 
@@ -140,13 +140,13 @@ class _Hook:
             owner.record(self, gradient)
 
     def fail(self, error: Exception) -> None:
-        """The gradient came and cannot be read."""
+        """Report that the gradient arrived but cannot be read."""
         owner = self._owner()
         if owner is not None:
             owner.failed(self, error)
 
     def claim(self) -> None:
-        """Settle the occurrence: the forward's, where no gradient has taken it."""
+        """Assign the occurrence: that of the forward if it is free, otherwise the next free one."""
         firing = self._firing
         number = firing.step.claim_occurrence(self._occurrence_key, firing.occurrence)
         self._firing = firing._replace(occurrence=number)
@@ -154,7 +154,7 @@ class _Hook:
 
     @property
     def step(self) -> "OpenStep":
-        """The step of its forward."""
+        """The step of the tensor's forward."""
         return self._firing.step
 
     @property
@@ -162,7 +162,7 @@ class _Hook:
         return self.port.model, self.port.site, self._firing.micro, BACKWARD
 
     def next_firing(self) -> Firing:
-        """The firing of the gradient that came now."""
+        """Return the firing for the gradient that just arrived; repeated gradients get further occurrences."""
         self._num_fired += 1
         firing = self._firing
         if not self._is_claimed:
@@ -172,7 +172,7 @@ class _Hook:
         return self._firing
 
     def remove(self) -> None:
-        """Leave the tensor."""
+        """Unregister the hook from its tensor."""
         if self.handle is not None:
             self.handle.remove()
 
@@ -184,11 +184,11 @@ class _Hook:
 
 
 class _View:
-    """An input that is a view, while its module runs; ``base`` is what it is a view of.
+    """A module input that is a view of ``base``, tracked while the module runs.
 
-    Once it was overwritten: a hook of the first node that was made from the base's old value. That node hands the
-    gradient of the old value on, of which the input's is a part. Uses of the input before it was overwritten are not
-    in it; the hook on the tensor has theirs.
+    If the module overwrites the input in place, this object becomes a hook on the first autograd node that consumed
+    the base's old value. That node computes the gradient of the old base, and the input's gradient is a strided slice
+    of it. Uses of the input before the overwrite do not contribute there; the hook on the tensor captures those.
     """
 
     def __init__(self, tensor: torch.Tensor, base: torch.Tensor, hook: _Hook) -> None:
@@ -201,7 +201,7 @@ class _View:
         self._place = tensor.shape, tensor.stride(), tensor.storage_offset() - base.storage_offset()
 
     def follow(self) -> None:
-        """Wait for the gradient of the base if the input was overwritten."""
+        """Register a node hook for the base's gradient, if the input was overwritten in place since construction."""
         tensor, old, self._node = self._tensor(), self._node, None
         if tensor is None or tensor._version == self._version or tensor._base is None or old is None:
             return
@@ -212,7 +212,7 @@ class _View:
                 self._operand = operands.index(old)
                 node.register_hook(self)
                 return
-            node, num_writes = operands[0] if operands else None, num_writes + 1  # what is overwritten comes first
+            node, num_writes = operands[0] if operands else None, num_writes + 1  # operand 0 is the overwritten tensor
 
     def __call__(self, gradients: Sequence[torch.Tensor | None], _: object) -> None:
         whole = gradients[self._operand]
@@ -229,12 +229,12 @@ class _View:
 
 
 def _module_of(port: "SitePort") -> tuple[str, str]:
-    """(model, path) of the module whose input the gradient port belongs to."""
+    """Return (model, path) of the module that the port belongs to."""
     return port.model, port.site.rpartition(":")[0]
 
 
 def _nothing(gradient: torch.Tensor) -> None:
-    """Replaces a hook in a copy of its tensor."""
+    """Do nothing; replaces a hook in a copy of its tensor."""
 
 
 def _get_nothing() -> Any:

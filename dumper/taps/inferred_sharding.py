@@ -1,10 +1,13 @@
-"""Inferred sharding: which axis of a plain tensor is a shard, as far as the placements of the parameters tell.
+"""Inferred sharding: the sharded axis of a plain tensor, derived from the placements of DTensor parameters.
 
 Tensor parallelism over DTensor parameters (``torch``'s ``parallelize_module``, ``tp_plan`` of transformers) passes
-local tensors from module to module. A linear layer whose weight is sharded by rows outputs a shard of its features; one
-whose weight is sharded by columns receives one, if the width of the tensor is that of the local weight. A tensor known
-to be a shard is one wherever it appears again. A module without parameters and children that keeps the shape (an
-activation) keeps the shard. Of weights ``b h s k`` output by a module with such layers, the heads are the shard.
+local tensors from module to module. Their sharding is inferred as follows:
+
+- A linear layer whose weight is sharded by rows (dim 0) outputs a shard of its features. One whose weight is sharded by
+  columns (dim 1) receives a shard, if the width of the tensor is that of the local weight.
+- A tensor object known to be a shard is a shard at every other port where it appears.
+- A module without parameters and children that preserves the shape (an activation) preserves the sharding.
+- Attention weights ``b h s k`` output by a module with both kinds of linear layers are sharded by heads.
 """
 
 import math
@@ -27,13 +30,13 @@ class _Linear(NamedTuple):
 
     axis: str
     kind: str
-    """The side that has the shard: ``out`` or ``in``."""
+    """The sharded side of the layer: ``out`` or ``in``."""
     width: int
-    """Of the local weight, on that side."""
+    """Number of features of the local weight on that side."""
 
 
 class InferredSharding:
-    """The inferred sharding of one model, without references that keep it alive."""
+    """The inferred sharding of one model; does not keep the model alive."""
 
     def __init__(self, linears: dict[str, _Linear], plain: frozenset[str], num_heads: int | None) -> None:
         self._linears = linears
@@ -44,7 +47,10 @@ class InferredSharding:
         self._came_in: dict[str, tuple[torch.Size, Placement]] = {}
 
     def placed(self, path: str, kind: str, leaf: torch.Tensor, serial: int) -> Placement | None:
-        """The placement of the whole of ``leaf`` at a port of this kind of the module; None when unknown."""
+        """Return the placement of ``leaf`` at a port of the module at ``path``; None if unknown.
+
+        ``kind`` is ``in`` or ``out``, ``serial`` the step. Tensors are only recognized within one step.
+        """
         if serial != self._serial:
             self._serial = serial
             self._seen.clear()
@@ -82,7 +88,7 @@ class InferredSharding:
 
 
 def sharding_of(model: nn.Module) -> InferredSharding | None:
-    """The sharding that the placements of the model's parameters imply; None if they imply none."""
+    """Infer the sharding of ``model`` from its parameters' placements; None without sharded linear layers."""
     modules = members(model)
     linears = {path: linear for path, each in modules.items() if (linear := _linear(each.core)) is not None}
     if not linears:
@@ -92,7 +98,10 @@ def sharding_of(model: nn.Module) -> InferredSharding | None:
 
 
 def axes_of(shape: Sequence[int], grid: Sequence[int]) -> str | None:
-    """Axis names of a tensor of features at the tokens of ``grid``; None for another shape."""
+    """Return the axis names of a tensor with one feature vector per token of ``grid``; None for any other shape.
+
+    ``b s h`` for the shape (*grid, h) with a two-axis ``grid``, ``t h`` for (tokens, h).
+    """
     *tokens, _ = shape or (0,)
     if tokens == list(grid) and len(grid) == 2:
         return "b s h"
@@ -111,9 +120,7 @@ def _linear(module: nn.Module) -> _Linear | None:
     names, placements = weight.device_mesh.mesh_dim_names or (), weight.placements
     sharded = [(name, each.dim) for name, each in zip(names, placements, strict=False) if each.is_shard()]
     shape = weight._local_tensor.shape
-    if (
-        len(sharded) != 1 or shape == weight.shape
-    ):  # sharded by several axes, as FSDP over TP: the module gathers some of them first
+    if len(sharded) != 1 or shape == weight.shape:  # sharded over several mesh axes, as FSDP over TP: some are gathered
         return None
     ((name, at),) = sharded
     return _Linear(name, "in" if at % 2 else "out", shape[at])

@@ -1,8 +1,8 @@
-"""ModuleCall: a module whose only hooks are taps is called without torch's code for hooks of any kind.
+"""ModuleCall: a fast ``_call_impl`` for modules whose only hooks are taps.
 
-That code takes longer than a tap does. What stands in the module's ``_call_impl`` instead is C++
-(kernels/native/module_call.cpp). It goes to torch's own where there are other hooks, of the module or of all modules,
-and torch.compile reads only that.
+Torch's generic hook handling takes longer than a tap does. The replacement in the instance's ``_call_impl`` is written
+in C++ (kernels/native/module_call.cpp). It falls back to torch's implementation if the module has other hooks or global
+module hooks exist. torch.compile traces only torch's implementation.
 """
 
 import functools
@@ -30,9 +30,9 @@ _with_kwargs: Any = getattr(torch_module, "_global_forward_hooks_with_kwargs", {
 
 
 def place(module: nn.Module, before: Any, after: Any) -> None:
-    """Call the module so from now on; ``before`` and ``after`` are the taps among its hooks, or None.
+    """Install the fast call in ``module``; ``before`` and ``after`` are the taps among its hooks, or None.
 
-    The module stays as it is without the C++ library, or if its class or a patch of torch overrides ``_call_impl``.
+    Does nothing without the C++ library, or if the module, its class or a patch of torch overrides ``_call_impl``.
     """
     functions = library.functions()
     base = None if functions is None else functions.module_call
@@ -52,13 +52,13 @@ def remove(module: nn.Module) -> None:
 
 
 def is_placed(attributes: dict[str, Any]) -> bool:
-    """Whether a module with these attributes is called so."""
+    """Return whether the module with this ``__dict__`` has the fast call installed."""
     return hasattr(attributes.get(NAME), "tapscope_tap")
 
 
 @functools.cache
 def _class_of(base: Any) -> Any:
-    """The class of what is placed: its calls go to C++; ``__call__`` is for torch.compile."""
+    """Return the class of the installed callables: calls go to C++, and ``__call__`` serves torch.compile."""
 
     class TappedCall(base):  # type: ignore[misc]
         __slots__ = ()
@@ -69,14 +69,14 @@ def _class_of(base: Any) -> Any:
             return type(module)._call_impl(module, *args, **kwargs)
 
         def __reduce__(self) -> tuple[Any, ...]:
-            return getattr, (self.module(), NAME)  # in a copy of the module, that of its class
+            return getattr, (self.module(), NAME)  # a copy of the module gets the _call_impl of its class
 
     TappedCall.serve_calls()
     return TappedCall
 
 
 def _finish(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-    """The output after the module's hooks, as torch calls them."""
+    """Run all forward hooks on ``output`` as torch does; called if hooks were added during the module's forward."""
     for number, hook in (*torch_module._global_forward_hooks.items(), *module._forward_hooks.items()):
         takes_kwargs = number in module._forward_hooks_with_kwargs or number in _with_kwargs
         changed = hook(module, args, kwargs, output) if takes_kwargs else hook(module, args, output)

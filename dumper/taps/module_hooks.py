@@ -1,4 +1,4 @@
-"""Module hooks: installed where the rules may select something, updated, and removed."""
+"""Module hooks: installed on the modules that the rules may select, checked after each step, and removed."""
 
 import time
 import weakref
@@ -34,11 +34,11 @@ Fire = Callable[[Tap, str, Any], None]
 _CHECK_PERIOD_S = 0.25
 _KINDS = ("in", "out", "tap")
 _is_compiling = torch.compiler.is_dynamo_compiling
-_tracing = torch._C._get_tracing_state  # of torch.jit.trace: what a hook does would become part of the graph
+_tracing = torch._C._get_tracing_state  # torch.jit.trace would record a hook's operations in its graph
 
 
 class InstalledHook(NamedTuple):
-    """One hook in place."""
+    """One installed hook."""
 
     tap: Tap
     kind: str
@@ -47,22 +47,23 @@ class InstalledHook(NamedTuple):
 
 
 class _Refs(NamedTuple):
-    """A member of the model, held weakly."""
+    """Weak references to a :class:`Member` of the model."""
 
     shell: "weakref.ref[nn.Module]"
     core: "weakref.ref[nn.Module]"
 
     @property
     def is_compiled(self) -> bool:
-        """As :attr:`Member.is_compiled`, of a module that still lives."""
+        """As :attr:`Member.is_compiled`; False if the module no longer exists."""
         shell, core = self.shell(), self.core()
         return shell is not None and core is not None and Member(shell, core).is_compiled
 
 
 class ModuleHooks:
-    """Installs and removes hooks below the root; calls ``fire(tap, kind, value)``, which must not raise.
+    """Installs and removes the hooks of all modules below the root.
 
-    Holds the model weakly. ``taps`` is brought up to date when the model's modules have changed.
+    The hooks call ``fire(tap, kind, value)``, which must not raise. The model is held weakly. ``taps`` is updated in
+    place when the model's modules have changed.
     """
 
     def __init__(self, model: nn.Module, taps: list[Tap], fire: Fire) -> None:
@@ -75,20 +76,23 @@ class ModuleHooks:
         self._pickle_guard = PickleGuard()
         self._parameters = ParameterTaps()
         self._reported: set[str] = set()
-        self._capture_state: dict[str, list[str]] = {}  # path of a tap -> see _capture_state_of()
+        self._capture_state: dict[str, list[str]] = {}  # path of a tap -> result of _capture_state_of()
         self._selection = Selection.empty()
         self._next_check = 0.0
         self._last_num_records = -1  # records of the last step
         self.root: tuple[Callable[..., None], Callable[..., None]] = _nothing, _nothing
-        """What to call before and after the root's forward, as hooks are: the root has none, it is wrapped."""
+        """Pre-hook and post-hook of the root, called by the wrapper of its forward: the root gets no torch hooks."""
         self.armed: list[Tap] = []
-        """Taps in place now, the root's included."""
+        """Taps currently in place, including the root's."""
         self.step_modules: frozenset[str] = frozenset()
-        """Modules whose calls may open a step: their taps are inside of what opens it, as hooks would not be."""
+        """Paths of modules whose calls may open a step; a torch hook would fire before the step opens."""
 
     @gc_paused()
     def install(self, selection: Selection, collector: "Collector | None" = None) -> None:
-        """Put hooks where ``selection`` may keep something, and nowhere else; parameters go to ``collector``."""
+        """Replace all hooks by hooks on exactly the modules where ``selection`` may keep a value.
+
+        With ``collector``, parameters are captured and problems reported through it.
+        """
         if collector is not None:
             self.check(collector)
         self.remove()
@@ -106,7 +110,7 @@ class ModuleHooks:
                 tap.fast = _fast_paths(tap, collector)
             tap.has_grads = any(tap.may_keep(f"{kind}.grad", selection) for kind in wants)
             if tap.has_grads and "in" in wants and "out" in set(tap.kinds).difference(wants):
-                wants.append("out")  # when its call returns, see GradientHooks.returned
+                wants.append("out")  # GradientHooks.returned needs to know when the call returns
             if self._parameters.add(tap, core, selection) or wants:
                 self.armed.append(tap)
             if wants:
@@ -124,7 +128,7 @@ class ModuleHooks:
             self._parameters.watch(collector)
 
     def remove(self) -> None:
-        """Remove every hook."""
+        """Remove all hooks, wrappers, parameter taps and compiled taps."""
         for hook in self._installed:
             hook.handle.remove()
             if (module := hook.module()) is not None:
@@ -142,7 +146,7 @@ class ModuleHooks:
         self._reported.clear()
 
     def end_step(self, collector: "Collector", step: OpenStep) -> None:
-        """A step is about to end: capture parameters, and report hooks that no longer work; never raises."""
+        """Capture parameters and report hooks that no longer work, just before ``step`` ends; never raises."""
         try:
             self._parameters.end_step(step)
             self._check_step(collector, step)
@@ -151,11 +155,14 @@ class ModuleHooks:
 
     @property
     def state(self) -> str:
-        """Names what is in place, for compiled code: with other taps it must be compiled again."""
+        """Hash of the taps in place, a guard for compiled code, which must be recompiled when the taps change."""
         return compiled_taps.state_of(self._capture_state)
 
     def never_fired(self) -> list[str]:
-        """One site of every tap in place that never fired, though its module should have been called."""
+        """Return one site per tap in place that never fired although its module should have been called.
+
+        Includes sites of gradients that never arrived.
+        """
         silent = [tap for tap in self.armed if not (tap.fired or tap.has_held or tap.is_optional)]
         sites = []
         for tap in silent:
@@ -164,7 +171,7 @@ class ModuleHooks:
         return list(dict.fromkeys([*sites, *self._parameters.missing_gradients()]))
 
     def compiled(self) -> list[str]:
-        """The outermost modules that were compiled without the taps inside, through which nothing came."""
+        """Return the paths of the outermost compiled modules whose graphs omit taps that never fired."""
         silent = [tap for tap in self.armed if not tap.fired and tap.kinds]
         model = self._model()
         if model is None or not silent:
@@ -174,10 +181,11 @@ class ModuleHooks:
         return outermost(inside + [tap.path for tap in silent if traced_taps.is_traced(tap.key)])
 
     def _hook(self, module: nn.Module, tap: Tap, wants: list[str], collector: "Collector | None") -> None:
-        """Place the hooks of one tap; a module that takes none (TorchScript) is reported, and listed as never fired.
+        """Install the hooks of one tap.
 
-        The graph of a module that was compiled in place omits its hooks, and so may a class with its own
-        ``__call__``; a step that a call opens begins after them. There they are placed around the graph or ``forward``.
+        A module compiled in place skips its hooks, and so may a class with its own ``__call__``; the hooks of a module
+        in :attr:`step_modules` would fire before the step opens. In these cases, wrap the compiled graph or
+        ``forward`` instead. A module that rejects hooks (TorchScript) is reported and later listed as never fired.
         """
         if wants and (is_compiled_in_place(module) or has_own_call(module) or tap.path in self.step_modules):
             self._calls.append(_CallTap(module, tap, wants, self._fire))
@@ -198,7 +206,7 @@ class ModuleHooks:
                 collector.counters.report(f"{tap.path}:{wants[0]}", str(error))
 
     def _watch_methods(self, module: nn.Module, tap: Tap, collector: "Collector | None") -> None:
-        """Place the taps of what methods return; a method that the plugin names and the module lacks is reported."""
+        """Tap the return values of the methods named by the framework plugin; reports methods the module lacks."""
         for method, name in tap.methods.items():
             if callable(getattr(module, method, None)):
                 self._calls.append(_MethodTap(module, tap, name, self._fire, method=method))
@@ -206,7 +214,7 @@ class ModuleHooks:
                 collector.counters.report(f"{tap.path}:tap[{name}]", f"its {tap.module_class} has no method {method}")
 
     def _refresh(self) -> None:
-        """Modules may have been added, replaced or removed since the taps were found."""
+        """Find the taps again if modules were added, replaced or removed; taps of unchanged modules are kept."""
         model = self._model()
         if model is None:
             return
@@ -220,7 +228,7 @@ class ModuleHooks:
         self._modules = _weak_refs(now)
 
     def _check_step(self, collector: "Collector", step: OpenStep) -> None:
-        """Check the hooks if the step has another number of records than the last one, and every quarter second."""
+        """Check the hooks if the number of records differs from that of the last step, or a quarter second passed."""
         number, now = step.counts.sent + collector.capturer.native.num_buffered, time.monotonic()
         if number == self._last_num_records and now < self._next_check:
             return
@@ -230,7 +238,7 @@ class ModuleHooks:
             self._check_hooks(collector, step.serial)
 
     def check(self, collector: "Collector") -> None:
-        """The hooks are about to be removed: report what has happened to them since the last check; never raises."""
+        """Report broken hooks and missing gradients before the hooks are removed; never raises."""
         try:
             if self._model() is not None:
                 self._check_hooks(collector, -1)
@@ -241,7 +249,7 @@ class ModuleHooks:
 
     def _check_hooks(self, collector: "Collector", serial: int) -> None:
         model = self._model()
-        # One pass: looking each path up by get_submodule() takes a third of the time that placing the taps does.
+        # One pass over the model: get_submodule() for each path takes a third of the time of placing the taps.
         found = None if model is None else members(model, repeated=True)
         present = None if found is None else {path: member.shell for path, member in found.items()}
         for hook in self._installed:
@@ -253,7 +261,7 @@ class ModuleHooks:
             self._report_added(collector, model, found)
 
     def _report_added(self, collector: "Collector", model: nn.Module, found: Mapping[str, Member]) -> None:
-        """Report modules that came after the taps were placed and of which rules select something."""
+        """Report modules that were added after the taps were placed and that the rules select."""
         known = {id(module) for refs in self._modules.values() for ref in refs if (module := ref()) is not None}
         added = {path for path, (shell, core) in found.items() if id(shell) not in known and id(core) not in known}
         added -= {path for path in added if self._reported.intersection([path, *parents(path)])}
@@ -268,19 +276,19 @@ class ModuleHooks:
 
 
 def _capture_state_of(tap: Tap, wants: list[str], selection: Selection) -> list[str]:
-    """What code that is compiled with this tap depends on: its kinds, what its ports may keep, and the rules."""
+    """Return the configuration that compiled code with this tap depends on: kinds, capture levels of ports, rules."""
     choices = {port: selection.decision(f"{tap.site_path}:{port}") for port in tap.known_ports(*wants)}
     ports = [f"{port}={choice.most}" for port, choice in choices.items() if choice.may_keep]
-    rules = [f"{rule.keep} {rule.glob}" for rule in selection.config.rules]  # they may name nested values
+    rules = [f"{rule.keep} {rule.glob}" for rule in selection.config.rules]  # rules may name nested values
     return [*wants, *ports, selection.config.keep, *rules]
 
 
 def _discard_problem(where: str, reason: str) -> None:
-    """Without a collector, problems are not reported."""
+    """Ignore a problem; used when there is no collector to report to."""
 
 
 def _wants(tap: Tap, kind: str, selection: Selection) -> bool:
-    if kind == "tap" and selection.config.mode != "all":  # which explicit values pass, and these are of a module
+    if kind == "tap" and selection.config.mode != "all":  # other modes let taps of dump() pass, but not of modules
         return False
     return tap.may_keep(kind, selection) or tap.may_keep(f"{kind}.grad", selection)
 
@@ -291,7 +299,10 @@ def _first_port(tap: Tap) -> str:
 
 
 def _problem(hook: InstalledHook, present: Mapping[str, nn.Module] | None, serial: int) -> str | None:
-    """The problem of a hook, if any; ``present`` are the model's modules by path, None when it is gone."""
+    """Return why ``hook`` no longer works, or None if it does.
+
+    ``present`` maps paths to the model's current modules; None if the model no longer exists. ``serial`` is the step.
+    """
     module, hooks = hook.module(), hook.handle.hooks_dict_ref()
     if present is None:
         return "its model is gone"
@@ -310,7 +321,7 @@ def _problem(hook: InstalledHook, present: Mapping[str, nn.Module] | None, seria
 
 
 class _CallTap:
-    """The tap of a module whose calls skip its hooks: it wraps the compiled graph or ``forward``."""
+    """The tap of a module whose calls skip torch hooks; wraps the compiled graph or ``forward``."""
 
     def __init__(self, module: nn.Module, tap: Tap, wants: list[str], fire: Fire) -> None:
         self._before = _Before(tap, "in", fire) if "in" in wants else _nothing
@@ -331,7 +342,7 @@ class _CallTap:
 
 
 class _MethodTap:
-    """The tap of what a method returns that the module calls itself, see :attr:`.ModuleFacts.methods`."""
+    """The tap of the return value of a method that the module calls itself, see :attr:`.ModuleFacts.methods`."""
 
     def __init__(self, module: nn.Module, tap: Tap, name: str, fire: Fire, *, method: str) -> None:
         self._tap, self._name, self._fire = tap, name, fire
@@ -359,11 +370,11 @@ def _are_same(one: Member | None, other: Member | None) -> bool:
 
 
 class _Hook:
-    """A hook that stays behind: in a deep copy or a pickle of the module it does nothing."""
+    """Base class of the module hooks; a deep copy or pickle of the module gets a no-op instead."""
 
     __slots__ = ("_fire", "_key", "_names", "_tap", "fast")
     tapscope_tap = True
-    """Distinguishes it from foreign hooks."""
+    """Marker that distinguishes taps from hooks of other code."""
 
     def __init__(self, tap: Tap, kind: str, fire: Fire) -> None:
         self._tap = tap
@@ -400,7 +411,7 @@ class _After(_Hook):
 
 
 def _no_fast_path(*value: Any) -> bool:
-    """The fast path where there is none."""
+    """Decline every value; placeholder for a tap without a fast path."""
     return False
 
 
@@ -410,7 +421,7 @@ def _fast_paths(tap: Tap, collector: "Collector") -> dict[str, Any]:
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Replaces a hook in a copy of the model."""
+    """Do nothing; replaces a hook in a copy of the model."""
 
 
 def _get_nothing() -> Callable[..., None]:

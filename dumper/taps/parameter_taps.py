@@ -1,10 +1,10 @@
-"""Parameter taps: parameters, their gradients and buffers, captured where the rules ask for them.
+"""Parameter taps: capture of parameters, parameter gradients and buffers selected by the rules.
 
-Values are captured at the end of a step. A gradient is captured when the optimizer is about to use it, accumulated,
-reduced and clipped: before each ``step()`` of a ``torch.optim.Optimizer`` that holds the parameter; and at the end of a
-step that the host opened, if no optimizer has used it in that step (gradients still being accumulated, other kinds of
-optimizers). A parameter with a ``main_grad`` (Megatron) has its gradient there. The pass of a gradient is ``backward``;
-several uses in one step are numbered.
+Parameters and buffers are captured at the end of a step. A gradient is captured as the optimizer will use it, after
+accumulation, reduction and clipping: before each ``step()`` of a ``torch.optim.Optimizer`` that holds the parameter.
+If no optimizer used the gradient in a step that the host opened (accumulation in progress, or an optimizer of another
+kind), it is captured at the end of that step. The gradient is ``main_grad`` if the parameter has one (Megatron). The
+pass of a gradient is ``backward``; several uses in one step are numbered by occurrence.
 """
 
 import weakref
@@ -35,12 +35,12 @@ NO_GRADIENTS = (
 
 
 class _Holder(NamedTuple):
-    """A module with parameters or buffers of its own that may be kept."""
+    """A module that directly owns parameters or buffers that may be kept."""
 
     tap: Tap
     module: "weakref.ref[nn.Module]"
     kinds: frozenset[str]
-    """Of ``param``, ``param.grad`` and ``buffer``."""
+    """Kinds that may be kept: a subset of ``param``, ``param.grad`` and ``buffer``."""
 
 
 class ParameterTaps:
@@ -53,14 +53,14 @@ class ParameterTaps:
         self._collector: Any = lambda: None
         self._handle: RemovableHandle | None = None
         self._used_in = -1
-        self._used: set[int] = set()  # gradients that an optimizer used in that step
+        self._used: set[int] = set()  # ids of the parameters that an optimizer updated in that step
         self._awaits_gradients = False  # a step ended before its backward
         self._has_gradients = False
 
     def add(self, tap: Tap, module: nn.Module, selection: Selection) -> bool:
-        """Capture what ``selection`` may keep of the module's parameters and buffers.
+        """Register the parameters, gradients and buffers of ``module`` that ``selection`` may keep.
 
-        Returns whether that is anything.
+        Returns whether there are any.
         """
         self._selection = selection
         held = {"param": tap.params, "param.grad": tap.params, "buffer": tap.buffers}
@@ -71,7 +71,7 @@ class ParameterTaps:
         return bool(kinds)
 
     def watch(self, collector: "Collector") -> None:
-        """Start to capture into ``collector``."""
+        """Start capturing into ``collector``, which is held weakly."""
         self._collector = weakref.ref(collector)
         if any("param.grad" in holder.kinds for holder in self._holders):
             this = weakref.ref(self)
@@ -83,7 +83,7 @@ class ParameterTaps:
             self._handle = register_optimizer_step_pre_hook(about_to_step)
 
     def remove(self) -> None:
-        """Stop to capture."""
+        """Stop capturing and forget all modules."""
         self._holders.clear()
         self._kinds.clear()
         if self._handle is not None:
@@ -91,7 +91,7 @@ class ParameterTaps:
             self._handle = None
 
     def end_step(self, step: OpenStep) -> None:
-        """The step is about to end."""
+        """Capture parameters, buffers and gradients not used by an optimizer, just before ``step`` ends."""
         collector = self._collector()
         if collector is None or step.skipped or not self._holders:
             return
@@ -106,7 +106,7 @@ class ParameterTaps:
             self._awaits_gradients |= "param.grad" in holder.kinds and not step.by_host and torch.is_grad_enabled()
 
     def before_optimizer(self, optimizer: Any) -> None:
-        """An optimizer is about to use gradients; never raises."""
+        """Capture the gradients that ``optimizer`` is about to use; never raises."""
         collector = self._collector()
         step = None if collector is None else collector.step or collector.last
         if collector is None or step is None or step.skipped:
@@ -123,12 +123,15 @@ class ParameterTaps:
             collector.counters.fail(step, "gradients before the optimizer's step", error)
 
     def ports_of(self, tap: Tap) -> list[str]:
-        """Ports of the parameters, gradients and buffers that may be kept at ``tap``."""
+        """Return the ports of the parameters, gradients and buffers of ``tap`` that may be kept."""
         bases = [kind.partition(".") for kind in sorted(self._kinds.get(tap.key, ()))]
         return [f"{port}{dot}{grad}" for base, dot, grad in bases for port in tap.known_ports(base)]
 
     def missing_gradients(self) -> list[str]:
-        """Sites of gradients that were to be captured, if none came because every step ended before its backward."""
+        """Return the sites of all selected gradients if every step ended before its backward; otherwise an empty list.
+
+        That happens when each call of the model is its own step.
+        """
         if not self._awaits_gradients or self._has_gradients:
             return []
         holders = [(holder.tap, module) for holder, module in self._present() if "param.grad" in holder.kinds]
@@ -176,7 +179,7 @@ class ParameterTaps:
 
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
-    """The gradient that the optimizer will use: ``main_grad`` if there is one (Megatron), else ``grad``."""
+    """Return the gradient that the optimizer uses: ``main_grad`` if present (Megatron), otherwise ``grad``."""
     main = getattr(parameter, "main_grad", None)
     return main if isinstance(main, torch.Tensor) else parameter.grad
 
@@ -192,10 +195,10 @@ def capture_model(
     tags: Mapping[str, Any] | None,
     get_grad: Callable[[torch.Tensor], torch.Tensor | None],
 ) -> int:
-    """Capture the parameters, gradients and buffers of ``model`` now, as ``selection`` decides; returns their number.
+    """Capture the parameters, gradients and buffers of ``model`` that ``selection`` keeps; returns their number.
 
-    ``prefix`` is put before the module paths: ``actor``, or with a dot as in a state dict: ``actor.``. A second call in
-    one step is a second occurrence. Raises TypeError for an object that is not a module.
+    ``prefix`` is prepended to the module paths, with or without a trailing dot (``actor``, ``actor.``). A second call
+    in one step records a second occurrence. Raises TypeError if ``model`` is not a module.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"dump_model() takes a torch.nn.Module, not a {type(model).__name__}")

@@ -1,9 +1,10 @@
-"""Pickle guard: pickling, saving, copying or scripting a model with taps in place gives a plain model.
+"""Pickle guard: a model that is pickled, saved, copied or scripted while taps are in place comes out without taps.
 
-Goes by the table of reducers that ``pickle``, ``torch.save`` and ``copy`` ask first (``copyreg``), for the classes of
-the modules with taps and as long as they have them, so that nothing is put into the modules for it. ``DataParallel``
-copies the attributes of modules itself: its replicas keep the hooks, but are called as torch does.
-``torch.jit.script`` compiles hooks and ``forward``: it gets a copy of the modules, with the same parameters.
+While taps are in place, the guard registers reducers for the classes of tapped modules in ``copyreg``, which
+``pickle``, ``torch.save`` and ``copy`` consult first. The modules themselves need no extra attributes.
+``DataParallel`` copies module attributes itself: its replicas keep the hooks but use torch's own ``_call_impl``.
+``torch.jit.script`` compiles hooks and ``forward``: it receives an untapped copy of the modules that shares their
+parameters.
 """
 
 import copy
@@ -21,20 +22,20 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _FLAGS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 
 _REPLICATE = "_replicate_for_data_parallel"
-_PREPARE = "__prepare_scriptable__"  # what torch.jit.script calls first, of every module
+_PREPARE = "__prepare_scriptable__"  # method that torch.jit.script calls first on every module
 
 _num_users: Counter[type] = Counter()
 _before: dict[type, Callable[[Any], Any]] = {}
 
 
 class PickleGuard:
-    """Copies of modules of some classes have no taps, from :meth:`begin` to :meth:`end`."""
+    """Strips taps from copies of modules of the registered classes, from :meth:`begin` to :meth:`end`."""
 
     def __init__(self) -> None:
         self._classes: list[type] = []
 
     def begin(self, modules: Iterable[nn.Module]) -> None:
-        """For the classes of these modules, too."""
+        """Register reducers for the classes of these modules, in addition to those already guarded."""
         if not _num_users.total():
             _guard_others()
         for kind in {type(module) for module in modules}.difference(self._classes):
@@ -46,7 +47,7 @@ class PickleGuard:
             self._classes.append(kind)
 
     def end(self) -> None:
-        """Leave the table as it was."""
+        """Restore the ``copyreg`` entries of classes that no other guard uses."""
         for kind in self._classes:
             _num_users[kind] -= 1
             if not _num_users[kind] and copyreg.dispatch_table.get(kind) is _reduced:
@@ -95,7 +96,10 @@ def _is_tapped(module: nn.Module) -> bool:
 
 
 def _plain(module: nn.Module, made: dict[nn.Module, nn.Module]) -> nn.Module:
-    """``module`` if nothing inside has taps, else a copy without them and with the same parameters."""
+    """Return ``module`` if it contains no taps, otherwise an untapped copy that shares its parameters.
+
+    ``made`` caches the copies, so that a shared module is copied once.
+    """
     if not any(map(_is_tapped, module.modules())):
         return module
     if module not in made:
@@ -110,7 +114,10 @@ def _prepare(module: nn.Module) -> nn.Module:
 
 
 def _guard_others() -> None:
-    """Where torch does not ask the table: what is placed in a module calls that one, and a tap is not TorchScript."""
+    """Patch the two places where torch does not use ``copyreg``: ``DataParallel`` replicas and TorchScript.
+
+    An installed fast call would run the original module instead of the replica, and TorchScript cannot compile a tap.
+    """
     if not hasattr(nn.Module, _PREPARE):
         setattr(nn.Module, _PREPARE, _prepare)
     plain = getattr(nn.Module, _REPLICATE, None)

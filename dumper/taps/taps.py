@@ -1,4 +1,4 @@
-"""Taps: the modules of a model that may be hooked, and their ports."""
+"""Taps: one per module of a model that may be hooked, with the ports of the module."""
 
 import inspect
 import weakref
@@ -25,7 +25,7 @@ _LAZY = (nn.UninitializedParameter, nn.UninitializedBuffer)
 
 
 class ReplayMark:
-    """When a set of taps last fired together, by a replay of a CUDA graph."""
+    """Serial number of the last step in which a CUDA graph replay fired a set of taps; -1 before the first replay."""
 
     __slots__ = ("__weakref__", "serial")
 
@@ -35,72 +35,72 @@ class ReplayMark:
 
 @dataclass(slots=True, eq=False)
 class Tap:
-    """The live hooks at one module."""
+    """Description and state of the hooks on one module."""
 
     path: str
     module_class: str
     names: tuple[str, ...]
     """Positional parameters of the module's forward."""
     keywords: tuple[str, ...]
-    """Keyword-only parameters."""
+    """Keyword-only parameters of the module's forward."""
     is_open: bool
     """Whether forward takes arguments that its signature does not name (``*args``, ``**kwargs``)."""
     params: dict[str, list[int]]
-    """Its own parameters and their local shapes."""
+    """Name -> local shape of the parameters that the module owns directly."""
     tap_dims: dict[str, str]
     tap_rows: dict[str, str]
     kinds: tuple[str, ...] = ("in", "out")
-    """Kinds of port that the module declares worth a tap; none for one that only holds parameters."""
+    """Kinds of port that the module declares worth tapping; empty for a module that only holds parameters."""
     buffers: tuple[str, ...] = ()
-    """Its own buffers."""
+    """Names of the buffers that the module owns directly."""
     vectors: tuple[str, ...] = ()
-    """Persistent buffers with one number per row of a matrix of the same module: the bias by which a router chooses
-    experts, the scales of quantized weights. They take part in its computation."""
+    """Persistent 1-D buffers with one element per row of a matrix of the same module, such as a router's expert bias
+    or the scales of quantized weights. They take part in the module's computation."""
     aliases: tuple[str, ...] = ()
-    """Other paths of the same module: it is one tap, under the first path."""
+    """Other paths of the same module, which has one tap, under its first path."""
     parent: str | None = None
     """Class of the parent module."""
     model: str = ""
-    """Name of its model, when there are several."""
+    """Name of the model; empty if there is only one."""
     tap_name: str | None = None
-    """Its output is the site ``tap[tap_name]`` of its parent module."""
+    """If set, the module's output is the site ``tap[tap_name]`` of its parent module."""
     is_optional: bool = False
-    """Whether the module may never be called."""
+    """Whether it is normal that the module is never called."""
     methods: Mapping[str, str] = field(default_factory=dict)
-    """Method of the module -> NAME: what it returns is a firing of the kind ``tap``, the site ``tap[NAME]``."""
+    """Method of the module -> NAME: its return value fires with the kind ``tap``, at the site ``tap[NAME]``."""
     key: str = field(default_factory=new_key)
-    """Its own, see dumper/taps/traced_taps.py."""
+    """Unique key of this tap in compiled code, see dumper/taps/traced_taps.py."""
     sharding: InferredSharding | None = None
-    """Known sharding of the whole model."""
+    """Inferred sharding of the whole model, if any."""
     ports: dict[tuple[str, str], SitePort] = field(default_factory=dict)
     fired: bool = False
     """Whether the module was called."""
     has_held: bool = False
-    """Whether its parameters or buffers were captured."""
+    """Whether parameters or buffers of the module were processed for capture."""
     has_grads: bool = False
-    """Whether gradients of its ports may be kept."""
+    """Whether gradients of the tap's ports may be kept."""
     has_inputs: bool | None = None
-    """Whether a call brought tensors, or objects that may hold some; None before the first call that shows it."""
+    """Whether any call had tensor inputs, or inputs that may contain tensors; None while unknown."""
     serial: int = -1
-    """Step that the counters below belong to."""
+    """Serial number of the step that :attr:`firings` belongs to."""
     firings: dict[str | tuple[str, int], int] = field(default_factory=dict)
-    """Kind, or (kind, micro) of a later microbatch -> number of forward firings. Where a fast path has taken the
-    first one, counting begins with the next."""
+    """Kind, or (kind, micro) for microbatches after 0 -> number of forward firings. If a fast path took the first
+    firing, the entry appears with the second."""
     fast: dict[str, Any] = field(default_factory=dict)
-    """Kind -> its fast path, see dumper/capture/native_record_writer.py."""
+    """Kind -> fast path of that kind, see dumper/capture/native_record_writer.py."""
 
     marks: dict[str, list["weakref.ref[ReplayMark]"]] = field(default_factory=dict)
-    """Kind -> graphs whose replays fire it without calling it."""
+    """Kind -> marks of the CUDA graphs whose replays fire the tap without calling its hook."""
     global_path: str = ""
-    """``path`` with the layer numbers of the whole model, of which this process may hold one pipeline stage."""
+    """``path`` with layer numbers of the whole model; they differ if this process holds a later pipeline stage."""
 
     @property
     def site_path(self) -> str:
-        """Path of its sites."""
+        """Path of the tap's sites: ``global_path``, or that of the parent if :attr:`tap_name` is set."""
         return self.global_path if self.tap_name is None else self.global_path.rpartition(".")[0]
 
     def known_ports(self, *kinds: str) -> list[str]:
-        """Ports known before any firing; only of ``kinds``, if given."""
+        """Return the ports known before any firing, restricted to ``kinds`` if given."""
         names: list[str] = []
         for kind in kinds or (*self.kinds, "param", "buffer"):
             if kind == "in" and kind in self.kinds:
@@ -114,7 +114,7 @@ class Tap:
         return names
 
     def may_keep(self, kind: str, selection: Selection) -> bool:
-        """Whether any of its ports of ``kind`` (``in``, ``out.grad``, ``param``, ...) may be kept."""
+        """Return whether ``selection`` may keep any port of ``kind`` (``in``, ``out.grad``, ``param``, ...)."""
         if not selection.may_keep_kind(kind):
             return False
         base, _, grad = kind.partition(".")
@@ -122,7 +122,7 @@ class Tap:
         return selection.may_keep(self.site_path, kind, ports, unnamed=base == "in" and self.is_open)
 
     def occurrence(self, serial: int, kind: str, micro: int) -> int:
-        """Number this forward firing within the step and microbatch."""
+        """Return the occurrence of a forward firing within the step ``serial`` and microbatch, and count it."""
         if serial != self.serial:
             self.serial = serial
             self.firings.clear()
@@ -137,18 +137,21 @@ class Tap:
         return number or 0
 
     def has_fired_in(self, serial: int) -> bool:
-        """Whether anything fired in this step."""
+        """Return whether the tap fired in the step ``serial``, by a hook, a fast path or a graph replay."""
         if self.serial == serial or any(fast.serial == serial for fast in self.fast.values()):
             return True
         return any(_is_any_at(marks, serial) for marks in self.marks.values())
 
     def add_mark(self, kind: str, mark: ReplayMark) -> None:
-        """Replays that set ``mark`` fire this tap; those of graphs that are gone no longer do."""
+        """Register the mark of a CUDA graph whose replays fire this tap, and drop marks of destroyed graphs."""
         marks = [known for known in self.marks.get(kind, ()) if known() not in (None, mark)]
         self.marks[kind] = [*marks, weakref.ref(mark)]
 
     def port(self, kind: str, path: str, selection: Selection) -> SitePort:
-        """The port of a leaf, made at its first firing: what is kept of its values and gradients is decided then."""
+        """Return the port of the leaf at ``path``, created at the leaf's first firing.
+
+        Creation fixes the capture levels of the leaf and of its gradient.
+        """
         port = self.ports.get((kind, path))
         if port is None:
             selection = selection.of_model(self.model)
@@ -163,29 +166,29 @@ class Tap:
         return port
 
     def named_inputs(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Arguments by the names of forward's signature."""
+        """Return the arguments keyed by parameter name of forward; excess positional ones are ``args.N``."""
         names = self.names
         inputs = {names[i] if i < len(names) else f"args.{i}": value for i, value in enumerate(args)}
         return inputs | kwargs
 
     def note_inputs(self, leaves: Iterable[tuple[str, Any]]) -> None:
-        """A call brings these inputs."""
+        """Update :attr:`has_inputs` with the input leaves of a call."""
         self.has_inputs = self.has_inputs or any(may_hold_tensors(leaf) for _, leaf in leaves)
 
     def begin(self) -> None:
-        """A new recording begins, which counts its steps from 0."""
+        """Reset all state for a new recording, which numbers its steps from 0."""
         self.forget()
         self.has_inputs = None if self.names or self.keywords or self.is_open else False
         self.fired, self.has_held, self.serial, self.fast, self.marks = False, False, -1, {}, {}
 
     def forget(self) -> None:
-        """A new configuration or run: decide and announce again."""
+        """Drop all ports, so that a new configuration or run decides and announces them again."""
         self.ports.clear()
         for fast in self.fast.values():
             fast.patterns = ()
 
     def _port_name(self, kind: str, path: str) -> str:
-        """The port of the leaf at ``path`` of an argument, an output or a parameter."""
+        """Return the port name of the leaf at ``path``, e.g. ``in[x]``, ``out``, ``tap[NAME.0]``."""
         if self.tap_name is not None and kind == "out":
             return f"tap[{self.tap_name}.{path}]" if path else f"tap[{self.tap_name}]"
         return f"{kind}[{path}]" if path else kind
@@ -196,7 +199,7 @@ class Tap:
         return selection.decision(site)
 
     def _make_port(self, name: str, decision: SiteDecision) -> SitePort:
-        """A gradient has the dims and rows of its value, unless it has its own."""
+        """Create a port; a gradient inherits the dims and row set of its value unless it declares its own."""
         module_info: dict[str, Any] = {"class": self.module_class, "params": self.params}
         if self.parent is not None:
             module_info["parent"] = self.parent
@@ -209,13 +212,16 @@ class Tap:
 
 
 def _is_any_at(marks: "Iterable[weakref.ref[ReplayMark]]", serial: int) -> bool:
-    """Whether one of the marks has the serial number of this step."""
+    """Return whether any live mark has the serial number ``serial``."""
     return any((mark := known()) is not None and mark.serial == serial for known in marks)
 
 
 @gc_paused()
 def find_taps(model: nn.Module, name: str = "") -> list[Tap]:
-    """One tap per module that is called or holds parameters or buffers, the root first; ``name`` is the model's."""
+    """Return one tap per module that defines forward or owns parameters or buffers, the root first.
+
+    ``name`` is the model's name, if there are several models.
+    """
     plugin = registry.owner_of(model)
     paths = _global_paths(plugin, every := members(model, repeated=True))
     aliases: dict[int, list[str]] = {}
@@ -236,7 +242,10 @@ def find_taps(model: nn.Module, name: str = "") -> list[Tap]:
 
 
 def _global_paths(plugin: FrameworkPlugin | None, modules: Mapping[str, Member]) -> dict[str, str]:
-    """Path -> the path with the numbers that the model's framework gives to modules of lists; parents come first."""
+    """Return path -> path with the layer numbers of the whole model, as given by the framework plugin.
+
+    ``modules`` must list parents before their children.
+    """
     paths: dict[str, str] = {}
     for path, member in modules.items():
         parent, _, name = path.rpartition(".")
@@ -249,13 +258,13 @@ def _global_paths(plugin: FrameworkPlugin | None, modules: Mapping[str, Member])
 
 
 def heads(taps: Sequence[Tap]) -> frozenset[str]:
-    """Paths of the modules that compute a language model's logits, by their usual names."""
+    """Return the paths of the LM heads, recognized by their usual names outside of layers."""
     paths = (tap.path for tap in taps if tap.path.rpartition(".")[2] in _HEADS)
     return frozenset(path for path in paths if layer_of(path) is None)
 
 
 def is_called(module: nn.Module) -> bool:
-    """Whether the module has its own forward; a container is never called."""
+    """Return whether the module's class defines forward; containers do not."""
     return getattr(type(module), "forward", None) is not nn.Module.forward
 
 
@@ -264,7 +273,7 @@ def _is_worth_a_tap(module: nn.Module) -> bool:
 
 
 def _facts(plugin: FrameworkPlugin | None, path: str, modules: Mapping[str, nn.Module]) -> ModuleFacts:
-    """The framework plugin's facts about a module."""
+    """Return the framework plugin's facts about the module at ``path``; defaults without a plugin."""
     if plugin is None:
         return ModuleFacts()
     parent = modules.get(path.rpartition(".")[0]) if path else None
@@ -280,7 +289,7 @@ def _tap(
     model: str,
     facts: ModuleFacts,
 ) -> Tap:
-    """The tap of a module; what the module declares itself takes precedence over ``facts``."""
+    """Build the tap of a module; attributes that the module declares take precedence over ``facts``."""
     params = {name: list(p.shape) for name, p in module.named_parameters(recurse=False) if not isinstance(p, _LAZY)}
     is_tapped = path == "" or (is_called(module) and facts.is_called)
     tap_name = getattr(module, "tap_name", None)
@@ -312,7 +321,7 @@ def _tap(
 
 
 def _renamed(ports: Mapping[str, str], tap_name: str | None) -> dict[str, str]:
-    """``ports``, with the output under its name as a tap."""
+    """Return ``ports`` with the key ``out`` renamed to ``tap[tap_name]``, if the module has a tap name."""
     return {f"tap[{tap_name}]" if tap_name is not None and name == "out" else name: ports[name] for name in ports}
 
 
@@ -324,14 +333,14 @@ def _vectors(module: nn.Module, params: Mapping[str, Sequence[int]]) -> tuple[st
 
 
 def vectors(taps: Sequence[Tap]) -> frozenset[str]:
-    """Sites of the buffers that count as ordinary, see :attr:`Tap.vectors`."""
+    """Return the sites of buffers that are treated as ordinary sites, see :attr:`Tap.vectors`."""
     return frozenset(f"{tap.path}:buffer[{name}]" for tap in taps for name in tap.vectors)
 
 
 def _parameters(module: nn.Module, forward: Callable[..., Any] | None) -> tuple[tuple[str, ...], tuple[str, ...], bool]:
-    """(positional, keyword-only, open) parameters of the module's forward; open when they are unknown.
+    """Return (positional names, keyword-only names, is_open) of forward; ``is_open`` is also true if unknown.
 
-    ``forward`` is the function that a forward with ``*args`` calls.
+    ``forward``, if given, replaces the module's own: the function to which a forward with ``*args`` delegates.
     """
     kinds = inspect.Parameter
     try:

@@ -1,4 +1,4 @@
-"""Traced taps: taps that torch.compile has traced into a graph, which runs without them."""
+"""Traced taps: taps whose hooks torch.compile has traced; the compiled graph no longer calls the hooks."""
 
 import itertools
 
@@ -9,7 +9,7 @@ _traced: set[str] = set()
 
 
 def new_key() -> str:
-    """A key for one tap that torch.compile treats as a constant."""
+    """Return a unique key for a tap; torch.compile treats the string as a constant."""
     return str(next(_numbers))
 
 
@@ -19,9 +19,9 @@ def _note(key: str) -> bool:
 
 
 note = at_compile_time(_note)
-"""Note, while the model's code is being traced, that the graph omits the tap of this key."""
+"""Record, while the model's code is being traced, that the graph omits the hook of the tap with this key."""
 
 
 def is_traced(key: str) -> bool:
-    """Whether a graph omits the tap."""
+    """Return whether a compiled graph omits the hook of the tap ``key``."""
     return key in _traced
