@@ -1,1 +1,1 @@
-"""Tensor-parallel layers of a decoder; each declares the dims of its inputs and outputs (``tap_dims``)."""
+"""Tensor-parallel layers of a decoder; each layer declares the dims of its inputs and outputs (``tap_dims``)."""

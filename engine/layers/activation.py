@@ -1,4 +1,4 @@
-"""Activation: the MLP's elementwise function, by its name in transformers."""
+"""Activation: the elementwise function of an MLP, selected by its name in transformers."""
 
 from torch import Tensor, nn
 from torch.nn import functional
@@ -7,7 +7,7 @@ from tapscope.engine.layers.probe import SHARD
 
 
 class Activation(nn.Module):
-    """``silu``, ``gelu``, ``gelu_pytorch_tanh``, ``relu`` or ``relu2`` (its square), on this rank's features."""
+    """``silu``, ``gelu``, ``gelu_pytorch_tanh``, ``relu`` or ``relu2`` (squared ReLU) of this rank's features."""
 
     tap_dims: dict[str, str] = {"in[input]": SHARD, "out": SHARD}  # noqa: RUF012  (read-only by contract)
 
@@ -16,7 +16,7 @@ class Activation(nn.Module):
         self.name = name
 
     def forward(self, input: Tensor) -> Tensor:
-        """[..., features], elementwise, in the input's dtype."""
+        """Apply the function elementwise to [..., features], in the dtype of ``input``."""
         if self.name == "silu":
             return functional.silu(input)
         if self.name == "relu":
@@ -26,5 +26,5 @@ class Activation(nn.Module):
         return functional.gelu(input, approximate="tanh" if self.name == "gelu_pytorch_tanh" else "none")
 
     def extra_repr(self) -> str:
-        """The name, for the module's repr."""
+        """Return the name of the function, for the module's repr."""
         return self.name

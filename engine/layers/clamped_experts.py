@@ -1,4 +1,4 @@
-"""ClampedExperts: the experts of gpt-oss, with biases, a clamped swish-gated unit and weights in MXFP4."""
+"""ClampedExperts: the experts of gpt-oss, with biases, a clamped SwiGLU and weights in MXFP4."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -16,10 +16,11 @@ from tapscope.engine.layers.quantized import grouped_int4_product, runs_int4
 
 
 class ClampedExperts(Experts):
-    """transformers' GptOssExperts; this rank's shard of it.
+    """This rank's shard of transformers' GptOssExperts.
 
-    Rows of `gate_up_proj` [experts, 2 * features, hidden] alternate between gate and up, as in checkpoints. Weights in
-    MXFP4 may stay so in memory: a kernel reads them, or a matrix is dequantized, exactly, when its expert has tokens.
+    Rows of `gate_up_proj` [experts, 2 * features, hidden] alternate between gate and up, as in checkpoints. MXFP4
+    weights may stay in MXFP4 in memory: a kernel reads the blocks, or an expert's matrix is dequantized, without
+    rounding error, when the expert has tokens.
     """
 
     may_quantize = False
@@ -38,35 +39,35 @@ class ClampedExperts(Experts):
 
     @property
     def stacks(self) -> Mapping[str, Sequence[str]]:
-        """The two parameters; rows of gate and up alternate, so that files have no tensors of their own for them."""
+        """The two parameters, which files store only as stacks because gate and up rows alternate."""
         return {"gate_up_proj": (), "down_proj": ()}
 
     @property
     def up_rows(self) -> list[tuple[int, int]]:
-        """First row and number of rows of this rank in an expert's gate_up_proj."""
+        """First row and number of rows of this rank in an expert's ``gate_up_proj``."""
         return [(2 * self.shard.features[0], 2 * self.features)]
 
     def forward(self, hidden_states: Tensor, router_indices: Tensor, routing_weights: Tensor) -> Tensor:
-        """[tokens, hidden], expert ids and weights [tokens, k] -> [tokens, hidden]."""
+        """Compute [tokens, hidden] from [tokens, hidden] and the expert ids and weights [tokens, k]."""
         return super().forward(hidden_states, router_indices, routing_weights)
 
     def gate_up(self, pairs: Tensor, ends: Tensor) -> Tensor:
-        """Gate and up, with their bias, of [pairs, hidden]."""
+        """Compute gate and up, with bias, of ``pairs`` [pairs, hidden] -> [pairs, 2 * features]."""
         return self.product(pairs, "gate_up_proj", ends) + self._bias_of(self.gate_up_proj_bias, len(pairs), ends)
 
     def activated(self, gate_up: Tensor) -> Tensor:
-        """(up + 1) * gate * sigmoid(alpha * gate) of clamped values: [pairs, 2 * features] -> [pairs, features]."""
+        """Compute (up + 1) * gate * sigmoid(alpha * gate), clamped: [pairs, 2 * features] -> [pairs, features]."""
         limit = self.config.swiglu_limit
         gate, up = gate_up[..., ::2].clamp(max=limit), gate_up[..., 1::2].clamp(min=-limit, max=limit)
         return (up + 1) * (gate * torch.sigmoid(gate * self.config.swiglu_alpha))
 
     def down(self, active: Tensor, ends: Tensor) -> Tensor:
-        """[pairs, features] -> [pairs, hidden]; the bias is in the summand of the rank with the first features."""
+        """Project [pairs, features] to [pairs, hidden]; only the rank with the first features adds the bias."""
         output = self.product(active, "down_proj", ends)
         return output + self._bias_of(self.down_proj_bias, len(active), ends) if self._adds_bias else output
 
     def keep_mxfp4(self, device: torch.device) -> None:
-        """Hold blocks, uninitialised, if this rank's features are whole blocks."""
+        """Allocate uninitialized MXFP4 blocks and scales, if this rank's matrices consist of whole blocks."""
         if self.features % BLOCK or self.hidden_size % BLOCK:
             return
         self.scales = nn.ParameterDict()
@@ -79,7 +80,7 @@ class ClampedExperts(Experts):
     def expert_product(
         self, codes: Tensor, scale: Tensor | None, group: int | None, name: str, expert: int, dtype: torch.dtype
     ) -> Tensor:
-        """Rows times one matrix in MXFP4, which is dequantized, exactly."""
+        """Multiply rows by one expert's matrix, dequantized from MXFP4 without rounding error."""
         assert self.scales is not None, "the experts are in MXFP4"
         return linear(codes, dequantize_mxfp4(getattr(self, name)[expert], self.scales[name][expert], dtype))
 
@@ -90,20 +91,20 @@ class ClampedExperts(Experts):
     def grouped_product(
         self, codes: Tensor, scale: Tensor | None, name: str, ends: Tensor, dtype: torch.dtype
     ) -> Tensor:
-        """Rows times the matrices of all experts in MXFP4, in one launch."""
+        """Multiply rows by the MXFP4 matrices of all experts in one launch."""
         assert self.scales is not None, "the experts are in MXFP4"
         blocks = getattr(self, name).flatten(2)
         return grouped_int4_product(codes, blocks, self.scales[name], None, None, ends, self.most_rows(codes))
 
     def _bias_of(self, bias: Tensor, count: int, ends: Tensor) -> Tensor:
-        """The bias of each pair's expert; rows of other ranks' experts get any."""
+        """Return each pair's expert bias [count, outs]; rows of other ranks' experts get an arbitrary one."""
         if not self.num_local:
             return bias.new_zeros(1, bias.shape[1])
         rows = torch.arange(count, dtype=ends.dtype, device=ends.device)
         return bias[torch.searchsorted(ends, rows, right=True).clamp_(max=self.num_local - 1)]
 
     def layouts(self, path: str) -> Iterator[list[WeightSlice]]:
-        """Matrices [in, out] as transformers has them, or MXFP4."""
+        """Yield the checkpoint layouts: dense matrices [in, out] as in transformers, and MXFP4 blocks with scales."""
         biases = list(self._biases(path))
         if self.scales is None:
             yield [*self._dense(path), *biases]
@@ -125,7 +126,7 @@ class ClampedExperts(Experts):
             yield WeightSlice(f"{path}.down_proj", down_shape, down.T, 0, start, index=expert)
 
     def _blocks(self, path: str) -> Iterator[WeightSlice]:
-        """Blocks and scales as they are, or dequantized into dense weights."""
+        """Yield slices of MXFP4 blocks and scales, loaded unchanged or dequantized into dense weights."""
         start = self.shard.features[0]
         starts = {"gate_up_proj": (0, 2 * start), "down_proj": (1, start)}
         for name, (rows, columns) in self.stack_shapes.items():
@@ -134,7 +135,7 @@ class ClampedExperts(Experts):
             for expert in range(self.config.num_experts):
                 weight = self._local(expert, getattr(self, name), dim)
                 if self.scales is None:
-                    scales = torch.empty(0, stacked[2], dtype=torch.uint8)  # read with the blocks
+                    scales = torch.empty(0, stacked[2], dtype=torch.uint8)  # loaded with the blocks
                     yield WeightSlice(f"{path}.{name}{SCALES}", stacked, scales, 0, 0, index=expert)
                 else:
                     at = first // BLOCK if dim == 1 else first
@@ -144,7 +145,7 @@ class ClampedExperts(Experts):
                 yield WeightSlice(f"{path}.{name}{BLOCKS}", (*stacked, BLOCK // 2), weight, dim, at, index=expert)
 
     def _local(self, expert: int, stack: Tensor, dim: int = 0) -> Tensor:
-        """Slice of an expert; empty along ``dim`` for an expert of another rank."""
+        """Return the view of ``expert`` in ``stack``; for an expert of another rank, one of size 0 along ``dim``."""
         if 0 <= expert - self.first < self.num_local:
             return stack[expert - self.first]
         shape = stack.shape[1:]

@@ -1,4 +1,4 @@
-"""DeltaLayer: the short convolution and the gated delta rule of all requests of a step, with their states."""
+"""DeltaLayer: short convolution and gated delta rule for all requests of a step, with their recurrent states."""
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from tapscope.engine.layers.short_conv import ConvWeight
 
 
 class DeltaLayer(RecurrentLayer):
-    """Base class of layers with a gated delta rule (:mod:`.gated_delta`), with this rank's heads."""
+    """Base class of layers with a gated delta rule (:mod:`.gated_delta`), for this rank's heads."""
 
     conv_class: type[ConvWeight] = ConvWeight
     """Class of ``conv1d``."""
@@ -29,26 +29,26 @@ class DeltaLayer(RecurrentLayer):
         self.add_state_taps({"q": keys, "k": keys, "v": features}, tp.size, "num_heads[tp] k d")
 
     def attend(self, mixed: Tensor, decay: Tensor, beta: Tensor, cache: StepCache) -> Tensor:
-        """Convolution and delta rule of all requests, which read and write their states.
+        """Run the convolution and the delta rule for all requests, reading and writing their states in ``cache``.
 
         ``mixed``: queries, keys and values [tokens, channels]; ``decay`` [tokens, value heads, 1 or key] and ``beta``
-        [tokens, value heads], float32 -> [tokens, value heads, value], float32.
+        [tokens, value heads], float32. Returns [tokens, value heads, value], float32.
         """
         rows, groups = self.convolve(mixed, self.conv1d, cache)
         return self.scan((*self._heads(rows), decay, beta), groups, cache)
 
     def scan_row(self, parts: tuple[Tensor, ...], matrix: Tensor) -> tuple[Tensor, Tensor]:
-        """See RecurrentLayer; ``parts``: query, key, value, decay and beta."""
+        """See :meth:`.RecurrentLayer.scan_row`; ``parts``: query, key, value, decay and beta."""
         query, key, value, decay, beta = parts
         return recurrent(query, key, value, decay, beta, matrix)
 
     def scan_rows(self, parts: tuple[Tensor, ...], matrix: Tensor) -> tuple[Tensor, Tensor]:
-        """See RecurrentLayer."""
+        """See :meth:`.RecurrentLayer.scan_rows`; ``parts`` as in :meth:`scan_row`."""
         query, key, value, decay, beta = parts
         return chunked(query, key, value, decay, beta, matrix)
 
     def _heads(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Convolved channels [n, channels] -> scaled query, key and value [n, value heads, features], float32."""
+        """Split convolved rows [n, channels] into scaled query, key and value [n, value heads, features], float32."""
         linear, keys = self.linear, self.conv1d.parts[0].count
         parts = torch.split(functional.silu(rows), [keys, keys, rows.shape[-1] - 2 * keys], dim=-1)
         query, key = (

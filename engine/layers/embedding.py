@@ -24,7 +24,7 @@ class VocabEmbedding(CheckpointModule):
         self.tap_dims = {"in[input]": TOKENS, "out": WHOLE}
 
     def forward(self, input: Tensor) -> Tensor:
-        """Token ids [tokens] -> [tokens, hidden]; rows of other ranks' tokens are zero before the all-reduce."""
+        """Embed token ids [tokens] -> [tokens, hidden]; rows of other ranks' tokens are zero before the all-reduce."""
         if self.tp.size == 1:
             return functional.embedding(input, self.weight)
         elsewhere = (input < self.start) | (input >= self.end)
@@ -34,12 +34,12 @@ class VocabEmbedding(CheckpointModule):
         return self.tp.all_reduce(local.masked_fill(elsewhere.unsqueeze(-1), 0))
 
     def weight_slices(self, path: str) -> Iterator[WeightSlice]:
-        """This rank's rows."""
+        """Yield this rank's rows of the weight."""
         yield WeightSlice(f"{path}.weight", self.shape, self.weight, 0, self.start)
 
 
 class ScaledVocabEmbedding(VocabEmbedding):
-    """Token embedding times a constant, which is rounded to the weights' dtype as in transformers' Gemma."""
+    """Token embedding times a constant, rounded to the weights' dtype as in transformers' Gemma."""
 
     embed_scale: Tensor
 
@@ -49,19 +49,19 @@ class ScaledVocabEmbedding(VocabEmbedding):
         self.tap_dims = {"in[input_ids]": TOKENS, "out": WHOLE}
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """Token ids [tokens] -> [tokens, hidden]."""
+        """Embed token ids [tokens] -> [tokens, hidden], scaled."""
         return super().forward(input_ids) * self.embed_scale
 
 
 def embedding_of(config: ModelConfig, tp: TensorParallel, dtype: torch.dtype) -> VocabEmbedding:
-    """The token embedding that ``config`` describes."""
+    """Return the token embedding that ``config`` specifies."""
     if config.embedding_scale is None:
         return VocabEmbedding(config.vocab_size, config.hidden_size, tp, dtype)
     return ScaledVocabEmbedding(config.vocab_size, config.hidden_size, config.embedding_scale, tp, dtype)
 
 
 class VocabHead(CheckpointModule):
-    """Logits over this rank's part of the vocabulary; may share its weight with a :class:`VocabEmbedding`."""
+    """Output head over this rank's part of the vocabulary; may share the weight of a :class:`VocabEmbedding`."""
 
     def __init__(
         self, vocab_size: int, hidden_size: int, tp: TensorParallel, dtype: torch.dtype, tied: VocabEmbedding | None
@@ -74,10 +74,10 @@ class VocabHead(CheckpointModule):
         self.tap_rows = {"in[input]": "logits", "out": "logits"}
 
     def forward(self, input: Tensor) -> Tensor:
-        """[rows, hidden] -> [rows, this rank's span of the vocabulary]."""
+        """Compute logits: [rows, hidden] -> [rows, this rank's span of the vocabulary]."""
         return linear(input, self.weight)
 
     def weight_slices(self, path: str) -> Iterator[WeightSlice]:
-        """This rank's rows; none if tied to the embedding."""
+        """Yield this rank's rows of the weight; empty if the weight is tied to the embedding."""
         if not self.is_tied:
             yield WeightSlice(f"{path}.weight", self.shape, self.weight, 0, self.start)

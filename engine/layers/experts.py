@@ -39,16 +39,17 @@ ROUTING_DIMS = "t k # tp:replicated"
 
 @dataclass(frozen=True, slots=True)
 class ExpertShard:
-    """Experts and intermediate features of one rank, as [start, end) of each."""
+    """Experts and intermediate features of one rank, each as a range [start, end)."""
 
     experts: tuple[int, int]
     features: tuple[int, int]
 
     @classmethod
     def of(cls, tp: TensorParallel, config: MoeConfig) -> "ExpertShard":
-        """Shard of this rank: experts are split over ``tp.ep`` groups of consecutive ranks, features within a group.
+        """Return this rank's shard of the experts and their features.
 
-        The sizes need not be divisible: the last groups may hold fewer experts, the last ranks fewer features, or none.
+        Experts are split over ``tp.ep`` groups of consecutive ranks, features over the ranks of a group. Sizes need not
+        be divisible: the last groups may hold fewer experts and the last ranks fewer or no features.
         """
         group_size = tp.size // tp.ep
         group, member = divmod(tp.rank, group_size)
@@ -58,39 +59,39 @@ class ExpertShard:
 
 
 class ExpertMatrix(NamedTuple):
-    """One matrix [outs, ins] of an expert, and where this rank holds its part of it."""
+    """One matrix [outs, ins] of an expert, and the location of this rank's part."""
 
     name: str
-    """Of its tensor in checkpoints with one for each matrix."""
+    """Tensor name in checkpoints that store one tensor per matrix."""
     stack: str
-    """The parameter that holds it."""
+    """Name of the parameter that contains the matrix."""
     row: int
-    """Its first row in an expert's matrix of a stacked tensor."""
+    """First row of the matrix in the expert's matrix of the stacked tensor."""
     shape: tuple[int, int]
-    """Of the whole matrix."""
+    """Shape of the whole matrix, over all ranks."""
     into: Tensor
-    """View of the parameter: elements [start, start + into.shape[dim]) along ``dim``."""
+    """View of the parameter: elements [start, start + into.shape[dim]) of the whole matrix along ``dim``."""
     dim: int
     start: int
     scales: Scales | None = None
-    """Where the scales go if it stays quantized."""
+    """Destination of the scales, if the matrix stays quantized."""
 
 
 class Experts(CheckpointModule):
-    """Sum over each token's experts of weight * down(act(gate(x)) * up(x)); this rank's shard of it.
+    """This rank's shard of routed experts: the sum over each token's experts of weight * down(act(gate(x)) * up(x)).
 
     Parameters are stacked as in transformers: `gate_up_proj` [experts, 2 * features, hidden], gate's rows first, and
-    `down_proj` [experts, hidden, features]. Both may stay quantized in memory: an expert's matrix is then
-    dequantized when it has tokens, unless the input is quantized too.
+    `down_proj` [experts, hidden, features]. Both may stay quantized in memory. An expert's matrix is then dequantized
+    when the expert has tokens, unless the input is quantized too.
     """
 
     may_quantize = True
     scales_inputs: ClassVar[bool] = False
-    """Whether weights multiply the inputs of the experts instead of their outputs (Llama 4)."""
+    """Whether routing weights multiply the experts' inputs instead of their outputs (Llama 4)."""
     num_up: ClassVar[int] = 2
-    """Matrices of each expert in the first stack: gate and up."""
+    """Number of matrices per expert in the first stack: gate and up."""
     peft_swaps_axes: ClassVar[bool] = False
-    """Whether PEFT takes the inputs of the stacks for their outputs (Llama 4)."""
+    """Whether PEFT mistakes the input axis of the stacks for the output axis (Llama 4)."""
 
     def __init__(
         self, config: MoeConfig, hidden_size: int, activation: str, tp: TensorParallel, dtype: torch.dtype
@@ -102,22 +103,23 @@ class Experts(CheckpointModule):
         self.num_local = end - self.first
         self._is_whole = self.num_local == config.num_experts
         self.is_padding: Tensor | None = None
-        """[tokens, 1] bool: rows that no expert computes (:func:`excluding_padding`); None if all rows are tokens."""
+        """[tokens, 1] bool: padding rows, which no expert computes (:func:`excluding_padding`); None if no row is
+        padding."""
         self.may_repeat = False
-        """Whether a token may have an expert twice, as recorded ones may."""
+        """Whether a token may have the same expert twice, which replayed routing allows."""
         self._numbers = torch.arange(self.num_local)
         features = self.shard.features[1] - self.shard.features[0]
         self.gate_up_proj = linear_weight(self.num_local, 2 * features, hidden_size, dtype=dtype)
         self.down_proj = linear_weight(self.num_local, hidden_size, features, dtype=dtype)
         self.scales: nn.ParameterDict | None = None
-        """Scales [experts, scale rows, groups] of matrices that stay quantized."""
+        """Scales [experts, scale rows, groups] of the stacks that stay quantized."""
         self.zeros = nn.ParameterDict()
-        """Zero points of 4-bit matrices, of the same shape; 8 where there is none."""
+        """Zero points of 4-bit stacks, of the same shape as the scales; a stack without an entry uses 8."""
         self.kept: dict[str, QuantizedWeight] = {}
         self.gate_up_input_quantizer: InputQuantizer | None = None
         self.down_input_quantizer: InputQuantizer | None = None
         self.lora: ExpertsLora | None = None
-        """The LoRA adapters of the experts, in an engine that serves some."""
+        """LoRA adapters of the experts; None in an engine without adapters."""
         self.act_fn = PairActivation(activation)
         self.partial = Probe(PARTIAL)
         routing = dict.fromkeys(("in[top_k_index]", "in[top_k_weights]"), ROUTING_DIMS)
@@ -125,27 +127,27 @@ class Experts(CheckpointModule):
 
     @property
     def stacks(self) -> Mapping[str, Sequence[str]]:
-        """The two parameters -> the names of an expert's matrices in them, if each can be a tensor of a file."""
+        """Parameter name -> names of each expert's matrices in that parameter; empty if files store only the stack."""
         return {"gate_up_proj": self.config.parts[:2], "down_proj": self.config.parts[2:]}
 
     @property
     def stack_shapes(self) -> dict[str, tuple[int, int]]:
-        """Shape of an expert's whole matrix [outs, ins] in each stack."""
+        """Shape [outs, ins] of an expert's whole matrix in each stack, over all ranks."""
         up, down = self.stacks
         size = self.config.intermediate_size
         return {up: (self.num_up * size, self.hidden_size), down: (self.hidden_size, size)}
 
     @property
     def up_rows(self) -> list[tuple[int, int]]:
-        """First row and number of rows of each run of this rank's rows of an expert in the first stack."""
+        """First row and number of rows of each contiguous range of this rank's rows in an expert's first stack."""
         start, end = self.shard.features
         return [(part * self.config.intermediate_size + start, end - start) for part in range(self.num_up)]
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """[tokens, hidden], expert ids and weights [tokens, k] -> [tokens, hidden].
+        """Compute [tokens, hidden] from [tokens, hidden] and the expert ids and weights [tokens, k].
 
         Pairs are sorted by expert, then token, for one grouped GEMM over all experts; each token's results are summed
-        in the order of ``top_k_index``. Does not synchronise with the device, unless rows have LoRA adapters.
+        in the order of ``top_k_index``. Does not synchronize with the device, unless rows have LoRA adapters.
         """
         num_tokens, top_k = top_k_index.shape
         if self.is_padding is not None:
@@ -178,11 +180,11 @@ class Experts(CheckpointModule):
         return not self._is_whole or self.is_padding is not None
 
     def gate_up(self, pairs: Tensor, ends: Tensor) -> Tensor:
-        """Gate and up of [pairs, hidden], sorted by expert; ``ends`` as :func:`grouped_linear`'s."""
+        """Compute gate and up of ``pairs`` [pairs, hidden], sorted by expert; ``ends`` as in :func:`grouped_linear`."""
         return self.product(pairs, "gate_up_proj", ends, self.gate_up_input_quantizer)
 
     def activated(self, gate_up: Tensor) -> Tensor:
-        """[pairs, 2 * features] -> [pairs, features]."""
+        """Apply the gated activation: [pairs, 2 * features] -> [pairs, features]."""
         if not is_watched(self.act_fn) and (fused := fused_for(gate_up)) is not None:
             output: Tensor = fused.gated(gate_up, None, self.act_fn.name)
             return output
@@ -191,11 +193,11 @@ class Experts(CheckpointModule):
         return active
 
     def down(self, active: Tensor, ends: Tensor) -> Tensor:
-        """[pairs, features] -> [pairs, hidden], this rank's summand."""
+        """Project [pairs, features] to [pairs, hidden], this rank's partial sum."""
         return self.product(active, "down_proj", ends, self.down_input_quantizer)
 
     def product(self, rows: Tensor, name: str, ends: Tensor, quantizer: InputQuantizer | None = None) -> Tensor:
-        """[pairs, ins] times the matrices ``name`` -> [pairs, outs], with the adapters of the rows that have one."""
+        """Multiply [pairs, ins] by the matrices of stack ``name`` -> [pairs, outs], including LoRA updates."""
         output = self._base_product(rows, name, ends, quantizer)
         return output if self.lora is None else self.lora.apply(name, rows, output)
 
@@ -219,7 +221,10 @@ class Experts(CheckpointModule):
     def expert_product(
         self, codes: Tensor, scale: Tensor | None, group: int | None, name: str, expert: int, dtype: torch.dtype
     ) -> Tensor:
-        """Rows with their scales, if they are quantized in groups of ``group``, times one quantized matrix."""
+        """Multiply rows by one quantized matrix.
+
+        ``scale``: scales of quantized rows, one per ``group`` features; None for unquantized rows.
+        """
         assert self.scales is not None, "the experts are quantized"
         zero = self.zeros[name][expert] if name in self.zeros else None
         return scaled_product(
@@ -228,7 +233,7 @@ class Experts(CheckpointModule):
         )  # fmt: skip
 
     def keep_quantized(self, kept: Mapping[str, QuantizedWeight], device: torch.device) -> None:
-        """Hold codes, uninitialised, as both stacks of matrices."""
+        """Replace both stacks with uninitialized codes and scales on ``device``."""
         self.scales = nn.ParameterDict()
         for name, one in kept.items():
             codes, self.scales[name], zeros = one.allocate(getattr(self, name).shape, device)
@@ -238,7 +243,7 @@ class Experts(CheckpointModule):
             self.kept[name] = replace(one, layout=one.layout.to(device))
 
     def quantize_inputs(self, scheme: ActivationScheme, static: Mapping[str, Sequence[float]]) -> None:
-        """Quantize the inputs of experts that keep codes; ``static``: each matrix's scale by stack, if it has one."""
+        """Quantize the inputs of experts with quantized weights; ``static``: the input scales of a static scheme."""
         for name, dims in (("gate_up_proj", "pair h"), ("down_proj", "pair h[tp]")):
             quantizer = InputQuantizer(scheme, dims).to(self.gate_up_proj.device)
             if scheme.is_static:
@@ -247,9 +252,9 @@ class Experts(CheckpointModule):
 
     @property
     def waits_for_host(self) -> bool:
-        """Whether the GEMMs of few tokens run expert by expert, with row counts read back to the host.
+        """Whether the GEMMs of few tokens run expert by expert, with row counts copied back to the host.
 
-        True of those that neither torch's grouped_mm nor a Triton kernel computes.
+        True if neither torch's grouped_mm nor a Triton kernel supports the weights.
         """
         if self.scales is not None:
             return not all(self._runs_grouped(name, *self._one_row(name)) for name in self.stacks)
@@ -257,7 +262,7 @@ class Experts(CheckpointModule):
         return any(waits_for_host(weight) and product_kernels(weight) is None for weight in weights)
 
     def _one_row(self, name: str) -> tuple[Tensor, Tensor | None]:
-        """A row like those that meet the quantized matrices ``name``, and its scales."""
+        """Return an uninitialized row as input of the quantized stack ``name``, and scales if inputs are quantized."""
         weight: Tensor = getattr(self, name)
         quantizer = getattr(self, name.removesuffix("proj") + "input_quantizer", None)
         start, end = self.shard.features
@@ -268,7 +273,7 @@ class Experts(CheckpointModule):
         return weight.new_empty(1, ins), weight.new_empty(1, groups, dtype=torch.float32)
 
     def _runs_grouped(self, name: str, codes: Tensor, scale: Tensor | None) -> bool:
-        """Whether :meth:`grouped_product` multiplies these rows."""
+        """Return whether :meth:`grouped_product` supports these rows."""
         if self.kept[name].dtype == INT4:
             groups = self.kept[name].layout.shape[1]
             return scale is None and self.kept[name].layout.offset == 0 and runs_int4(codes, groups)
@@ -277,7 +282,7 @@ class Experts(CheckpointModule):
     def grouped_product(
         self, codes: Tensor, scale: Tensor | None, name: str, ends: Tensor, dtype: torch.dtype
     ) -> Tensor:
-        """Rows with their scales, if they are quantized, times the quantized matrices of all experts, in one launch."""
+        """Multiply rows by the quantized matrices of all experts in one launch; ``scale``: of quantized rows."""
         assert self.scales is not None, "the experts are quantized"
         weight, layout, most = getattr(self, name), self.kept[name].layout, self.most_rows(codes)
         if self.kept[name].dtype == INT4:
@@ -286,14 +291,14 @@ class Experts(CheckpointModule):
         return grouped_scaled_product(codes, scale, weight, self.scales[name], layout, dtype, ends, most)
 
     def most_rows(self, pairs: Tensor) -> int:
-        """The most rows that one expert may have of [pairs, ...]."""
+        """Return the largest number of rows of ``pairs`` [pairs, ...] that one expert may have."""
         return len(pairs) // (1 if self.may_repeat else self.config.top_k)
 
     def _sort(self, experts: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Expert of each pair [n] -> order of pairs by expert [n]; end of each local expert's rows; is_foreign [n, 1].
+        """Sort pairs by expert id [n]: order of pairs [n], end of each local expert's rows, ``is_foreign`` [n, 1].
 
-        Foreign pairs are those of other ranks' experts, and of padding; they come last, those of padding after all
-        others. ``is_foreign`` is None where there are none.
+        Foreign pairs are those of other ranks' experts and of padding. Foreign pairs come last, those of padding after
+        all others. ``is_foreign`` is None if no pair can be foreign.
         """
         if self._has_foreign:
             experts = experts - self.first
@@ -303,7 +308,7 @@ class Experts(CheckpointModule):
         return order, ends, (experts == self.num_local).unsqueeze(-1) if self._has_foreign else None
 
     def layouts(self, path: str) -> Iterator[list[WeightSlice]]:
-        """One matrix per expert and projection, as in most checkpoints, or stacked like the parameters."""
+        """Yield the layouts of checkpoints: one matrix per expert and projection, as in most, or stacked parameters."""
         paths = dict.fromkeys((in_block(path, self.config.block), path))
         for stored in paths:
             yield self.single_matrices(stored)
@@ -311,7 +316,7 @@ class Experts(CheckpointModule):
             yield self.stacked_matrices(stored)
 
     def single_matrices(self, path: str) -> list[WeightSlice]:
-        """The layout with a tensor for each matrix of each expert."""
+        """Return the slices of the layout with one tensor per matrix of each expert."""
         return [
             WeightSlice(
                 f"{path}.{expert}.{one.name}.weight", one.shape, one.into, one.dim, one.start, scales=one.scales
@@ -321,7 +326,7 @@ class Experts(CheckpointModule):
         ]
 
     def stacked_matrices(self, path: str, *, transposed: bool = False) -> list[WeightSlice]:
-        """The layout with the parameters' two tensors; ``transposed``: of matrices [in, out]."""
+        """Return the slices of the layout with one tensor per parameter; ``transposed``: its matrices are [in, out]."""
         count, shapes, found = self.config.num_experts, self.stack_shapes, []
         for expert in range(count):
             for one in self.matrices(expert):
@@ -333,7 +338,7 @@ class Experts(CheckpointModule):
         return found
 
     def matrices(self, expert: int) -> list[ExpertMatrix]:
-        """Gate, up and down of an expert."""
+        """Return the gate, up and down matrices of ``expert``."""
         size, hidden, start = self.config.intermediate_size, self.hidden_size, self.shard.features[0]
         gate, up = self.local_part("gate_up_proj", expert, dim=0).chunk(2)
         down = self.local_part("down_proj", expert, dim=1)
@@ -345,9 +350,10 @@ class Experts(CheckpointModule):
         ]
 
     def local_part(self, stack: str, expert: int, dim: int) -> Tensor:
-        """View of this rank's part of an expert's matrix in a parameter; ranks' parts are split along ``dim``.
+        """Return a view of this rank's part of an expert's matrix in ``stack``; ranks split the matrix along ``dim``.
 
-        For an expert of another rank it is empty, so that the names and shapes of its tensors are checked.
+        For an expert of another rank the result is empty, so that the names and shapes of its tensors are still
+        checked.
         """
         weight: Tensor = getattr(self, stack)
         if 0 <= expert - self.first < self.num_local:
@@ -356,7 +362,7 @@ class Experts(CheckpointModule):
         return weight.new_empty((0, columns) if dim == 0 else (rows, 0), dtype=torch.float32)
 
     def _scales_of(self, expert: int) -> Sequence[Scales | None]:
-        """Scales of an expert's gate, up and down on this rank."""
+        """Return the scales of an expert's gate, up and down; None for matrices that are not quantized or not local."""
         local = expert - self.first
         if not self.kept or self.scales is None or not 0 <= local < self.num_local:
             return None, None, None
@@ -367,14 +373,14 @@ class Experts(CheckpointModule):
         return views
 
     def slices_of_stacks(self, layout: Sequence[WeightSlice]) -> Iterator[dict[str, Sequence[WeightSlice]]]:
-        """The slices of each local expert's matrices, by stack; ``layout`` is one of :meth:`layouts`."""
+        """Yield for each local expert its slices by stack; ``layout`` is one of :meth:`layouts`."""
         for expert in range(self.first, self.first + self.num_local):
             gate, up, down = layout[3 * expert : 3 * expert + 3]
             yield {"gate_up_proj": (gate, up), "down_proj": (down,)}
 
 
 class UngatedExperts(Experts):
-    """Sum over each token's experts of weight * down(act(up(x))); transformers' NemotronHExperts, this rank's shard.
+    """This rank's shard of transformers' NemotronHExperts: sum of weight * down(act(up(x))) over each token's experts.
 
     `up_proj` is [experts, features, hidden], `down_proj` [experts, hidden, features].
     """
@@ -392,20 +398,20 @@ class UngatedExperts(Experts):
 
     @property
     def stacks(self) -> Mapping[str, Sequence[str]]:
-        """The two parameters, one matrix of each expert in both."""
+        """The two parameters, each with one matrix per expert."""
         return {"up_proj": ("up_proj",), "down_proj": ("down_proj",)}
 
     def gate_up(self, pairs: Tensor, ends: Tensor) -> Tensor:
-        """Up of [pairs, hidden], sorted by expert."""
+        """Compute up of ``pairs`` [pairs, hidden], sorted by expert -> [pairs, features]."""
         return self.product(pairs, "up_proj", ends)
 
     def activated(self, gate_up: Tensor) -> Tensor:
-        """[pairs, features] -> [pairs, features]."""
+        """Apply the activation to [pairs, features]."""
         active: Tensor = self.act_fn(gate_up)
         return active
 
     def matrices(self, expert: int) -> list[ExpertMatrix]:
-        """Up and down of an expert."""
+        """Return the up and down matrices of ``expert``."""
         size, hidden, start = self.config.intermediate_size, self.hidden_size, self.shard.features[0]
         up, down = self.local_part("up_proj", expert, dim=0), self.local_part("down_proj", expert, dim=1)
         return [
@@ -415,17 +421,17 @@ class UngatedExperts(Experts):
 
 
 class PairActivation(Activation):
-    """Activation on (token, expert) pairs, sorted by expert."""
+    """Activation of (token, expert) pairs, sorted by expert."""
 
     tap_dims: dict[str, str] = {"in[input]": "pair h[tp]", "out": "pair h[tp]"}  # noqa: RUF012  (read-only by contract)
 
 
 @contextmanager
 def excluding_padding(is_padding: Tensor | None, experts: Sequence[Experts]) -> Iterator[None]:
-    """Inside the block, ``experts`` compute no rows of padding.
+    """Context manager: ``experts`` skip padding rows.
 
-    ``is_padding`` [tokens, 1] bool: its true rows are the last, so that pairs of tokens are where they are without
-    padding, and pairs of padding come after them. None: all rows are tokens.
+    ``is_padding`` [tokens, 1] bool: the padding rows must be last, so that pairs of tokens keep the places that they
+    have without padding, followed by the pairs of padding. None: no row is padding.
     """
     for each in experts:
         each.is_padding = is_padding
@@ -437,11 +443,11 @@ def excluding_padding(is_padding: Tensor | None, experts: Sequence[Experts]) -> 
 
 
 def _zero_foreign(pairs: Tensor, is_foreign: Tensor | None) -> Tensor:
-    """``pairs`` with the undefined rows of other ranks' experts, and of padding, set to zero."""
+    """Return ``pairs`` with the undefined rows of foreign pairs set to zero."""
     return pairs if is_foreign is None else pairs.masked_fill(is_foreign, 0)
 
 
 def in_block(path: str, block: str) -> str:
-    """``path`` with its last ``mlp`` replaced by ``block``, the block's name in the checkpoint."""
+    """Replace the last ``mlp`` in ``path`` with ``block``, the name of the block in the checkpoint."""
     head, found, tail = path.rpartition(".mlp.")
     return f"{head}.{block}.{tail}" if found else path

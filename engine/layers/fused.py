@@ -1,8 +1,8 @@
 """Fused kernels on a GPU: one Triton kernel in place of several modules.
 
-A fused kernel computes what the modules it replaces compute, with the same roundings. It is used only if none of them
-has hooks other than an observer's taps (:func:`~tapscope.engine.layers.probe.must_be_called`). The layer then shows the
-taps what the kernel has computed (:func:`~tapscope.engine.layers.probe.notify`), in the order of the calls.
+A fused kernel has the same results and roundings as the modules that it replaces. It is used only if none of these
+modules has hooks other than an observer's taps (:func:`~tapscope.engine.layers.probe.must_be_called`). The layer then
+passes the kernel's results to the taps (:func:`~tapscope.engine.layers.probe.notify`), in the order of the calls.
 """
 
 import functools
@@ -41,10 +41,10 @@ class Kernels(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def kernels(device: torch.device) -> Kernels | None:
-    """The kernels for ``device``; None if Triton does not support it."""
+    """Return the kernels for ``device``; None if Triton does not support the device."""
     if triton.why_not(device) is not None:
         return None
-    from tapscope.kernels.triton import (  # imports it
+    from tapscope.kernels.triton import (  # imports Triton
         activation,
         indexer,
         int4,
@@ -68,15 +68,16 @@ def kernels(device: torch.device) -> Kernels | None:
 
 
 def may_run_on(device: torch.device) -> bool:
-    """Whether layers use kernels on ``device``; on a CPU only Triton's interpreter could run them."""
+    """Return whether layers use kernels on ``device``: on CUDA only, because a CPU would need Triton's interpreter."""
     return device.type == "cuda"
 
 
 def fused_for(states: Tensor, *modules: nn.Module) -> Kernels | None:
-    """Kernels to use instead of calling ``modules`` on ``states``; None if the modules must be called.
+    """Return the kernels to use on ``states`` instead of calling ``modules``; None if the modules must be called.
 
-    The caller notifies the taps of ``modules``. None while a torch function mode is active that overrides torch
-    functions which the kernels do not call; a mode whose ``allows_fused`` is true permits them.
+    The caller notifies the taps of ``modules``. The result is None while a torch function mode is active, because
+    kernels bypass the torch functions that the mode overrides. Modes whose ``allows_fused`` is true do not prevent
+    fused kernels.
     """
     if not may_run_on(states.device) or any(must_be_called(module) for module in modules):
         return None
@@ -86,21 +87,22 @@ def fused_for(states: Tensor, *modules: nn.Module) -> Kernels | None:
 
 
 def product_kernels(states: Tensor, *modules: nn.Module) -> Kernels | None:
-    """As :func:`fused_for`, kernels of matrix products; None while any torch function mode is active, which may
-    override products.
+    """Return the kernels of matrix products, as :func:`fused_for`, but None while any torch function mode is active.
+
+    The mode may override matrix products.
     """
     return None if _is_overridden() else fused_for(states, *modules)
 
 
 def _is_overridden() -> bool:
-    """Whether a torch function mode is active."""
+    """Return whether a torch function mode is active."""
     return bool(torch._C._len_torch_function_stack())
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, is_constant: bool = False) -> Tensor:
-    """``torch.nn.functional.linear`` with the fastest kernel for the device, shapes and dtypes.
+    """Compute ``torch.nn.functional.linear`` with the fastest kernel for the device, shapes and dtypes.
 
-    ``is_constant``: the weight is a parameter of the model, which the kernel launched last has not written.
+    ``is_constant``: the weight is a model parameter, so the kernel launched before this one has not written it.
     """
     fused, output = product_kernels(input), None
     if fused is not None and fused.linear.is_worth_it(input, weight):

@@ -2,9 +2,9 @@
 
     S_t = exp(g_t) S_(t-1) + beta_t k_t (v_t - (exp(g_t) S_(t-1))^T k_t)^T,    o_t = S_t^T q_t
 
-The decay g_t is a number per head, or one per head and key feature: exp(g_t) then multiplies the rows of S (Kimi Delta
-Attention, arXiv:2510.26692, section 3). Two forms of the same sum: :func:`recurrent` computes one row after the other,
-:func:`chunked` blocks of rows by matrix products (section 3.3 of the former). All in float32.
+The decay g_t is one number per head, or one per head and key feature, in which case exp(g_t) multiplies the rows of S
+(Kimi Delta Attention, arXiv:2510.26692, section 3). Two forms give the same sum: :func:`recurrent` computes one row at
+a time, :func:`chunked` computes blocks of rows with matrix products (arXiv:2412.06464, section 3.3). All in float32.
 """
 
 import torch
@@ -12,20 +12,21 @@ from torch import Tensor
 
 CHUNK = 64
 FEATURE_CHUNK = 16
-"""Rows of a block of the chunked form with a decay per head, and with one per key feature."""
+"""Rows per block of the chunked form: with one decay per head, and with one per key feature."""
 
 
 def l2_normalised(x: Tensor) -> Tensor:
-    """x / sqrt(|x|^2 + 1e-6) over the last axis."""
+    """Return x / sqrt(|x|^2 + 1e-6), with the norm over the last axis."""
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
 
 
 def recurrent(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """One row of each of n requests: query and key [n, heads, key], value [n, heads, value], decay (log)
-    [n, heads, 1 or key], beta [n, heads], state [n, heads, key, value] -> output [n, heads, value] and the new state.
-    The query is scaled.
+    """Compute one row of each of n requests; return the output [n, heads, value] and the new state.
+
+    Query and key are [n, heads, key], value is [n, heads, value], decay (log) [n, heads, 1 or key], beta [n, heads] and
+    state [n, heads, key, value]. The caller has scaled the query.
     """
     state = state * torch.exp(decay).unsqueeze(-1)
     predicted = (state * key.unsqueeze(-1)).sum(-2)
@@ -36,7 +37,7 @@ def recurrent(
 def chunked(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """n rows of one request, as :func:`recurrent` for each in turn; state [heads, key, value] before and after them."""
+    """Compute n rows of one request in blocks, equivalent to :func:`recurrent` per row; state [heads, key, value]."""
     outputs, size = [], CHUNK if decay.shape[-1] == 1 else FEATURE_CHUNK
     for rows in range(0, len(query), size):
         q, k, v, d, b = (x[rows : rows + size].transpose(0, 1) for x in (query, key, value, decay, beta))
@@ -48,9 +49,9 @@ def chunked(
 def _block(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """[heads, rows, ...] and state [heads, key, value] -> [heads, rows, value] and the state after the rows.
+    """Compute one block: [heads, rows, ...], state [heads, key, value] -> [heads, rows, value] and the new state.
 
-    The delta rule's corrections depend on those of earlier rows of the block: a unit lower triangular system.
+    Each row's correction depends on the corrections of earlier rows of the block: a unit lower triangular system.
     """
     total, weighted = decay.cumsum(1), key * beta.unsqueeze(-1)
     since_start = torch.exp(total)
@@ -63,8 +64,9 @@ def _block(
 
 
 def _products(weighted: Tensor, query: Tensor, key: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums over features of x_i key_j exp(total_i - total_j) for x = ``weighted`` and ``query``: [heads, i, j], 0 for
-    j > i. Only differences are exponentiated, which are not positive for j <= i.
+    """Return the sums over features of x_i key_j exp(total_i - total_j) for x = ``weighted`` and x = ``query``.
+
+    Each result is [heads, i, j], with 0 for j > i. Only differences are exponentiated, which are at most 0 for j <= i.
     """
     if total.shape[-1] == 1:
         between = torch.exp((total - total.mT).clamp(max=0))

@@ -1,4 +1,4 @@
-"""grouped_linear: one product for each group of rows, such as those of an expert or of an adapter."""
+"""grouped_linear: one matrix product per group of rows, where a group belongs to one expert or one adapter."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,19 +13,19 @@ from tapscope.engine.layers.fused import linear, product_kernels
 from tapscope.kernels import cpu
 
 _ALIGNMENT = 16
-"""Bytes: required row alignment of grouped_mm's operands."""
+"""Row alignment in bytes that grouped_mm requires of its operands."""
 _MAX_ONE_LAUNCH_ROWS = 4096
-"""Rows of all groups that one launch computes; with more rows, one product for each group is faster."""
+"""Largest number of rows of all groups for one launch; beyond it, one product per group is faster."""
 
 _captures = ContextVar("_captures", default=False)
 
 
 def grouped_linear(input: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """[n, in] with [groups, out, in] -> [n, out]: rows [ends[g-1], ends[g]) times weight[g].
+    """Multiply each group of rows by its own matrix: [n, in] and [groups, out, in] -> [n, out].
 
-    ``ends`` [groups] int32 stays on a GPU; rows from ends[-1] on are undefined. A GPU uses torch's grouped_mm, or the
-    Triton kernel where that would wait for the host and rows are few, a CPU the C++ kernel for few rows. What none
-    supports is computed group by group.
+    Rows [ends[g-1], ends[g]) are multiplied by weight[g]; rows from ends[-1] on are undefined. ``ends`` [groups] int32
+    stays on the GPU. A GPU runs torch's grouped_mm, or the Triton kernel if grouped_mm would wait for the host and
+    there are few rows. A CPU runs the C++ kernel for few rows. All other cases run one product per group.
     """
     if has_torch_function((input,)):  # overridden by a mode such as BatchInvariant
         return handle_torch_function(grouped_linear, (input,), input, weight, ends)
@@ -46,9 +46,9 @@ def grouped_linear(input: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def few_grouped_rows(input: Tensor, weight: Tensor, ends: Tensor) -> Tensor | None:
-    """:func:`grouped_linear` of few rows by the batch-invariant Triton kernel; None if it does not apply.
+    """Compute :func:`grouped_linear` of few rows with the batch-invariant Triton kernel; None if not applicable.
 
-    A CUDA graph may capture it.
+    A CUDA graph may capture the launch.
     """
     kernels = product_kernels(input)
     if kernels is None or not is_one_launch(len(input)):
@@ -58,13 +58,13 @@ def few_grouped_rows(input: Tensor, weight: Tensor, ends: Tensor) -> Tensor | No
 
 
 def is_one_launch(num_rows: int) -> bool:
-    """Whether the Triton kernels compute that many rows of all groups in one launch."""
+    """Return whether the Triton kernels compute ``num_rows`` rows of all groups in one launch."""
     return num_rows <= _MAX_ONE_LAUNCH_ROWS or _captures.get()
 
 
 @contextmanager
 def in_one_launch() -> Iterator[None]:
-    """Inside, they do so for any number of rows: for the capture of a CUDA graph, and for the warm-up before it."""
+    """Context manager: use one launch for any number of rows, during CUDA graph capture and the warm-up before it."""
     before = _captures.set(True)
     try:
         yield
@@ -73,9 +73,9 @@ def in_one_launch() -> Iterator[None]:
 
 
 def waits_for_host(weight: Tensor) -> bool:
-    """Whether torch's grouped_mm reads the row counts of its groups back to the host, or does not support the matrices.
+    """Return whether torch's grouped_mm copies its groups' row counts to the host, or does not support ``weight``.
 
-    It does so except for bfloat16 on GPUs of compute capability 9 and above.
+    Only bfloat16 on GPUs of compute capability 9 and above needs no copy.
     """
     if weight.dtype != torch.bfloat16 or not supports_grouped_mm(weight):
         return True
@@ -83,11 +83,11 @@ def waits_for_host(weight: Tensor) -> bool:
 
 
 def one_matrix_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """[n, in] with [out, in] -> [n, out], with the bits of :func:`grouped_linear` for an expert's rows."""
+    """Compute [n, in] times [out, in] -> [n, out], bit-identical to :func:`grouped_linear` for an expert's rows."""
     assert bias is None, "experts have no bias within the product"
     return grouped_linear(input, weight[None], torch.full((1,), len(input), dtype=torch.int32, device=input.device))
 
 
 def supports_grouped_mm(weight: Tensor) -> bool:
-    """Whether the rows of the matrices are aligned as torch's grouped_mm requires."""
+    """Return whether the rows of the matrices have the alignment that torch's grouped_mm requires."""
     return all(size * weight.element_size() % _ALIGNMENT == 0 for size in weight.shape[1:])

@@ -1,7 +1,7 @@
-"""Indexer of DeepSeek sparse attention (DSA), arXiv:2512.02556 section 2: it chooses the keys that a row attends to.
+"""Indexer of DeepSeek sparse attention (DSA), arXiv:2512.02556 section 2, which selects the keys that a row attends to.
 
 The score of a key is the sum over index heads of weight * relu(query . key), in float32. A row attends to the ``top_k``
-keys with the best scores up to its own position. Index keys are an entry of their own in the cache, not part of the
+keys with the highest scores up to its own position. Index keys have a cache entry of their own, separate from the
 latents.
 """
 
@@ -26,23 +26,23 @@ _NORM_EPS = 1e-6  # as in transformers, whatever rms_norm_eps is
 
 
 class SingleChoices(NamedTuple):
-    """Keys chosen for requests with one row, by :mod:`tapscope.kernels.triton.indexer`."""
+    """Keys selected for requests with one row, by :mod:`tapscope.kernels.triton.indexer`."""
 
     ids: Tensor
-    """Positions [requests, top_k] int64, ascending, -1 at the end."""
+    """Positions [requests, top_k] int64, ascending, padded with -1."""
     slots: Tensor
-    """Where they are in the pages [requests, top_k] int32, the page axes flattened; undefined at the end."""
+    """Slots of the positions [requests, top_k] int32, with page axes flattened; undefined past ``counts``."""
     counts: Tensor
-    """How many [requests] int32."""
+    """Number of selected keys [requests] int32."""
 
 
 class Chosen(NamedTuple):
-    """The keys that the rows of a step attend to."""
+    """Keys that the rows of a step attend to."""
 
     singles: SingleChoices | None
-    """Of the first requests, all that have one row; None: ``others`` contains them too."""
+    """Keys of the leading requests with one row; None if ``others`` covers these requests too."""
     others: list[Tensor | None]
-    """Positions [rows, top_k] for each other request, ascending, -1 at the end; None: all earlier positions."""
+    """Positions [rows, top_k] for each other request, ascending, padded with -1; None means all earlier positions."""
 
     @property
     def is_all(self) -> bool:
@@ -51,7 +51,7 @@ class Chosen(NamedTuple):
 
 
 def index_scores(query: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
-    """Queries [rows, heads, features], keys [features, length] and weights [rows, heads] -> scores [rows, length]."""
+    """Score keys [features, length] for queries [rows, heads, features] and weights [rows, heads] -> [rows, length]."""
     if has_torch_function((query,)):
         return handle_torch_function(index_scores, (query,), query, keys, weights)
     return (torch.relu(query @ keys) * weights.unsqueeze(-1)).sum(1)
@@ -76,13 +76,13 @@ class Indexer(nn.Module):
         self.k_norm = LayerNorm(index.head_dim, _NORM_EPS, dtype)
         self.weights_proj = ReplicatedLinear(config.hidden_size, index.num_heads, False, torch.float32)
         self.is_batch_invariant = False
-        """Whether the choice of a row depends on nothing but its own keys: of equal scores the first positions win, and
-        keys are chosen even where all would fit."""
+        """Whether a row's selection depends only on its own keys: equal scores are resolved to the first positions, and
+        keys are selected even if all fit into ``top_k``."""
         self.topk_indices = TapProbe("topk_indices", "t k # tp:replicated")
         self.tap_dims = {"in[hidden_states]": WHOLE, "in[q_resid]": WHOLE} | ANGLE_INPUTS
 
     def keys(self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> Tensor:
-        """Index keys [tokens, index features] of [tokens, hidden]; to be cached before :meth:`forward` is called."""
+        """Compute index keys [tokens, index features] of [tokens, hidden]; cache them before :meth:`forward` runs."""
         return self._rotated(self.k_norm(self.wk(hidden_states)).unsqueeze(1), position_embeddings).squeeze(1)
 
     def forward(
@@ -92,7 +92,7 @@ class Indexer(nn.Module):
         position_embeddings: tuple[Tensor, Tensor],
         past_key_values: StepCache,
     ) -> Chosen:
-        """The keys of each request's rows; ``q_resid`` [tokens, q_lora_rank] is the queries' normalised latent."""
+        """Select the keys for each request's rows; ``q_resid`` [tokens, q_lora_rank] is the normalized query latent."""
         index = self.index
         query = self.wq_b(q_resid).view(len(q_resid), index.num_heads, index.head_dim)
         query, weights = self._rotated(query, position_embeddings), self.weights_proj(hidden_states.float())
@@ -110,7 +110,7 @@ class Indexer(nn.Module):
         return Chosen(singles, others)
 
     def _choose_singles(self, query: Tensor, weights: Tensor, cache: StepCache) -> SingleChoices | None:
-        """For the requests with one row, by a kernel; None if it does not apply, or if they have all keys."""
+        """Select keys of the one-row requests in a kernel; None if no kernel applies or ``top_k`` covers all keys."""
         pools, count = cache.pools(self.entry), cache.num_single
         if self.is_batch_invariant or cache.longest_single <= self.index.top_k or not may_run_on(query.device):
             return None
@@ -124,7 +124,7 @@ class Indexer(nn.Module):
         return SingleChoices(*found.indexer.choose_keys(scores, table, lengths, keys.shape[1], self.index.top_k))
 
     def _choose(self, query: Tensor, weights: Tensor, segment: Segment, cache: StepCache) -> Tensor:
-        """Queries [rows, heads, features] and weights [rows, heads] of one request -> [rows, top_k]."""
+        """Select positions [rows, top_k] of one request for queries [rows, heads, features], weights [rows, heads]."""
         query, keys = query.float(), cache.read(self.entry, segment)[0][:, 0].float().T
         block, found = max(1, MAX_ELEMENTS // (query.shape[1] * keys.shape[1])), []
         for first in range(0, len(query), block):
@@ -144,7 +144,7 @@ class Indexer(nn.Module):
         return torch.cat(found)
 
     def _ids(self, chosen: Tensor | None, segment: Segment, cache: StepCache) -> Tensor:
-        """``chosen``, with all positions written out; lengths are read on the device, as a CUDA graph does."""
+        """Return ``chosen`` with "all positions" made explicit; lengths are read on the device, as in a CUDA graph."""
         if chosen is not None:
             return chosen
         device = self.weights_proj.weight.device
@@ -154,7 +154,7 @@ class Indexer(nn.Module):
         return ids.masked_fill(ids > own, -1)
 
     def _rotated(self, states: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> Tensor:
-        """[tokens, heads, index features] with the first ``rope_dim`` features rotated."""
+        """Return [tokens, heads, index features] with the first ``rope_dim`` features rotated."""
         first, rest = states[..., : self.rope_dim], states[..., self.rope_dim :]
         rotation = rotate_to_halves if self.index.is_interleaved else rotate
         return torch.cat((rotation(first, *position_embeddings), rest), dim=-1)

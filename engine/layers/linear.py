@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 class Linear(CheckpointModule):
-    """Base class: a weight [outs, ins], which may stay quantized in memory, and an optional bias."""
+    """Base class of linear layers: a weight [outs, ins], which may stay quantized in memory, and an optional bias."""
 
     may_quantize = True
     may_stay_quantized = True
-    """False for a weight that is used other than by :meth:`product`, or that layers share."""
+    """False for a weight that layers share, or that code other than :meth:`product` reads."""
     may_have_adapters = True
-    """False for a weight that is used other than by :meth:`product`."""
+    """False for a weight that code other than :meth:`product` reads."""
 
     tap_dims: dict[str, str]
     tap_ports: tuple[str, ...] = ("in", "out")
@@ -35,23 +35,23 @@ class Linear(CheckpointModule):
         self.weight = linear_weight(outs, ins, dtype=dtype)
         self.bias = parameter(outs, dtype=dtype) if bias else None
         self.weight_scale: nn.Parameter | None = None
-        """Scales of a quantized weight, [scale rows, groups]: float32, of a 4-bit weight as in the checkpoint."""
+        """Scales of a quantized weight, [scale rows, groups]: float32, or for a 4-bit weight the checkpoint's dtype."""
         self.weight_zero: nn.Parameter | None = None
-        """Zero points of a 4-bit weight, [scale rows, groups] uint8; None: 8."""
+        """Zero points of a 4-bit weight, [scale rows, groups] uint8; None means 8."""
         self.scale_layout: ScaleLayout | None = None
         self.input_quantizer: InputQuantizer | None = None
-        """Quantizes the input, if the checkpoint asks for it; its outputs are sites."""
+        """Quantizes the input, if the checkpoint specifies quantized activations; its outputs are sites."""
         self.lora: LoraLayer | None = None
-        """The LoRA adapters of the layer, in an engine that serves some."""
+        """LoRA adapters of the layer; None in an engine without adapters."""
 
     def product(self, input: Tensor, bias: Tensor | None) -> Tensor:
-        """[tokens, ins] -> [tokens, outs], with the adapters of the rows that have one."""
+        """Compute [tokens, ins] -> [tokens, outs], including the LoRA updates of adapted rows."""
         output = self._base_product(input, bias)
         return output if self.lora is None else self.lora.apply(input, output)
 
     @property
     def is_plain(self) -> bool:
-        """Whether :meth:`product` is that of the weight and the bias alone."""
+        """Whether :meth:`product` needs only the weight and the bias: no LoRA adapters and no quantization."""
         return self.lora is None and self.scale_layout is None
 
     def _base_product(self, input: Tensor, bias: Tensor | None) -> Tensor:
@@ -61,27 +61,27 @@ class Linear(CheckpointModule):
         return quantized_linear(input, self.weight, scale, layout, bias, self.input_quantizer, self.weight_zero)
 
     def keep_quantized(self, kept: QuantizedWeight, device: torch.device) -> None:
-        """Hold codes as the weight, uninitialised; 4-bit codes are [outs, ins / 2]."""
+        """Replace the weight with uninitialized codes and scales; 4-bit codes are [outs, ins / 2]."""
         self.weight, self.weight_scale, self.weight_zero = kept.allocate(self.weight.shape, device)
         self.scale_layout = kept.layout.to(device)
 
     def quantize_input(self, scheme: ActivationScheme, part_scales: Sequence[float]) -> None:
-        """Quantize the input of a layer that keeps codes; ``part_scales``: the static scale of each part, if any."""
+        """Quantize the input of a layer with a quantized weight; ``part_scales``: static scale of each part, if any."""
         self.input_quantizer = InputQuantizer(scheme, self.tap_dims["in[input]"]).to(self.weight.device)
         if scheme.is_static:
             self.input_quantizer.set_part_scales(part_scales)
 
     def scale_parts(self, count: int = 1) -> list[Scales | None]:
-        """Scales of each of ``count`` parts of the weight, views; None for a weight that is not quantized."""
+        """Return views of the scales of ``count`` parts of the weight; all None if the weight is not quantized."""
         if self.scale_layout is None or self.weight_scale is None:
             return [None] * count
         return self.scale_layout.scales_of(self.weight_scale, self.weight_zero)
 
 
 def quantizer_of(module: nn.Module | None) -> InputQuantizer | None:
-    """The quantizer of the input of ``module``, a Linear or one whose ``first_linear`` takes its input as it is.
+    """Return the input quantizer of ``module``: a Linear, or a module whose ``first_linear`` receives the same input.
 
-    None if there is none, or if hooks other than taps may change the input on its way.
+    None if the layer has no quantizer, or if hooks other than taps may change the input before it.
     """
     linear = module if isinstance(module, Linear) else getattr(module, "first_linear", None)
     if module is None or not isinstance(linear, Linear) or linear.input_quantizer is None:
@@ -90,13 +90,13 @@ def quantizer_of(module: nn.Module | None) -> InputQuantizer | None:
 
 
 class FusedLinear(Linear):
-    """Several column-parallel linears of one input as one GEMM; returns one view per part.
+    """Several column-parallel linears of one input, computed as one GEMM; the output is one view per part.
 
-    ``parts`` maps the name of each part, a sibling of this module in the checkpoint, to this rank's output features.
+    ``parts`` maps each part's name, a sibling of this module in the checkpoint, to this rank's output features.
     """
 
     tap_ports: tuple[str, ...] = ("in",)
-    """Only the input is tapped; the outputs are outputs of the parts' Probes, under their own names."""
+    """Only the input is tapped here; the outputs are tapped at the parts' Probes, under the parts' names."""
 
     def __init__(self, in_features: int, parts: dict[str, Shard], bias: bool, dtype: torch.dtype) -> None:
         self.widths = [share.count for share in parts.values()]
@@ -105,11 +105,11 @@ class FusedLinear(Linear):
         self.tap_dims = {"in[input]": WHOLE} | {f"out[{i}]": part.dims("h") for i, part in enumerate(parts.values())}
 
     def forward(self, input: Tensor) -> Any:
-        """[tokens, in_features] -> one [tokens, this rank's features] view per part."""
+        """Compute [tokens, in_features] -> one view [tokens, this rank's features] per part."""
         return torch.split(self.product(input, self.bias), self.widths, dim=-1)
 
     def weight_slices(self, path: str) -> Iterator[WeightSlice]:
-        """This rank's rows of each part, concatenated."""
+        """Yield this rank's rows of each part; the parts are concatenated in the weight."""
         parent = path.rpartition(".")[0]
         weights = torch.split(self.weight, self.widths)
         biases = torch.split(self.bias, self.widths) if self.bias is not None else ()
@@ -122,7 +122,7 @@ class FusedLinear(Linear):
 
 
 class PackedLinear(FusedLinear):
-    """A FusedLinear that is one tensor in the checkpoint too, as in transformers' Phi-3; returns one tensor."""
+    """FusedLinear whose parts are one tensor in the checkpoint too, as in transformers' Phi-3; returns one tensor."""
 
     def __init__(self, in_features: int, parts: dict[str, Shard], bias: bool, dtype: torch.dtype) -> None:
         super().__init__(in_features, parts, bias, dtype)
@@ -131,15 +131,15 @@ class PackedLinear(FusedLinear):
         self.tap_dims = {"in[input]": WHOLE} | ({"out": WHOLE} if "out" in self.tap_ports else {})
 
     def forward(self, input: Tensor) -> Tensor:
-        """[tokens, in_features] -> [tokens, this rank's features of all parts]."""
+        """Compute [tokens, in_features] -> [tokens, this rank's features of all parts]."""
         return self.product(input, self.bias)
 
     def split(self, output: Tensor) -> tuple[Tensor, ...]:
-        """One view of ``output`` per part."""
+        """Split ``output`` into one view per part."""
         return torch.split(output, self.widths, dim=-1)
 
     def weight_slices(self, path: str) -> Iterator[WeightSlice]:
-        """This rank's rows of each part of the checkpoint's tensors."""
+        """Yield this rank's rows of each part in the checkpoint's packed tensors."""
         total, offset = sum(part.total for part in self.parts.values()), 0
         weights = torch.split(self.weight, self.widths)
         biases = torch.split(self.bias, self.widths) if self.bias is not None else ()
@@ -153,9 +153,9 @@ class PackedLinear(FusedLinear):
 
 
 class RowParallelLinear(Linear):
-    """A linear whose input features are split, followed by an all-reduce.
+    """Linear layer whose input features are split over ranks, followed by an all-reduce.
 
-    Rank 0 adds the bias, so that the sum of the `partial` outputs contains it once.
+    Only rank 0 adds the bias, so that the sum of the `partial` outputs contains the bias once.
     """
 
     def __init__(self, inputs: Shard, out_features: int, bias: bool, tp: TensorParallel, dtype: torch.dtype) -> None:
@@ -165,13 +165,13 @@ class RowParallelLinear(Linear):
         self.tap_dims = {"in[input]": SHARD, "out": WHOLE}
 
     def forward(self, input: Tensor) -> Tensor:
-        """[tokens, this rank's inputs] -> [tokens, out_features]."""
+        """Compute [tokens, this rank's inputs] -> [tokens, out_features], summed over ranks."""
         bias = self.bias if self.tp.rank == 0 else None
         summand: Tensor = self.partial(self.product(input, bias))
         return self.tp.all_reduce(summand)
 
     def weight_slices(self, path: str) -> Iterator[WeightSlice]:
-        """This rank's columns, and the whole bias."""
+        """Yield this rank's columns of the weight, and the whole bias."""
         start = self.inputs.start
         yield WeightSlice(f"{path}.weight", self.shape, self.weight, 1, start, scales=self.scale_parts()[0])
         if self.bias is not None:
@@ -179,7 +179,7 @@ class RowParallelLinear(Linear):
 
 
 class ColumnParallelLinear(Linear):
-    """A linear whose output features are split."""
+    """Linear layer whose output features are split over ranks."""
 
     def __init__(self, in_features: int, outputs: Shard, bias: bool, dtype: torch.dtype) -> None:
         super().__init__(outputs.count, in_features, bias, dtype)
@@ -187,11 +187,11 @@ class ColumnParallelLinear(Linear):
         self.tap_dims = {"in[input]": WHOLE, "out": SHARD}
 
     def forward(self, input: Tensor) -> Tensor:
-        """[tokens, in_features] -> [tokens, this rank's outputs]."""
+        """Compute [tokens, in_features] -> [tokens, this rank's outputs]."""
         return self.product(input, self.bias)
 
     def weight_slices(self, path: str) -> Iterator[WeightSlice]:
-        """This rank's rows."""
+        """Yield this rank's rows of the weight and the bias."""
         start = self.outputs.start
         yield WeightSlice(f"{path}.weight", self.shape, self.weight, 0, start, scales=self.scale_parts()[0])
         if self.bias is not None:
@@ -199,7 +199,7 @@ class ColumnParallelLinear(Linear):
 
 
 class ReplicatedLinear(Linear):
-    """A linear that is replicated on every rank."""
+    """Linear layer that is replicated on every rank."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool, dtype: torch.dtype) -> None:
         super().__init__(out_features, in_features, bias, dtype)
@@ -207,11 +207,11 @@ class ReplicatedLinear(Linear):
         self.tap_dims = {"in[input]": WHOLE, "out": WHOLE}
 
     def forward(self, input: Tensor) -> Tensor:
-        """[tokens, in_features] -> [tokens, out_features]."""
+        """Compute [tokens, in_features] -> [tokens, out_features]."""
         return self.product(input, self.bias)
 
     def weight_slices(self, path: str) -> Iterator[WeightSlice]:
-        """The whole weight and bias."""
+        """Yield the whole weight and bias."""
         yield WeightSlice(f"{path}.weight", self.shape, self.weight, scales=self.scale_parts()[0])
         if self.bias is not None:
             yield WeightSlice(f"{path}.bias", tuple(self.bias.shape), self.bias)

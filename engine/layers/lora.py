@@ -1,14 +1,14 @@
-"""LoRA, arXiv:2106.09685: low-rank updates of linear layers, possibly a different one for each row of a step.
+"""LoRA, arXiv:2106.09685: low-rank updates of linear layers, possibly a different adapter for each row of a step.
 
 An adapter adds ``scaling * B (A x)`` to the output of a linear layer, with A [rank, ins] and B [outs, rank]. The
-adapters of a step are in *slots*. Rows are sorted by slot, so that one grouped GEMM serves all adapters
-(arXiv:2311.03285). The base layer computes all rows as without adapters, and rows without an adapter are not touched:
-their bits are those of a model without adapters.
+adapters of a step occupy *slots*. Rows are sorted by slot, so that one grouped GEMM serves all adapters
+(arXiv:2311.03285). The base layer computes all rows without adapters, and rows without an adapter stay bit-identical to
+those of a model without adapters.
 
-The matrices of a slot are padded with zeros to the largest rank. In a row-parallel layer each rank has its columns
-of A, so that its update is a summand of the layer's; in a column-parallel one it has its rows of B.
+The matrices of a slot are zero-padded to the largest LoRA rank. A row-parallel layer shards the columns of A, so that
+each rank's update is a partial sum like the layer's output; a column-parallel layer shards the rows of B.
 
-Experts have an update for each expert. Their rows are (token, expert) pairs, which are sorted by slot, then expert.
+Experts have an update per expert. Their rows are (token, expert) pairs, sorted by slot, then by expert.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,86 +25,87 @@ from tapscope.engine.layers.grouped_linear import grouped_linear
 from tapscope.engine.layers.probe import PARTIAL, Probe, is_watched
 
 ROWS = "adapters"
-"""Name of the set of a step's rows that have an adapter, in the order of slots."""
+"""Name of the row set of a step's adapted rows, in slot order."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterRows:
-    """The rows of one step that have an adapter."""
+    """Rows of one step that have an adapter."""
 
     rows: Tensor | None
-    """[n] int64, sorted by slot; None if all rows are, in order."""
+    """Row indices [n] int64, sorted by slot; None if all rows have an adapter and are already in slot order."""
     ends: Tensor
-    """[slots] int32: end of each slot's rows; of pairs [slots * experts]: end of each expert's."""
+    """End of each slot's rows, [slots] int32; for expert pairs, end of each (slot, expert) group, [slots * experts]."""
     slots: Tensor
-    """[n] int64: the slot of each row."""
+    """Slot of each row, [n] int64."""
     active: tuple[int, ...]
     """Slots that have rows."""
 
 
 @dataclass(slots=True)
 class AdapterBatch:
-    """The adapters of the rows in the present step, shared by the layers of one model."""
+    """Adapters of the rows in the current step, shared by the layers of one model."""
 
     rows: AdapterRows | None = None
-    """None: no row has an adapter."""
+    """None if no row has an adapter."""
 
 
 @dataclass(slots=True)
 class AdapterMatrices:
-    """One rank's part of an adapter in one layer."""
+    """One rank's shard of an adapter in one layer."""
 
     down: Tensor
-    """A, [rank, ins]; of experts [experts, rank, ins]."""
+    """A, [rank, ins]; for experts [experts, rank, ins]."""
     up: Tensor
-    """B, [outs, rank]; of experts [experts, outs, rank]."""
+    """B, [outs, rank]; for experts [experts, outs, rank]."""
     scaling: float
 
 
 @dataclass(slots=True)
 class LoraTarget:
-    """One linear layer of the checkpoint, or one stack of experts' matrices, with its adapters.
+    """One linear layer of the checkpoint, or one stack of expert matrices, with its adapters.
 
-    A fused layer has several.
+    A fused layer has several targets.
     """
 
     path: str
     """Path of the linear layer or parameter in the checkpoint."""
     shape: tuple[int, int]
-    """Outputs and inputs of the whole layer."""
+    """Number of outputs and inputs of the whole layer, over all ranks."""
     inputs: tuple[int, int]
     """First input and number of inputs on this rank."""
     outputs: list[tuple[int, int]]
-    """First output and number of outputs of each run of this rank's outputs."""
+    """First output and number of outputs of each contiguous range of outputs on this rank."""
     first: int
-    """The first of its features in the output of the (fused) layer."""
+    """Offset of this target's features in the output of the (fused) layer."""
     lora_a: Probe
     lora_b: Probe
     base_layer: Probe | None = None
-    """None for experts."""
+    """Probe of the base layer's output; None for experts."""
     stack: tuple[int, ...] = ()
-    """Experts on this rank, [experts]; empty for a linear layer."""
+    """[number of experts on this rank] for experts; empty for a linear layer."""
     down: Tensor | None = None
-    """[slots, (experts,) rank, ins]; None until an adapter of this layer is placed."""
+    """[slots, (experts,) rank, ins]; None until the first adapter of this layer is placed."""
     up: Tensor | None = None
     """[slots, (experts,) outs, rank]."""
     scaling: Tensor | None = None
     """[slots, 1] float32."""
     factors: list[float] = field(default_factory=list)
-    """:attr:`scaling` on the host."""
+    """Host copy of :attr:`scaling`."""
     ranks: list[int] = field(default_factory=list)
-    """Rank of the adapter in each slot; 0: it does not adapt this layer."""
+    """LoRA rank of the adapter in each slot; 0 if the adapter does not adapt this layer."""
 
     @property
     def width(self) -> int:
-        """Features of this layer on this rank."""
+        """Number of output features of this target on this rank."""
         return sum(count for _, count in self.outputs)
 
     def place(self, slot: int, adapter: AdapterMatrices | None, num_slots: int, rank: int, like: Tensor) -> None:
-        """Copy an adapter into a slot; None: the adapter in that slot does not adapt this layer.
+        """Copy ``adapter`` into ``slot``; None means that the slot's adapter does not adapt this layer.
 
-        ``rank`` is the largest rank of any adapter, ``like`` the layer's input or weight, for device and dtype. An
-        update that consists of several takes more.
+        ``rank`` is the largest LoRA rank of any adapter. ``like``, the layer's input or weight, provides device and
+        dtype. If the adapter's own rank exceeds ``rank``, as for an update composed of several, the buffers grow to a
+        multiple.
         """
         own = 0 if adapter is None else adapter.down.shape[-2]
         rank *= max(1, -(-own // rank))
@@ -127,7 +128,7 @@ class LoraTarget:
             self.scaling[slot] = self.factors[slot] = adapter.scaling
 
     def update(self, input: Tensor, rows: AdapterRows) -> Tensor | None:
-        """[n, ins] of the rows with an adapter -> what is added to their outputs, [n, outs]; None for nothing."""
+        """Return the LoRA update [n, outs] of the adapted rows [n, ins]; None if no adapter adapts this layer."""
         rank = max(self.ranks[slot] for slot in rows.active) if self.ranks else 0
         if rank == 0 or self.down is None or self.up is None or self.scaling is None:
             return None
@@ -142,13 +143,13 @@ class LoraTarget:
 
 
 class LoraLayer:
-    """The adapters of one module of the engine, whose output is that of one or several layers of the checkpoint."""
+    """Adapters of one engine module, whose output consists of one or several layers of the checkpoint."""
 
     def __init__(self, targets: Sequence[LoraTarget], batch: AdapterBatch) -> None:
         self.targets, self._batch = targets, batch
 
     def apply(self, input: Tensor, output: Tensor) -> Tensor:
-        """Add the updates of the step's adapters to ``output`` [tokens, outs] of ``input`` [tokens, ins]."""
+        """Add the step's LoRA updates to ``output`` [tokens, outs], the base output for ``input`` [tokens, ins]."""
         probes = [(target, probe) for target in self.targets if (probe := target.base_layer) is not None]
         watched = [(target, probe) for target, probe in probes if is_watched(probe)]
         for target, probe in watched:
@@ -157,7 +158,7 @@ class LoraLayer:
         if step is None:
             return output
         if watched:
-            output = output.clone()  # the base layer's output has been seen
+            output = output.clone()  # taps have observed the base layer's output, which must not change
         chosen = input if step.rows is None else input[step.rows]
         for target in self.targets:
             update = target.update(chosen, step)
@@ -172,18 +173,18 @@ class LoraLayer:
 
 
 class ExpertsLora:
-    """The adapters of one module of experts."""
+    """Adapters of one experts module."""
 
     def __init__(self, targets: Mapping[str, LoraTarget], num_slots: int, batch: AdapterBatch) -> None:
-        """``targets``: by the name of the stack."""
+        """``targets``: by stack name."""
         self.targets, self._num_slots, self._batch = targets, num_slots, batch
         self._pairs: AdapterRows | None = None
 
     def begin(self, tokens: Tensor, ends: Tensor, num_tokens: int) -> None:
-        """Find the pairs of the step that have adapters.
+        """Group the step's pairs that have adapters by slot and expert, for :meth:`apply`.
 
-        ``tokens`` [pairs] int64: the token of each pair, sorted by expert; ``ends`` [experts] int32: end of each
-        expert's pairs. Later pairs are those of other ranks' experts.
+        ``tokens`` [pairs] int64: token of each pair, sorted by expert; ``ends`` [experts] int32: end of each local
+        expert's pairs. Pairs past the last end belong to other ranks' experts.
         """
         step, self._pairs = self._batch.rows, None
         count = len(ends)
@@ -204,7 +205,7 @@ class ExpertsLora:
             self._pairs = AdapterRows(rows=rows, ends=group_ends, slots=slots[rows], active=step.active)
 
     def apply(self, name: str, input: Tensor, output: Tensor) -> Tensor:
-        """Add the updates of the matrices ``name`` to ``output`` [pairs, outs] of ``input`` [pairs, ins]."""
+        """Add the LoRA updates of stack ``name`` to ``output`` [pairs, outs], computed from ``input`` [pairs, ins]."""
         if self._pairs is not None and self._pairs.rows is not None:
             update = self.targets[name].update(input[self._pairs.rows], self._pairs)
             if update is not None:
@@ -213,7 +214,7 @@ class ExpertsLora:
 
 
 def _product(input: Tensor, matrices: Tensor, rows: AdapterRows) -> Tensor:
-    """Each row of [n, ins] times the matrix [outs, ins] of its slot, and expert: [n, outs]."""
+    """Multiply each row of [n, ins] by the matrix [outs, ins] of its slot, and of its expert if any -> [n, outs]."""
     if len(rows.active) > 1:
         return grouped_linear(input, matrices.flatten(0, -3), rows.ends)
     (slot,) = rows.active
@@ -224,7 +225,7 @@ def _product(input: Tensor, matrices: Tensor, rows: AdapterRows) -> Tensor:
 
 
 def lora_targets(root: nn.Module, module: nn.Module, slices: Sequence[WeightSlice]) -> Iterator[LoraTarget]:
-    """The targets of ``module``, whose weight consists of ``slices``; their sites become modules of ``root``.
+    """Yield the targets of ``module``, whose weight consists of ``slices``, and add their sites as modules of ``root``.
 
     Sites have PEFT's names: ``base_layer``, ``lora_A.default`` and ``lora_B.default`` below the layer's own path.
     """
@@ -235,7 +236,7 @@ def lora_targets(root: nn.Module, module: nn.Module, slices: Sequence[WeightSlic
     dims: dict[str, str] = getattr(module, "tap_dims", {})
     first = 0
     for index, (path, own) in enumerate(parts.items()):
-        is_split = own[0].dim == 1  # by inputs: the outputs are summands
+        is_split = own[0].dim == 1  # along inputs: the outputs are partial sums
         out = PARTIAL if is_split else dims.get(f"out[{index}]", dims.get("out", ""))
         site = _submodule(root, path)
         base_layer, lora_b = Probe(out), Probe(out, ROWS, is_optional=True)
@@ -260,10 +261,10 @@ def lora_targets(root: nn.Module, module: nn.Module, slices: Sequence[WeightSlic
 
 
 def expert_targets(root: nn.Module, experts: Experts, path: str) -> dict[str, LoraTarget]:
-    """The targets of ``experts`` by the name of the stack; their sites become modules of ``root``.
+    """Return the targets of ``experts`` by stack name, and add their sites as modules of ``root``.
 
-    Sites have PEFT's names of adapters of both stacks, where one wrapper is in the other: ``lora_A.default`` and
-    ``lora_B.default`` of the second stack are below the experts, those of the first below ``base_layer``.
+    Sites have PEFT's names for adapters of both stacks, where PEFT nests one wrapper in the other. ``lora_A.default``
+    and ``lora_B.default`` of the second stack are below the experts, those of the first stack below ``base_layer``.
     """
     size, hidden = experts.config.intermediate_size, experts.hidden_size
     start, end = experts.shard.features
@@ -275,7 +276,7 @@ def expert_targets(root: nn.Module, experts: Experts, path: str) -> dict[str, Lo
     targets = {}
     for name, site in ((down, experts), (up, _submodule(root, f"{path}.base_layer"))):
         lora_a, lora_b = (Probe(dims[name], is_optional=True) for dims in (inner, outer))
-        if not has_all:  # each rank has pairs of its own
+        if not has_all:  # each rank has different pairs
             lora_a.tap_ports = ()
         if not has_all or not outer[name]:
             lora_b.tap_ports = ()
@@ -294,7 +295,7 @@ def expert_targets(root: nn.Module, experts: Experts, path: str) -> dict[str, Lo
 
 
 def _submodule(root: nn.Module, path: str) -> nn.Module:
-    """The module at ``path``, created if only its parent exists."""
+    """Return the module at ``path``, creating it if only its parent exists."""
     parent, _, name = path.rpartition(".")
     holder = root.get_submodule(parent)
     if not hasattr(holder, name):

@@ -1,11 +1,11 @@
-"""Multi-head latent attention, DeepSeek-V2, arXiv:2405.04434 section 2.1: the cache holds one latent per position.
+"""Multi-head latent attention (MLA), arXiv:2405.04434 section 2.1: the cache stores one latent per position.
 
-A latent is [kv_lora_rank + rope] wide: the compressed KV that ``kv_b_proj`` projects to every head's key and value, and
-the rotated key part that all heads share. It is replicated on every rank. Attention is computed in one of two ways:
+A latent is [kv_lora_rank + rope] wide: the compressed KV, which ``kv_b_proj`` projects to every head's key and value,
+and the rotated part of the key, which all heads share. Latents are replicated on every rank. Attention has two forms:
 
 * *expanded*: ``kv_b_proj`` projects the latents of all positions to keys and values; fewest operations for many rows.
 * *absorbed*: ``kv_b_proj`` is applied to the query and, after attention over the latents, to the output (appendix C,
-  "absorbed" matrices); a decoding row then reads latents only.
+  "absorbed" matrices); a decode row then reads only latents.
 """
 
 from dataclasses import dataclass
@@ -23,24 +23,27 @@ from tapscope.engine.layers.paged_attention import AttentionSpec, attend, attend
 
 @dataclass(frozen=True, slots=True)
 class LatentAttention:
-    """Attention of one layer of one step; queries are [tokens, heads, nope + rope], rotated."""
+    """Attention of one layer in one step; queries are [tokens, heads, nope + rope], already rotated."""
 
     layer: int
     mla: MlaConfig
     scale: float
     weight: Tensor
-    """[heads * (nope + value), rank]: ``kv_b_proj`` of this rank's heads."""
+    """``kv_b_proj`` of this rank's heads, [heads * (nope + value), rank]."""
 
     def absorbed(self, query: Tensor, cache: StepCache) -> Tensor:
-        """All rows against the cached latents -> [tokens, heads, value]."""
+        """Attend to the cached latents with all rows -> [tokens, heads, value]."""
         return self.from_latent(attend(self.to_latent(query), self.layer, cache, self._latent_spec))
 
     def expanded(self, query: Tensor, kv: Tensor, cache: StepCache) -> Tensor:
-        """All rows against keys and values; ``kv`` [tokens, heads * (nope + value)] is that of the step's rows."""
+        """Attend to expanded keys and values with all rows -> [tokens, heads, value].
+
+        ``kv`` [tokens, heads * (nope + value)] is the projection of the step's rows.
+        """
         return torch.cat([self._expanded_one(query, kv, cache, segment) for segment in cache.segments])
 
     def mixed(self, query: Tensor, kv: Tensor, cache: StepCache) -> Tensor:
-        """Requests with one row absorbed, the others expanded."""
+        """Attend in the absorbed form for requests with one row, and in the expanded form for the others."""
         outputs = [
             self._expanded_one(query, kv, cache, s) if s.count > 1 else self._absorbed_one(query, cache, s)
             for s in cache.segments
@@ -48,7 +51,7 @@ class LatentAttention:
         return torch.cat(outputs)
 
     def sparse(self, query: Tensor, kv: Tensor | None, cache: StepCache, chosen: Chosen) -> Tensor:
-        """Each request's rows against their ``chosen`` positions; where they are all, as :meth:`mixed`."""
+        """Attend with each request's rows to its ``chosen`` positions; as :meth:`mixed` if these are all positions."""
         outputs, segments = [], cache.segments
         if (singles := chosen.singles) is not None:
             count, segments = len(singles.counts), segments[len(singles.counts) :]
@@ -65,9 +68,9 @@ class LatentAttention:
         return torch.cat(outputs)
 
     def _sparse_one(self, query: Tensor, ids: Tensor, segment: Segment, cache: StepCache) -> Tensor:
-        """Rows [rows, heads, nope + rope] against chosen latents, in blocks of rows that bound the gathered memory.
+        """Attend to selected latents with rows [rows, heads, nope + rope], blockwise to bound the gathered memory.
 
-        Few rows of a long request, as in decoding, read the latents that they chose and no others.
+        Few rows of a long request, as in decode, read only the selected latents.
         """
         if ids.numel() < segment.length:
             latents = cache.read_at(self.layer, segment, ids.clamp(min=0).flatten())[0][:, 0]
@@ -95,13 +98,13 @@ class LatentAttention:
         return attend_segment(query[_rows(segment)], key, value, segment, 0, spec, cache)
 
     def to_latent(self, query: Tensor) -> Tensor:
-        """Queries -> [tokens, heads, rank + rope]; its scores against latents equal the query's against keys."""
+        """Absorb keys into queries -> [tokens, heads, rank + rope]: scores against latents equal those against keys."""
         query, rotated = torch.split(query, [self.mla.nope_dim, self.mla.rope_dim], dim=-1)
         keys = self._matrices[:, : self.mla.nope_dim]
         return torch.cat((torch.bmm(query.transpose(0, 1), keys).transpose(0, 1), rotated), dim=-1)
 
     def from_latent(self, mixtures: Tensor) -> Tensor:
-        """Attention output over latents [tokens, heads, rank] -> over values [tokens, heads, value]."""
+        """Project the attention output over latents [tokens, heads, rank] to values [tokens, heads, value]."""
         values = self._matrices[:, self.mla.nope_dim :]
         return torch.bmm(mixtures.transpose(0, 1), values.mT).transpose(0, 1)
 
@@ -119,8 +122,9 @@ class LatentAttention:
 
 
 def attend_chosen(query: Tensor, latents: Tensor, ids: Tensor, core: LatentAttention) -> Tensor:
-    """Rows [rows, heads, nope + rope] against the latents [length, rank + rope] at ``ids`` [rows, k], -1 for none ->
-    [rows, heads, value].
+    """Attend to selected latents with rows [rows, heads, nope + rope] -> [rows, heads, value].
+
+    ``latents`` is [length, rank + rope]; ``ids`` [rows, k] selects latents, padded with -1.
     """
     if has_torch_function((query,)):
         return handle_torch_function(attend_chosen, (query,), query, latents, ids, core)

@@ -1,4 +1,4 @@
-"""Normalisation layers, replicated on every rank."""
+"""Normalization layers, replicated on every rank unless sharded explicitly."""
 
 from collections.abc import Callable, Iterator
 from typing import ClassVar
@@ -15,7 +15,7 @@ from tapscope.engine.layers.probe import WHOLE, is_watched, notify
 from tapscope.engine.layers.quantized import InputQuantizer
 
 HEADS = "t num_heads[tp] d"
-"""Dims of queries and keys that are normalised per head."""
+"""Dims of queries and keys that are normalized per head."""
 
 
 class RMSNorm(CheckpointModule):
@@ -23,7 +23,7 @@ class RMSNorm(CheckpointModule):
 
     is_gemma: ClassVar[bool] = False
     has_kernel: ClassVar[bool] = True
-    """Whether fused kernels compute this norm."""
+    """Whether fused kernels support this norm."""
 
     def __init__(self, size: int, eps: float, dtype: torch.dtype, dims: str = WHOLE) -> None:
         super().__init__()
@@ -32,14 +32,14 @@ class RMSNorm(CheckpointModule):
         self.tap_dims = {"in[hidden_states]": dims, "out": dims}
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """[..., size] -> [..., size], in the input's dtype."""
+        """Normalize [..., size] over the last axis, in the dtype of ``hidden_states``."""
         if (fused := fused_for(hidden_states)) is not None and hidden_states.dtype == self.weight.dtype:
             return fused.rms_norm(hidden_states, self.weight, self.eps)
         normalised = _normalised(hidden_states, self.eps, hidden_states.dtype)
         return normalised.mul_(self.weight) if normalised.dtype == self.weight.dtype else self.weight * normalised
 
     def weight_slices(self, path: str) -> Iterator[WeightSlice]:
-        """The whole vector."""
+        """Yield the whole weight vector."""
         yield WeightSlice(f"{path}.weight", tuple(self.weight.shape), self.weight)
 
 
@@ -51,7 +51,7 @@ class UnscaledRMSNorm(nn.Module):
         self.eps, self.tap_dims = eps, {"in[hidden_states]": dims, "out": dims}
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """[..., size] -> [..., size], in the input's dtype."""
+        """Normalize [..., size] over the last axis, in the dtype of ``hidden_states``."""
         return _normalised(hidden_states, self.eps, hidden_states.dtype)
 
 
@@ -65,7 +65,7 @@ class GemmaRMSNorm(RMSNorm):
         self.tap_dims = {"in[x]": dims, "out": dims}
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., size] -> [..., size], in the input's dtype."""
+        """Normalize [..., size] over the last axis, in the dtype of ``x``."""
         if (fused := fused_for(x)) is not None and x.dtype == self.weight.dtype:
             return fused.rms_norm(x, self.weight, self.eps, is_gemma=True)
         return (_normalised(x, self.eps, torch.float32) * (1.0 + self.weight.float())).to(x.dtype)
@@ -82,11 +82,11 @@ class LayerNorm(RMSNorm):
         self.tap_dims = {"in[input]": dims, "out": dims}
 
     def forward(self, input: Tensor) -> Tensor:
-        """[..., size] -> [..., size], in the input's dtype."""
+        """Normalize [..., size] over the last axis, in the dtype of ``input``."""
         return functional.layer_norm(input, self.weight.shape, self.weight, self.bias, self.eps)
 
     def weight_slices(self, path: str) -> Iterator[WeightSlice]:
-        """The whole vectors."""
+        """Yield the whole weight and bias vectors."""
         yield from super().weight_slices(path)
         yield WeightSlice(f"{path}.bias", tuple(self.bias.shape), self.bias)
 
@@ -97,7 +97,7 @@ class CohereLayerNorm(RMSNorm):
     has_kernel = False
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """[..., size] -> [..., size], in the input's dtype."""
+        """Normalize [..., size] over the last axis, in the dtype of ``hidden_states``."""
         wide = hidden_states.float()
         normalised = functional.layer_norm(wide, self.weight.shape, self.weight.float(), eps=self.eps)
         return normalised.to(hidden_states.dtype)
@@ -109,7 +109,7 @@ class Olmo2RMSNorm(RMSNorm):
     has_kernel = False
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """[..., size] -> [..., size], in the input's dtype."""
+        """Normalize [..., size] over the last axis, in the dtype of ``hidden_states``."""
         return (self.weight * _normalised(hidden_states, self.eps, torch.float32)).to(hidden_states.dtype)
 
 
@@ -121,7 +121,7 @@ class ShardedRMSNorm(Olmo2RMSNorm):
         self.features, self.tp = features, tp
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """[tokens, this rank's features] -> the same, in the input's dtype."""
+        """Normalize [tokens, this rank's features] over the features of all ranks, in the input's dtype."""
         wide = hidden_states.float()
         squares = wide.square().sum(-1, keepdim=True)
         if not self.features.is_whole:
@@ -129,7 +129,7 @@ class ShardedRMSNorm(Olmo2RMSNorm):
         return (self.weight * (wide * torch.rsqrt(squares / self.features.total + self.eps))).to(hidden_states.dtype)
 
     def weight_slices(self, path: str) -> Iterator[WeightSlice]:
-        """This rank's features."""
+        """Yield this rank's part of the weight vector."""
         yield WeightSlice(f"{path}.weight", (self.features.total,), self.weight, 0, self.features.start)
 
 
@@ -142,12 +142,11 @@ def add_norm(
     on_sum: Callable[[Tensor], None] | None = None,
     quantizer: InputQuantizer | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(norm(residual + states), residual + states), in one kernel if possible; ``residual`` None means zero.
+    """Return (norm(residual + states), residual + states), in one kernel if possible; ``residual`` None means zero.
 
-    ``quantizer`` is that of the layer called with the first: the kernel then quantizes, too.
-
-    With ``post_norm``, ``states`` is normalised by it before the addition. ``on_sum`` is called with the sum before
-    ``norm`` is called, or its taps are notified.
+    With ``post_norm``, ``states`` is first normalized by ``post_norm``. ``on_sum`` is called with the sum before
+    ``norm`` runs or its taps are notified. ``quantizer`` is the input quantizer of the layer that receives the first
+    result; the fused kernel then quantizes too.
     """
     if residual is None:
         if on_sum is not None:
@@ -155,7 +154,7 @@ def add_norm(
         return norm(states), states
     norms = [norm] if post_norm is None else [norm, post_norm]
     fused = fused_for(states, *norms) if all(each.has_kernel for each in norms) else None
-    if post_norm is not None and is_watched(post_norm):  # its output is in no memory
+    if post_norm is not None and is_watched(post_norm):  # the fused kernel does not store its output
         fused = None
     is_one_dtype = states.dtype == residual.dtype == norm.weight.dtype  # the residual of Mamba-2 is in float32
     if fused is not None and is_one_dtype and all(each.eps == norm.eps for each in norms):
@@ -178,7 +177,7 @@ def add_norm(
 
 
 def _normalised(states: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """states / rms(states), computed in float32 and rounded to ``dtype``."""
+    """Return states / rms(states), computed in float32 and rounded to ``dtype``."""
     if states.is_cuda:  # one kernel, which accumulates in float32
         return functional.rms_norm(states.to(dtype), states.shape[-1:], eps=eps)
     wide = states.float()

@@ -1,8 +1,8 @@
-"""Attention: causal attention of packed rows against a paged KV cache.
+"""Attention: causal attention of packed rows over a paged KV cache.
 
-:func:`attend` dispatches. Decoding requests are computed as one batch by a C++ kernel on a CPU and a Triton kernel on a
-GPU, which read the pages directly, or else by torch's SDPA as one padded batch. Requests with several rows are computed
-by Triton on a GPU, or else by SDPA one request at a time, in blocks of rows.
+:func:`attend` dispatches. Decode requests are computed as one batch by a kernel that reads the pages directly (C++ on a
+CPU, Triton on a GPU), or else by torch's SDPA as one padded batch. Requests with several rows are computed by Triton on
+a GPU, or else by SDPA one request at a time, in blocks of rows.
 """
 
 import functools
@@ -39,28 +39,29 @@ class AttentionSpec:
     scale: float
     """Factor of the scores, usually 1/sqrt(head dim)."""
     window: int | None = None
-    """Sliding window: positions visible to a row, including its own; None: all earlier positions."""
+    """Sliding window: number of positions visible to a row, including its own; None: all earlier positions."""
     chunk: int | None = None
-    """A row sees the positions of its own chunk of this size (Llama 4); None: no chunks."""
+    """Chunk size: a row attends only within its own chunk (Llama 4); None: no chunks."""
     value_dim: int | None = None
-    """If set, values are the first ``value_dim`` features of the keys (MLA latents); None: cached separately."""
+    """If set, values are the first ``value_dim`` features of the keys (MLA latents); None: values are cached
+    separately."""
     softcap: float | None = None
     """Scores become softcap * tanh(scores / softcap) before the mask (Gemma 2, arXiv:2408.00118)."""
     sinks: Tensor | None = field(default=None, compare=False)
-    """[heads]: a score of each head that takes part in the softmax and has no value (gpt-oss, arXiv:2309.17453)."""
+    """[heads]: a logit per head that takes part in the softmax but has no value (gpt-oss, arXiv:2309.17453)."""
 
     @property
     def is_plain(self) -> bool:
-        """Whether torch's SDPA computes it."""
+        """Whether torch's SDPA supports the parameters: no soft-cap and no sinks."""
         return self.softcap is None and self.sinks is None
 
 
 @contextmanager
 def without_cudnn_attention() -> Iterator[None]:
-    """Disable torch's cuDNN attention backend.
+    """Context manager: disable torch's cuDNN attention backend.
 
-    cuDNN builds a plan, in tens of milliseconds, for every new shape, and a decoding request has a different length in
-    each step.
+    cuDNN builds a plan for every new shape, which takes tens of milliseconds, and the length of a decode request
+    changes in each step.
     """
     backends: Any = torch.backends.cuda  # has no type hints
     was_enabled = backends.cudnn_sdp_enabled()
@@ -72,7 +73,7 @@ def without_cudnn_attention() -> Iterator[None]:
 
 
 class Attention(nn.Module):
-    """Attention core of a layer: writes the step's keys and values into the cache and attends to it."""
+    """Attention core of a layer: writes the step's keys and values to the cache, then attends to the cache."""
 
     def __init__(self, layer: int, spec: AttentionSpec, heads: HeadShards) -> None:
         super().__init__()
@@ -82,15 +83,15 @@ class Attention(nn.Module):
             self.tap_dims |= dict.fromkeys(("in[key]", "in[value]"), heads.keys.dims("num_heads", "d"))
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, past_key_values: StepCache) -> Tensor:
-        """[tokens, heads, d] with [tokens, kv_heads, d] twice -> [tokens, heads * d], in the query's dtype."""
+        """Attend with query [tokens, heads, d], key and value [tokens, kv_heads, d] -> [tokens, heads * d]."""
         past_key_values.write(self.layer, key, value)
         return attend(query, self.layer, past_key_values, self.spec).flatten(1)
 
 
 def attend(query: Tensor, layer: int, cache: StepCache, spec: AttentionSpec) -> Tensor:
-    """[tokens, heads, d] against the cache of ``layer`` -> [tokens, heads, value dim]; arXiv:1706.03762.
+    """Attend with [tokens, heads, d] to the cache of ``layer`` -> [tokens, heads, value dim]; arXiv:1706.03762.
 
-    The step's own keys and values are already cached. Head h reads key/value head h // (heads / kv_heads).
+    The step's own keys and values must already be cached. Query head h reads KV head h // (heads / kv_heads).
     """
     if has_torch_function((query,)):  # overridden by a mode such as BatchInvariant
         return handle_torch_function(attend, (query,), query, layer, cache, spec)
@@ -118,8 +119,9 @@ def attend(query: Tensor, layer: int, cache: StepCache, spec: AttentionSpec) -> 
 def attend_and_quantize(
     query: Tensor, layer: int, cache: StepCache, spec: AttentionSpec, quantizer: InputQuantizer
 ) -> Tensor:
-    """:func:`attend` -> [tokens, heads * value dim], the input of the layer of ``quantizer``; its kernel also quantizes
-    where each request has one row.
+    """Return :func:`attend`'s output as [tokens, heads * value dim], the input of the layer that owns ``quantizer``.
+
+    If every request has one row, the attention kernel also quantizes the output.
     """
     is_whole = has_torch_function((query,)) or cache.is_padded or cache.num_single != len(query)
     quantized = None if is_whole else quantizer.offer(query.flatten(1))
@@ -139,14 +141,15 @@ def attend_chunks(
     attend_one: Callable[..., Tensor],
     first_request: int = 0,
 ) -> Tensor:
-    """:func:`attend` with ``spec.chunk``: each request's rows of one chunk after the other, by ``attend_one``; only of
-    the requests from ``first_request`` on.
+    """Compute :func:`attend` with ``spec.chunk`` for requests from ``first_request`` on, one chunk at a time.
+
+    ``attend_one`` computes the rows of one request and chunk.
     """
     assert spec.chunk is not None
     size, outputs = spec.chunk, []
 
     def attend_chain(query: Tensor, keys: Tensor, values: Tensor, diagonal: int, spec: AttentionSpec) -> Tensor:
-        """As `attend_one`; key 0 is the first one of a chunk."""
+        """Split rows by chunk and call ``attend_one`` for each; key 0 is the first key of a chunk."""
         found, length = [], diagonal + len(query)
         for start in range(diagonal // size * size, length, size):
             first, end = max(start, diagonal), min(start + size, length)
@@ -175,7 +178,7 @@ def attend_branches(
     spec: AttentionSpec,
     attend_one: Callable[..., Tensor],
 ) -> Tensor:
-    """As :func:`attend_tree`, one branch after the other, with its keys where they are once the branch is accepted."""
+    """Compute :func:`attend_tree` one branch at a time, with keys at the positions that they take on acceptance."""
     base, first = segment.base - start, len(segment.tree) - segment.count
     output = None
     for whole, own in segment.branches():
@@ -189,7 +192,7 @@ def attend_branches(
 
 
 def _attend_single(query: Tensor, layer: int, cache: StepCache, spec: AttentionSpec) -> list[Tensor]:
-    """Requests with one row, as one batch if that is faster: [requests, heads, value dim]; else an empty list."""
+    """Attend for requests with one row as one batch [requests, heads, value dim], if faster; otherwise return []."""
     output = _attend_pages(query[: cache.num_single], layer, cache, spec) if cache.num_single else None
     if output is not None:
         return [output]
@@ -200,7 +203,7 @@ def _attend_single(query: Tensor, layer: int, cache: StepCache, spec: AttentionS
 def _attend_pages(
     query: Tensor, layer: int, cache: StepCache, spec: AttentionSpec, quantized: Any = None
 ) -> Tensor | None:
-    """Requests with one row, by a C++ or Triton kernel that reads the pages; None if neither applies.
+    """Attend for requests with one row in a C++ or Triton kernel that reads the pages; None if neither applies.
 
     ``quantized`` receives the quantized output, on a GPU.
     """
@@ -224,10 +227,10 @@ def _attend_pages(
 def attend_slots(
     query: Tensor, layer: int, cache: StepCache, slots: Tensor, counts: Tensor, spec: AttentionSpec
 ) -> Tensor:
-    """Requests with one row against chosen positions: [requests, heads, d] -> [requests, heads, value dim].
+    """Attend for requests with one row to selected positions: [requests, heads, d] -> [requests, heads, value dim].
 
-    ``slots`` [requests, most] int32: where the positions are, the pool's page axes flattened, as many as ``counts``
-    [requests] int32. By the Triton kernel that reads pages, here of one position each.
+    ``slots`` [requests, most] int32: slots of the positions, with the pool's page axes flattened; ``counts`` [requests]
+    int32: number of valid slots. Uses the paged Triton decode kernel with pages of one position.
     """
     pools = cache.pools(layer)
     assert pools is not None, "a cache whose pages kernels can read"
@@ -239,9 +242,10 @@ def attend_slots(
 def attend_prompts(
     query: Tensor, layer: int, cache: StepCache, spec: AttentionSpec, *, is_batch_invariant: bool = False
 ) -> Tensor | None:
-    """Requests with several rows, by a Triton kernel that reads the pages; None if it does not apply.
+    """Attend for requests with several rows in a Triton kernel that reads the pages; None if the kernel does not apply.
 
-    With ``is_batch_invariant`` all requests, so that a row's bits do not depend on how many rows its request has.
+    With ``is_batch_invariant`` all requests are computed, so that a row's bits do not depend on its request's row
+    count.
     """
     pools, first = cache.pools(layer), 0 if is_batch_invariant else cache.num_single
     query = query[first:]
@@ -257,7 +261,7 @@ def attend_prompts(
 
 
 def _attend_padded(query: Tensor, layer: int, cache: StepCache, spec: AttentionSpec) -> Tensor:
-    """Decoding requests and prompts by their kernels, where only the device knows how many decode."""
+    """Attend for decode requests and prompts in their kernels, when only the device knows how many requests decode."""
     pools, count = cache.pools(layer), cache.num_single
     assert pools is not None, "a cache that is split has no graphs"
     output = query.new_empty(*query.shape[:2], pools[1].shape[3])
@@ -272,7 +276,7 @@ def _attend_padded(query: Tensor, layer: int, cache: StepCache, spec: AttentionS
 
 
 def why_not_paged(cache: KVCache) -> str | None:
-    """Reason why kernels cannot read the pages of ``cache`` on its GPU, as the end of a sentence; None if they can."""
+    """Return why kernels cannot read the pages of ``cache`` on its GPU, as the end of a sentence; None if they can."""
     if cache.is_split:
         return "part of each key is stored in a different dtype"
     if not (cache.kv_format.is_plain or cache.kv_format.is_fp8):
@@ -288,9 +292,9 @@ def _triton() -> _Kernels:
 
 
 def _attend_batch(query: Tensor, layer: int, cache: StepCache, spec: AttentionSpec) -> Tensor:
-    """Requests with one row as one padded SDPA call: [requests, heads, d] -> [requests, heads, value dim].
+    """Attend for requests with one row as one padded SDPA call: [requests, heads, d] -> [requests, heads, value dim].
 
-    Query heads of a group are folded into the row axis.
+    The query heads of a group are folded into the row axis.
     """
     keys, values = cache.read_batch(layer, spec.window)
     if spec.value_dim is not None:
@@ -304,7 +308,7 @@ def _attend_batch(query: Tensor, layer: int, cache: StepCache, spec: AttentionSp
 def attend_segment(
     query: Tensor, keys: Tensor, values: Tensor, segment: Segment, start: int, spec: AttentionSpec, cache: StepCache
 ) -> Tensor:
-    """:func:`attend_one` of one request's rows, also of a draft tree; the first key is at position ``start``."""
+    """Run :func:`attend_one`, or :func:`attend_tree` for a draft tree, for one request; key 0 is at ``start``."""
     if segment.tree:
         return attend_tree(query, keys, values, segment, start, spec, cache)
     return attend_one(query, keys, values, segment.position - start, spec, cache.masks)
@@ -313,7 +317,7 @@ def attend_segment(
 def attend_tree(
     query: Tensor, keys: Tensor, values: Tensor, segment: Segment, start: int, spec: AttentionSpec, cache: StepCache
 ) -> Tensor:
-    """The rows of a draft tree, each against the cached positions and its own branch."""
+    """Attend with each row of a draft tree to the cached positions and its branch -> [count, heads, value dim]."""
     if has_torch_function((query,)):
         return handle_torch_function(attend_tree, (query,), query, keys, values, segment, start, spec, cache)
     count, num_heads, dim = query.shape
@@ -328,9 +332,9 @@ def attend_tree(
 def attend_one(
     query: Tensor, keys: Tensor, values: Tensor, diagonal: int, spec: AttentionSpec, masks: StepMasks | None = None
 ) -> Tensor:
-    """One request: [count, heads, d] against [length, kv_heads, d] twice -> [count, heads, value dim].
+    """Attend for one request: [count, heads, d], keys and values [length, kv_heads, d] -> [count, heads, value dim].
 
-    Row i is at key ``diagonal + i``. Query heads of a group are folded into the row axis: on a CPU that is several
+    Row i is at key ``diagonal + i``. The query heads of a group are folded into the row axis, which on a CPU is several
     times faster than `enable_gqa`. Many rows are computed in blocks, each against the keys visible to its last row.
     """
     if has_torch_function((query,)):
@@ -355,9 +359,9 @@ def attend_one(
 def _attend_pieces(
     query: Tensor, keys: Tensor, values: Tensor, diagonal: int, group: int, spec: AttentionSpec, masks: StepMasks
 ) -> Tensor:
-    """[1, kv_heads, count * group, d] -> [kv_heads, count * group, value dim], one block of rows at a time.
+    """Attend in blocks of rows: [1, kv_heads, count * group, d] -> [kv_heads, count * group, value dim].
 
-    Blocks skip most scores past the diagonal, fit a CPU's caches, and keep the mask below MOST_ELEMENTS (unless one row
+    Blocks skip most scores past the diagonal, fit a CPU's caches, and keep the mask below MAX_ELEMENTS (unless one row
     exceeds it). All blocks share one mask, right-aligned to a block's last key.
     """
     kv_heads, count = keys.shape[1], query.shape[2] // group
@@ -385,12 +389,12 @@ def _attend_pieces(
 
 
 def _piece_rows(group: int, kv_heads: int, threads: int) -> int:
-    """Rows of a block: from 192 folded rows on SDPA splits by 64, and every thread should get some."""
+    """Return the rows per block: SDPA splits 192 or more folded rows by 64, and every thread should get a part."""
     return max(32, -(-max(192, 64 * threads // kv_heads) // group))
 
 
 def _piece_mask(rows: int, width: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Mask [rows, width] where the last row is at the last key.
+    """Return the mask [rows, width] in which the last row is at the last key.
 
     A bool mask is True at visible keys; any other dtype gives an additive mask, -inf at hidden keys and 0 elsewhere.
     """
@@ -403,8 +407,9 @@ def _piece_mask(rows: int, width: int, window: int | None, dtype: torch.dtype, d
 
 
 def _attend_folded(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, spec: AttentionSpec) -> Tensor:
-    """[n, kv_heads, rows * group, d] by SDPA, or eagerly with a soft-cap or sinks; ``mask`` is bool (True: visible) or
-    additive.
+    """Attend with [n, kv_heads, rows * group, d] by SDPA, or eagerly with a soft-cap or sinks.
+
+    ``mask`` is bool (True: visible) or additive.
     """
     if spec.is_plain:
         return scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=spec.scale)
@@ -412,7 +417,7 @@ def _attend_folded(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | N
 
 
 def _attend_eagerly(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, spec: AttentionSpec) -> Tensor:
-    """With the roundings of `eager_attention_forward` in transformers' Gemma 2 and gpt-oss."""
+    """Attend with the roundings of `eager_attention_forward` in transformers' Gemma 2 and gpt-oss."""
     scores = query @ keys.mT * spec.scale
     if spec.softcap is not None:
         scores = (scores / spec.softcap).tanh() * spec.softcap
@@ -420,7 +425,7 @@ def _attend_eagerly(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | 
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
     if spec.sinks is None:
         return scores.softmax(-1, dtype=torch.float32).to(query.dtype) @ values
-    sinks = spec.sinks.view(scores.shape[1], 1, -1, 1)  # of one row; rows have their heads adjacent
+    sinks = spec.sinks.view(scores.shape[1], 1, -1, 1)  # per row: the heads of a row are adjacent
     by_row = scores.view(*scores.shape[:2], -1, sinks.shape[2], scores.shape[3])
     sinks = sinks.to(scores.dtype).expand(*by_row.shape[:-1], 1)
     weights = torch.cat((by_row, sinks), dim=-1).softmax(-1, dtype=torch.float32)

@@ -1,13 +1,13 @@
-"""Weights of linear layers that stay quantized in memory, and products with them.
+"""Linear-layer weights that stay quantized in memory, and matrix products with these weights.
 
 An 8-bit weight is codes [outs, ins] in e4m3, e5m2 or int8, and scales [scale rows, groups] in float32:
 
     weight[o, i] = codes[o, i] * scale[row[o], (i + offset) // group]
 
-A 4-bit weight is codes from 0 to 15, two in a byte of uint8 [outs, ins / 2], less zero points of the same layout as the
-scales, or less 8. One layout covers scales per tensor, per output channel and per block (arXiv:2412.19437, section
-3.3), fused layers whose parts have scales of their own, and shards that begin within a block. Activations are
-multiplied as they are (weight-only formats), or are quantized first by an :class:`InputQuantizer`.
+A 4-bit weight has codes from 0 to 15, packed in pairs as uint8 [outs, ins / 2]. Zero points with the same layout as the
+scales, or 8, are subtracted from the codes. One layout covers scales per tensor, per output channel and per block
+(arXiv:2412.19437, section 3.3), fused layers whose parts have separate scales, and shards that begin within a block.
+Activations are multiplied unquantized (weight-only formats), or are first quantized by an :class:`InputQuantizer`.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,58 +24,59 @@ from tapscope.engine.layers.probe import is_watched
 from tapscope.kernels.quantization import quantize_reference, scaled_linear_reference
 
 _KERNEL_GROUP = 128
-"""Features that share a scale in the Triton kernels."""
+"""Number of features that share a scale in the Triton kernels."""
 _MOST_ROWS = 512
-"""Rows beyond which a weight-only product dequantizes the weight first and leaves the product to torch's library."""
+"""Largest number of rows for which a weight-only product uses the Triton kernel. With more rows, the weight is
+dequantized and torch computes the product."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScalePart:
-    """Scales of one checkpoint tensor, whose elements [start, start + count) of each axis this rank holds."""
+    """Scales of one checkpoint tensor, of which this rank holds elements [start, start + shape) along each axis."""
 
     shape: tuple[int, int]
-    """Rows and columns held."""
+    """Number of rows and columns on this rank."""
     start: tuple[int, int]
     block: tuple[int, int]
-    """Rows and columns of the tensor that share a scale."""
+    """Number of rows and columns of the tensor that share a scale."""
 
     @property
     def span(self) -> tuple[slice, slice]:
-        """Rows and columns of the checkpoint's scales [blocks, blocks]."""
+        """Rows and columns of this rank in the checkpoint's scales [blocks, blocks]."""
         return block_spans(self.start, self.shape, self.block)
 
     @property
     def num_scales(self) -> tuple[int, int]:
-        """Size of ``span``."""
+        """Number of rows and columns in :attr:`span`."""
         rows, columns = self.span
         return rows.stop - rows.start, columns.stop - columns.start
 
 
 @dataclass(frozen=True, slots=True)
 class ScaleLayout:
-    """Which scale each element of a weight [outs, ins] has."""
+    """Mapping from each element of a weight [outs, ins] to its scale."""
 
     rows: Tensor
-    """Row of the scales of each output, [outs] int32."""
+    """Scale row of each output, [outs] int32."""
     shape: tuple[int, int]
-    """Of the scales: rows and groups."""
+    """Shape of the scales: rows and groups."""
     parts: tuple[tuple[int, int], ...]
     """First scale row and number of scale rows of each part."""
     group: int | None
-    """Features that share a scale; None: all."""
+    """Number of features that share a scale; None: all."""
     offset: int
-    """Feature 0 is this far into its group."""
+    """Offset of feature 0 within its group."""
     tile: int
-    """Largest power of two up to 128 of which every aligned tile of outputs has one scale row."""
+    """Largest power of two up to 128 for which every aligned tile of outputs has a single scale row."""
 
     @property
     def sizes(self) -> tuple[object, ...]:
-        """All but ``rows``."""
+        """All fields except ``rows``."""
         return self.shape, self.parts, self.group, self.offset, self.tile
 
     @classmethod
     def of(cls, parts: Sequence[ScalePart]) -> "ScaleLayout | None":
-        """For a weight made of ``parts``, one below the other; None if their groups of columns differ."""
+        """Return the layout of a weight with ``parts`` stacked along the rows; None if their column groups differ."""
         columns = {(part.block[1], part.start[1] % part.block[1], part.num_scales[1]) for part in parts}
         if len({one if one[2] > 1 else 1 for one in columns}) != 1:
             return None
@@ -92,39 +93,43 @@ class ScaleLayout:
         return cls(every, (first, groups), tuple(spans), group, offset if group else 0, tile)
 
     def scales_of(self, scale: Tensor, zero: Tensor | None) -> list[Scales | None]:
-        """Scales of each part, views of [scale rows, groups]."""
+        """Return the scales of each part, as views of [scale rows, groups]."""
         return [Scales(scale, zero).rows(slice(first, first + count)) for first, count in self.parts]
 
     def to(self, device: torch.device) -> "ScaleLayout":
-        """The same with ``rows`` on ``device``."""
+        """Return a copy with ``rows`` on ``device``."""
         return ScaleLayout(self.rows.to(device), self.shape, self.parts, self.group, self.offset, self.tile)
 
 
 def _is_uniform(rows: Tensor, size: int) -> bool:
-    """Whether each aligned tile of ``size`` outputs has one scale row."""
+    """Return whether each aligned tile of ``size`` outputs has a single scale row."""
     firsts = rows[::size].repeat_interleave(size)[: len(rows)]
     return bool((rows == firsts).all())
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """A weight that stays quantized: codes, scales and zero points."""
+    """Storage format of a weight that stays quantized: codes, scales and zero points."""
 
     dtype: torch.dtype
-    """Of the codes."""
+    """Dtype of the codes."""
     layout: ScaleLayout
     scale_dtype: torch.dtype = torch.float32
     has_zeros: bool = False
 
     def equals(self, other: "QuantizedWeight") -> bool:
-        """Whether weights of both are stored alike."""
+        """Return whether ``other`` describes the same storage format."""
         kinds = [(one.dtype, one.scale_dtype, one.has_zeros, *one.layout.sizes) for one in (self, other)]
         return kinds[0] == kinds[1] and torch.equal(self.layout.rows, other.layout.rows)
 
     def allocate(
         self, shape: Sequence[int], device: torch.device
     ) -> tuple[nn.Parameter, nn.Parameter, nn.Parameter | None]:
-        """Uninitialised codes of weights of ``shape`` [..., outs, ins], scales [..., scale rows, groups], and zeros."""
+        """Allocate uninitialized codes, scales and zero points for weights of ``shape`` [..., outs, ins].
+
+        Codes are [..., outs, ins] (4-bit: ins / 2), scales and zero points [..., scale rows, groups]. The zero points
+        are None without ``has_zeros``.
+        """
         *outer, outs, ins = shape
         scales = *outer, *self.layout.shape
 
@@ -136,7 +141,7 @@ class QuantizedWeight:
 
 
 class InputQuantizer(nn.Module):
-    """Quantizes the input of a linear layer; returns (codes, scales), both of which are sites."""
+    """Module that quantizes the input of a linear layer; it returns (codes, scales), both of which are sites."""
 
     input_scale: Tensor | None
 
@@ -151,20 +156,22 @@ class InputQuantizer(nn.Module):
         self._kept: tuple[Tensor, Tensor, Tensor] | None = None
 
     def set_part_scales(self, scales: Sequence[float]) -> None:
-        """Set the static scale to the largest of those of the layer's parts."""
+        """Set the static input scale to the largest of the parts' ``scales``."""
         assert self.input_scale is not None, "the scheme is dynamic"
         self.part_scales = list(scales)
         with torch.no_grad():
             self.input_scale.fill_(max(scales))
 
     def fits_kernels(self, input: Tensor) -> bool:
-        """Whether the Triton kernels quantize in groups of this size."""
+        """Return whether the Triton kernels quantize ``input`` with this scheme's group size."""
         group = self.scheme.group
         return group is None or (group == _KERNEL_GROUP and input.shape[1] % _KERNEL_GROUP == 0)
 
     def offer(self, input: Tensor) -> Any:
-        """Where a kernel that computes ``input``-like states [tokens, ins] may put their codes and scales, a
-        :class:`~tapscope.kernels.triton.quantize.Quantized`, for :meth:`keep`; None if they are computed here.
+        """Allocate codes and scales for a kernel that computes states like ``input`` [tokens, ins] and quantizes them.
+
+        The kernel fills the returned :class:`~tapscope.kernels.triton.quantize.Quantized`, which :meth:`keep` then
+        stores. None if the quantizer itself must quantize.
         """
         scheme, kernels = self.scheme, _kernels(input, self.scheme.dtype)
         if kernels is None or scheme.group != _KERNEL_GROUP or not self.fits_kernels(input) or is_watched(self):
@@ -172,16 +179,16 @@ class InputQuantizer(nn.Module):
         return kernels.quantize.Quantized.empty(*input.shape, scheme.dtype, input.device, scheme.is_ue8m0)
 
     def keep(self, input: Tensor, quantized: Any) -> None:
-        """Use ``quantized``, which a kernel has computed with ``input``, when the layer is called with that tensor."""
+        """Store ``quantized``, which a kernel computed along with ``input``, for the layer call with this tensor."""
         self._kept = None if quantized is None else (input, quantized.codes, quantized.scales)
 
     def take(self, input: Tensor) -> tuple[Tensor, Tensor] | None:
-        """What :meth:`keep` was given for ``input``, once."""
+        """Remove and return the codes and scales that :meth:`keep` stored for ``input``; None if there are none."""
         kept, self._kept = self._kept, None
         return kept[1:] if kept is not None and kept[0] is input else None
 
     def forward(self, input: Tensor) -> tuple[Tensor, Tensor]:
-        """[tokens, ins] -> codes [tokens, ins] of ``scheme.dtype``, scales [tokens, groups] float32."""
+        """Quantize [tokens, ins] to codes [tokens, ins] of ``scheme.dtype`` and scales [tokens, groups] float32."""
         scheme = self.scheme
         kernels = _kernels(input, scheme.dtype)
         if kernels is not None and self.fits_kernels(input):
@@ -201,11 +208,11 @@ def quantized_linear(
     quantizer: InputQuantizer | None = None,
     zero: Tensor | None = None,
 ) -> Tensor:
-    """[tokens, ins] times the transposed quantized weight -> [tokens, outs], in the input's dtype.
+    """Multiply [tokens, ins] by the transposed quantized weight -> [tokens, outs], in the input's dtype.
 
-    On a GPU the input may have been quantized where it was computed (:meth:`InputQuantizer.keep`). Else a single row is
-    quantized by the product's kernels, with the same bits, unless ``quantizer`` has hooks.
-    A weight-only product on a CPU has the bits of a layer with the dequantized weight.
+    On a GPU the kernel that computed the input may have quantized it already (:meth:`InputQuantizer.keep`). Otherwise
+    the kernel of the product quantizes a single row itself, with the same bits, unless ``quantizer`` has hooks. A
+    weight-only product on a CPU is bit-identical to a layer with the dequantized weight.
     """
     kept = None if quantizer is None else quantizer.take(input)
     is_one_row = kept is None and len(input) == 1
@@ -240,10 +247,11 @@ def scaled_product(
     product: Callable[..., Tensor] = linear,
     is_constant: bool = False,
 ) -> Tensor:
-    """[tokens, ins], quantized if it has scales, times a quantized weight -> [tokens, outs] in ``dtype``.
+    """Multiply [tokens, ins] by a quantized weight -> [tokens, outs] in ``dtype``.
 
-    ``input_group`` is that of the input's scales; ``product`` multiplies what is dequantized first. ``is_constant``:
-    the kernel launched last writes neither the weight nor its scales.
+    ``input_scale``: scales of quantized ``codes``, one per ``input_group`` features; None for unquantized rows.
+    ``product`` multiplies operands that are dequantized first. ``is_constant``: the kernel launched before this one
+    writes neither the weight nor its scales.
     """
     kernels = _kernels_for(codes, input_scale, weight, layout)
     if kernels is not None and (input_scale is not None or len(codes) <= _MOST_ROWS):
@@ -268,8 +276,9 @@ def grouped_scaled_product(
     ends: Tensor,
     most: int,
 ) -> Tensor:
-    """As :func:`scaled_product`, of rows [ends[e-1], ends[e]), at most ``most``, with weight[e] and scale[e], without
-    waiting for the device; where :func:`runs_grouped` says so.
+    """Compute :func:`scaled_product` per group, without waiting for the device; requires :func:`runs_grouped`.
+
+    Rows [ends[e-1], ends[e]), at most ``most`` of them, are multiplied by weight[e] with scale[e].
     """
     kernels = _kernels(codes, weight.dtype)
     assert kernels is not None, "see runs_grouped"
@@ -280,7 +289,7 @@ def grouped_scaled_product(
 
 
 def runs_grouped(codes: Tensor, input_scale: Tensor | None, weight: Tensor, layout: ScaleLayout) -> bool:
-    """Whether :func:`grouped_scaled_product` computes these."""
+    """Return whether :func:`grouped_scaled_product` supports these operands."""
     return _kernels_for(codes, input_scale, weight, layout) is not None
 
 
@@ -293,9 +302,10 @@ def grouped_int4_product(
     ends: Tensor,
     most: int,
 ) -> Tensor:
-    """Rows [ends[e-1], ends[e]), at most ``most``, times 4-bit matrices codes[e]; MXFP4 without ``scale_rows``.
+    """Multiply groups of rows by 4-bit matrices, without waiting for the device; requires :func:`runs_int4`.
 
-    Where :func:`runs_int4` says so; without waiting for the device.
+    Rows [ends[e-1], ends[e]), at most ``most`` of them, are multiplied by codes[e]; without ``scale_rows`` the matrices
+    are MXFP4.
     """
     found = product_kernels(rows)
     assert found is not None, "see runs_int4"
@@ -304,13 +314,13 @@ def grouped_int4_product(
 
 
 def runs_int4(rows: Tensor, groups: int) -> bool:
-    """Whether :func:`grouped_int4_product` multiplies rows with matrices with ``groups`` groups of features."""
+    """Return whether :func:`grouped_int4_product` supports ``rows`` and matrices with ``groups`` groups of features."""
     found = product_kernels(rows)
     return found is not None and rows.stride(-1) == 1 and found.int4.why_not_int4(rows.shape[1], groups) is None
 
 
 def _kernels(input: Tensor, dtype: torch.dtype) -> Kernels | None:
-    """The kernels, if they run for ``input`` and codes of ``dtype``; else None."""
+    """Return the kernels if they support ``input`` and codes of ``dtype``; otherwise None."""
     fused = product_kernels(input) if dtype != INT4 else None
     if fused is None or (dtype == torch.float8_e4m3fn and torch.cuda.get_device_capability(input.device) < (8, 9)):
         return None
@@ -318,7 +328,10 @@ def _kernels(input: Tensor, dtype: torch.dtype) -> Kernels | None:
 
 
 def _kernels_for(codes: Tensor, input_scale: Tensor | None, weight: Tensor, layout: ScaleLayout) -> Kernels | None:
-    """The kernels, if they multiply ``codes``, quantized if they have scales, with the quantized weight; else None."""
+    """Return the kernels if they support the product of ``codes`` with the quantized weight; otherwise None.
+
+    ``input_scale``: scales of quantized ``codes``; None for unquantized rows.
+    """
     groups = 1 if input_scale is None else input_scale.shape[1]
     fits = (
         codes.ndim == 2

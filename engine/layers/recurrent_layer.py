@@ -1,7 +1,7 @@
-"""RecurrentLayer: base class of layers with a recurrent state, which is a site as each step leaves it.
+"""RecurrentLayer: base class of layers with a recurrent state, whose value after each step is a site.
 
 A state is the window of a short convolution and, in most layers, a matrix. A subclass calls ``convolve`` and ``scan``,
-and defines ``scan_row`` and ``scan_rows``: how one row, and how several rows of a request, change the matrix.
+and defines how the matrix changes: ``scan_row`` for one row, ``scan_rows`` for several rows of one request.
 """
 
 from collections import deque
@@ -19,29 +19,31 @@ from tapscope.engine.layers.short_conv import ConvWeight, causal_conv, windows_a
 
 @dataclass(slots=True, eq=False)
 class RequestGroup:
-    """Requests that are computed together, several with one row each or one with several rows, and their states."""
+    """Requests that are computed together, with their states: several with one row each, or one with several rows."""
 
     requests: slice
     rows: slice
     num_drafts: int
-    """How many of the last rows are drafts of speculative decoding: the state after each of them is stored."""
+    """Number of trailing rows that are drafts of speculative decoding; the state after each draft is stored."""
     window: Tensor
-    """[requests, channels, positions]; of drafts [1 + drafts, ...], see :meth:`.StepStates.write`."""
+    """[requests, channels, positions]; with drafts [1 + drafts, ...], see :meth:`.StepStates.write`."""
     matrix: Tensor
-    """[requests, heads, key, value]; the same."""
+    """[requests, heads, key, value]; with drafts [1 + drafts, ...]."""
 
 
 class RecurrentLayer(nn.Module):
-    """Base class; ``tap[conv_state]`` and ``tap[recurrent_state]`` have one row for each request."""
+    """Base class; ``tap[conv_state]`` and ``tap[recurrent_state]`` have one row per request."""
 
     layer: int
     is_batch_invariant = False
-    """Whether each request is computed alone, and its rows one after the other, so that bits do not depend on chunks
-    and on other requests."""
+    """Whether each request is computed alone and row by row, so that its bits do not depend on chunking or on other
+    requests."""
 
     def add_state_taps(self, channels: dict[str, Shard], tp_size: int, matrix: str | None) -> None:
-        """``channels``: the parts of the convolution window [requests, channels, positions]; ``matrix``: dims of the
-        state after the requests' axis, None for a layer that has a window only.
+        """Create the probes of the layer's states.
+
+        ``channels``: parts of the convolution window [requests, channels, positions]. ``matrix``: dims of the matrix
+        state after the requests' axis; None for a layer that has only a window.
         """
         if len(channels) == 1:
             axis = "h[tp]"
@@ -55,8 +57,9 @@ class RecurrentLayer(nn.Module):
         self.recurrent_state = None if matrix is None else TapProbe("recurrent_state", f"t {matrix}", STATES)
 
     def convolve(self, rows: Tensor, conv: ConvWeight, cache: StepCache) -> tuple[Tensor, list[RequestGroup]]:
-        """Short convolution of all requests: rows [tokens, channels] -> the same shape, and the requests with their
-        windows after the step and their matrices before it, for :meth:`scan` or :meth:`store`.
+        """Convolve the rows of all requests, [tokens, channels] -> the same shape, and return the request groups.
+
+        The groups hold the windows after the step and the matrices before the step, for :meth:`scan` or :meth:`store`.
         """
         outputs, groups = [], self._groups(cache)
         for group in groups:
@@ -70,7 +73,7 @@ class RecurrentLayer(nn.Module):
         return torch.cat(outputs), groups
 
     def scan(self, parts: tuple[Tensor, ...], groups: list[RequestGroup], cache: StepCache) -> Tensor:
-        """The recurrence of all requests: parts [tokens, ...] -> [tokens, ...]; stores the states after the step."""
+        """Run the recurrence of all requests, parts [tokens, ...] -> [tokens, ...], and store the new states."""
         outputs = []
         for group in groups:
             own, matrix = tuple(part[group.rows] for part in parts), group.matrix
@@ -87,22 +90,22 @@ class RecurrentLayer(nn.Module):
         return torch.cat(outputs)
 
     def scan_row(self, parts: tuple[Tensor, ...], matrix: Tensor) -> tuple[Tensor, Tensor]:
-        """One row of each of n requests: parts [n, ...] and matrices [n, ...] -> output [n, ...] and new matrices."""
+        """Compute one row of each of n requests: parts and matrices [n, ...] -> output [n, ...] and new matrices."""
         raise NotImplementedError(f"{type(self).__name__} has no recurrence")
 
     def scan_rows(self, parts: tuple[Tensor, ...], matrix: Tensor) -> tuple[Tensor, Tensor]:
-        """n rows of one request: parts [n, ...] and its matrix -> output [n, ...] and the matrix after the rows."""
+        """Compute n rows of one request: parts [n, ...] and its matrix -> output [n, ...] and the new matrix."""
         raise NotImplementedError(f"{type(self).__name__} has no recurrence")
 
     def store(self, groups: list[RequestGroup], cache: StepCache) -> None:
-        """Store the states after the step, and show them to their taps."""
+        """Store the states after the step in the cache, and pass them to their taps."""
         assert cache.states is not None, "the cache has no recurrent states"
         for group in groups:
             cache.states.write(self.layer, group.requests, group.window, group.matrix)
         self._show_states(cache.states)
 
     def _groups(self, cache: StepCache) -> list[RequestGroup]:
-        """The requests with one row together, then each of the others, with their states before the step."""
+        """Return one group of all requests with one row, and one group per other request; states precede the step."""
         states = cache.states
         assert states is not None, "the cache has no recurrent states"
         single = 0 if self.is_batch_invariant else cache.num_single
@@ -118,7 +121,7 @@ class RecurrentLayer(nn.Module):
         return groups
 
     def _scan_in_turn(self, parts: tuple[Tensor, ...], matrix: Tensor, num_states: int) -> tuple[Tensor, Tensor]:
-        """One row of a request after the other -> outputs [n, ...], and the matrices after the last ``num_states``."""
+        """Scan one request row by row -> outputs [n, ...], and the matrices after the last ``num_states`` rows."""
         outputs, last = [], deque[Tensor](maxlen=num_states)
         for row in range(len(parts[0])):
             output, matrix = self.scan_row(tuple(part[row : row + 1] for part in parts), matrix)
@@ -127,7 +130,7 @@ class RecurrentLayer(nn.Module):
         return torch.cat(outputs), torch.cat(tuple(last))
 
     def _show_states(self, states: StepStates) -> None:
-        """Pass the states after the step to their taps; nothing is read if there are none."""
+        """Pass the states after the step to their taps; without taps, nothing is read."""
         probes = [probe for probe in (self.conv_state, self.recurrent_state) if probe is not None]
         if not any(map(is_watched, probes)):
             return

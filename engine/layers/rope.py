@@ -1,7 +1,7 @@
-"""Rotary position embedding, arXiv:2104.09864: frequencies of all rope types, cosines and sines, and the rotation.
+"""Rotary position embedding (RoPE), arXiv:2104.09864: frequencies of all rope types, and the rotation.
 
-Formulas and order of operations are those of transformers' `modeling_rope_utils.py`, so that frequencies are
-bit-identical. Feature i is rotated with feature i + dim/2 (NeoX style).
+Formulas and order of operations follow transformers' `modeling_rope_utils.py`, so that frequencies are bit-identical.
+Feature i is rotated with feature i + dim/2 (NeoX style).
 """
 
 import math
@@ -33,9 +33,10 @@ class RotaryEmbedding(nn.Module):
         self.tap_dims = {"in[x]": WHOLE, "in[position_ids]": TOKENS, "out[0]": ANGLES, "out[1]": ANGLES}
 
     def forward(self, x: Tensor, position_ids: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Positions [tokens], or [3, tokens] with sections, -> cos and sin [tokens, dim] in ``x``'s dtype or float32.
+        """Return cos and sin [tokens, dim] of positions [tokens], or of [3, tokens] with sections.
 
-        Dynamic rope needs ``lengths`` [tokens], the request length for each row (see :func:`stretched`).
+        The dtype is that of ``x``, or float32. Dynamic rope needs ``lengths`` [tokens], the request length of each row
+        (see :func:`stretched`).
         """
         dtype = torch.float32 if self.is_float32 else x.dtype
         fused = fused_for(x) if position_ids.ndim == 1 and self.rope.kind not in ("dynamic", "longrope") else None
@@ -53,7 +54,7 @@ def cos_sin(
     position_ids: Tensor,
     lengths: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [tokens, dim], computed in float32, from frequencies [dim / 2]."""
+    """Compute cosines and sines [tokens, dim] in float32 from frequencies [dim / 2], then cast to ``dtype``."""
     if rope.kind in ("dynamic", "longrope"):
         assert lengths is not None or not rope.depends_on_length, f"{rope.kind} rope needs the rows' lengths"
         if lengths is not None:
@@ -69,7 +70,7 @@ def cos_sin(
 
 
 def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of [tokens, heads, dim] by cos and sin [tokens, rotated dim]; further features are kept."""
+    """Rotate [tokens, heads, dim] by cos and sin [tokens, rotated dim]; features past the rotated dim are unchanged."""
     if cos.shape[-1] < states.shape[-1]:
         head, rest = torch.split(states, [cos.shape[-1], states.shape[-1] - cos.shape[-1]], dim=-1)
         return torch.cat((rotate(head, cos, sin), rest), dim=-1)
@@ -85,8 +86,9 @@ def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotate_to_halves(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """As :func:`rotate`, of adjacent features, which are returned as halves; transformers'
-    `apply_rotary_pos_emb_interleave`.
+    """Rotate adjacent features and return them as halves; transformers' `apply_rotary_pos_emb_interleave`.
+
+    Shapes are those of :func:`rotate`.
     """
     cos, sin = cos.chunk(2, dim=-1)[0].unsqueeze(1), sin.chunk(2, dim=-1)[0].unsqueeze(1)
     first, second = states[..., 0::2], states[..., 1::2]
@@ -94,7 +96,7 @@ def rotate_to_halves(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotate_pairs(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """As :func:`rotate`, of adjacent features (GPT-J style), by cos and sin [tokens, rotated dim / 2]."""
+    """Rotate adjacent features (GPT-J style) by cos and sin [tokens, rotated dim / 2]; otherwise as :func:`rotate`."""
     size = 2 * cos.shape[-1]
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     first, second = states[..., 0:size:2], states[..., 1:size:2]
@@ -103,13 +105,13 @@ def rotate_pairs(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotate_complex(states: Tensor, rotations: Tensor) -> Tensor:
-    """As :func:`rotate`, of adjacent features as complex numbers, times ``rotations`` [tokens, dim / 2], in float32."""
+    """Multiply adjacent features, as complex numbers, by ``rotations`` [tokens, dim / 2], in float32."""
     pairs = torch.view_as_complex(states.float().reshape(*states.shape[:-1], -1, 2))
     return torch.view_as_real(pairs * rotations.unsqueeze(1)).flatten(-2).to(states.dtype)
 
 
 def rotate_both(query: Tensor, key: Tensor, rotation: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    """``rotation`` of [tokens, heads, dim] and [tokens, kv_heads, dim], in one call if that is faster."""
+    """Apply ``rotation`` to [tokens, heads, dim] and [tokens, kv_heads, dim], in one call if that is faster."""
     if len(query) > _FEW_TOKENS and not query.is_cuda:  # memory-bound: concatenation would not pay
         return rotation(query), rotation(key)
     rotated = rotation(torch.cat((query, key), dim=1))
@@ -117,9 +119,9 @@ def rotate_both(query: Tensor, key: Tensor, rotation: Callable[[Tensor], Tensor]
 
 
 def inverse_frequencies(rope: Rope, dim: int) -> Tensor:
-    """[dim / 2] float32: theta^(-2i/dim), scaled according to ``rope.kind``; for dynamic rope, the unscaled ones.
+    """Return theta^(-2i/dim) [dim / 2] float32, scaled according to ``rope.kind``; unscaled for dynamic rope.
 
-    Computed on the CPU, so that they are bit-identical on every device.
+    Computed on the CPU, so that frequencies are bit-identical on every device.
     """
     with torch.device("cpu"):
         freq = _frequencies(rope, dim)
@@ -134,14 +136,14 @@ def _frequencies(rope: Rope, dim: int) -> Tensor:
         return _llama3(rope, freq)
     if rope.kind == "longrope":
         return _longrope(rope, rope.short_factor, dim)
-    if rope.kind == "proportional":  # further pairs keep their values
+    if rope.kind == "proportional":  # pairs past the partial dim are not rotated
         freq[int(rope.partial * dim // 2) :] = 0
         return freq / rope.factor
     return _yarn(rope, dim) if rope.kind == "yarn" else freq
 
 
 def attention_scaling(rope: Rope) -> float:
-    """Factor of cosines and sines: 1, yarn's (arXiv:2309.00071 section 3.4) or longrope's (arXiv:2402.13753)."""
+    """Return the factor of cosines and sines: 1, yarn's (arXiv:2309.00071 section 3.4) or longrope's (2402.13753)."""
     if rope.kind not in ("yarn", "longrope"):
         return 1.0
     if rope.attention_factor is not None:
@@ -156,16 +158,16 @@ def attention_scaling(rope: Rope) -> float:
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
-    """0.1 mscale ln(factor) + 1; 1 for a factor of at most 1."""
+    """Return 0.1 mscale ln(factor) + 1, or 1 for a factor of at most 1."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def stretched(rope: Rope, dim: int, lengths: Tensor) -> Tensor:
-    """Dynamic NTK: frequencies [tokens, dim / 2] of rows with request lengths ``lengths`` [tokens].
+    """Return dynamic NTK frequencies [tokens, dim / 2] of rows with request lengths ``lengths`` [tokens].
 
     transformers' `_compute_dynamic_ntk_parameters` uses the maximum position of the call. Here the length of a row is
-    max(prompt length, position + 1): equal for a single request, and independent of other requests, of chunking and of
-    preemption.
+    max(prompt length, position + 1). This is equal for a single request, and independent of other requests, chunking
+    and preemption.
     """
     reach = lengths.clamp(min=rope.original_max_positions)
     growth = rope.factor * reach / rope.original_max_positions - (rope.factor - 1)
@@ -174,10 +176,10 @@ def stretched(rope: Rope, dim: int, lengths: Tensor) -> Tensor:
 
 
 def long_or_short(rope: Rope, dim: int, lengths: Tensor) -> Tensor:
-    """LongRoPE, arXiv:2402.13753: frequencies [tokens, dim / 2] of rows with request lengths ``lengths`` [tokens].
+    """Return LongRoPE frequencies [tokens, dim / 2] of rows with request lengths ``lengths`` [tokens].
 
-    Requests longer than ``original_max_positions`` use the long factors. As for dynamic rope, the length of a row is
-    that of its own request, not of the call as in transformers.
+    arXiv:2402.13753. Requests longer than ``original_max_positions`` use the long factors. As for dynamic rope, the
+    length of a row is that of its own request, not of the call as in transformers.
     """
     factors = (rope.short_factor, rope.long_factor)
     short, long = (_longrope(rope, each, dim).to(lengths.device) for each in factors)
@@ -195,7 +197,7 @@ def _exponents(dim: int) -> Tensor:
 
 
 def _llama3(rope: Rope, freq: Tensor) -> Tensor:
-    """Llama 3.1, arXiv:2407.21783: low frequencies are divided by factor, high ones kept, others interpolated."""
+    """Scale frequencies as Llama 3.1 (arXiv:2407.21783): divide low ones by factor, keep high ones, blend between."""
     low = rope.original_max_positions / rope.low_freq_factor
     high = rope.original_max_positions / rope.high_freq_factor
     wavelength = 2 * math.pi / freq
@@ -207,10 +209,10 @@ def _llama3(rope: Rope, freq: Tensor) -> Tensor:
 
 
 def _yarn(rope: Rope, dim: int) -> Tensor:
-    """YaRN, arXiv:2309.00071: high-frequency dimensions are kept, low-frequency ones divided by factor."""
+    """Scale frequencies as YaRN (arXiv:2309.00071): keep high-frequency dims, divide low-frequency dims by factor."""
 
     def dimension_of(turns: float) -> float:
-        """The dimension with this number of rotations within the original context."""
+        """Return the dimension that makes ``turns`` rotations within the original context."""
         span = rope.original_max_positions / (turns * 2 * math.pi)
         return (dim * math.log(span)) / (2 * math.log(rope.theta))
 
@@ -227,7 +229,7 @@ def _yarn(rope: Rope, dim: int) -> Tensor:
 
 
 def _axes(rope: Rope, device: torch.device) -> Tensor:
-    """[dim / 2] int64: the position (0 temporal, 1 height, 2 width) that each frequency rotates by."""
+    """Return the position axis (0 temporal, 1 height, 2 width) that each frequency uses, [dim / 2] int64."""
     temporal, height, width = rope.sections
     if not rope.interleaved:
         sizes = torch.tensor(rope.sections, device=device)

@@ -1,7 +1,7 @@
-"""Routers of mixture-of-experts layers: the experts of each token and their weights.
+"""Routers of mixture-of-experts layers: select the experts of each token and their weights.
 
-All return (logits [tokens, experts], weights [tokens, k], expert ids [tokens, k] int64) as transformers' routers do, so
-that all three are sites of every router.
+All routers return (logits [tokens, experts], weights [tokens, k], expert ids [tokens, k] int64) as transformers'
+routers do, so that all three are sites of every router.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ Routed = tuple[Tensor, Tensor, Tensor]
 
 
 class Router(CheckpointModule):
-    """Base class; replicated, so that all ranks choose the same experts."""
+    """Base class of routers, replicated so that all ranks select the same experts."""
 
     def __init__(self, config: MoeConfig, hidden_size: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -29,24 +29,24 @@ class Router(CheckpointModule):
         self.chosen: Tensor | None = None
         """Expert ids of the last forward [tokens, k]."""
         self.replayed: Tensor | None = None
-        """Expert ids to take instead of the router's own choice [tokens, k], in rows where they are not negative."""
+        """Expert ids to replay [tokens, k]; a negative id leaves the choice to the router."""
         logits = "t e # tp:replicated"
         self.tap_dims = {"in[hidden_states]": WHOLE, "out[0]": logits, "out[1]": ROUTING_DIMS, "out[2]": ROUTING_DIMS}
 
     def forward(self, hidden_states: Tensor) -> Routed:
-        """[tokens, hidden] -> logits [tokens, experts], weights and expert ids [tokens, k]."""
+        """Route [tokens, hidden] -> logits [tokens, experts], weights and expert ids [tokens, k]; record the ids."""
         routed = self.route(hidden_states)
         self.chosen = routed[2]
         return routed
 
     def route(self, hidden_states: Tensor) -> Routed:
-        """The routing itself, without recording it."""
+        """Compute the result of :meth:`forward`, without recording the ids in ``chosen``."""
         raise NotImplementedError
 
     def top(self, ranking: Tensor, scores: Tensor | None = None, *, is_sorted: bool = True) -> tuple[Tensor, Tensor]:
-        """Scores and ids of the ``top_k`` experts by ``ranking`` [tokens, experts], or of the replayed ones.
+        """Return scores and ids [tokens, k] of the top experts by ``ranking`` [tokens, experts], or of replayed ones.
 
-        ``scores`` [tokens, experts]: where they are not the ranking.
+        ``scores`` [tokens, experts]: the scores to return, if they differ from the ranking.
         """
         values, chosen = torch.topk(ranking, self.config.top_k, dim=-1, sorted=is_sorted)
         if self.replayed is not None:
@@ -56,12 +56,12 @@ class Router(CheckpointModule):
         return (ranking if scores is None else scores).gather(1, chosen), chosen
 
     def layouts(self, path: str) -> Iterator[list[WeightSlice]]:
-        """The whole weight, under the block's name in the checkpoint or in this model."""
+        """Yield the whole weight under the block's name in the checkpoint, and under its name in this model."""
         for stored in dict.fromkeys((in_block(path, self.config.block), path)):
             yield list(self.weight_slices(stored))
 
     def weight_slices(self, path: str) -> Iterator[WeightSlice]:
-        """The whole weight."""
+        """Yield the whole weight."""
         yield WeightSlice(f"{path}.weight", tuple(self.weight.shape), self.weight)
 
     def _wide_logits(self, hidden_states: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ class TopKRouter(Router):
     """Softmax over all experts, then the ``top_k`` largest; transformers' MixtralTopKRouter, arXiv:2401.04088."""
 
     def route(self, hidden_states: Tensor) -> Routed:
-        """Logits in the model's dtype, weights in float32."""
+        """Return logits in the model's dtype, weights in float32."""
         logits = linear(hidden_states, self.weight)
         weights, chosen = self.top(logits.softmax(dim=-1, dtype=torch.float32))
         if self.config.is_normalized:
@@ -81,10 +81,10 @@ class TopKRouter(Router):
 
 
 class Qwen3MoeRouter(TopKRouter):
-    """The same with weights rounded to the model's dtype; transformers' Qwen3MoeTopKRouter, arXiv:2505.09388."""
+    """TopKRouter with weights rounded to the model's dtype; transformers' Qwen3MoeTopKRouter, arXiv:2505.09388."""
 
     def route(self, hidden_states: Tensor) -> Routed:
-        """Logits and weights in the model's dtype."""
+        """Return logits and weights in the model's dtype."""
         logits, weights, chosen = super().route(hidden_states)
         return logits, weights.to(logits.dtype), chosen
 
@@ -92,11 +92,12 @@ class Qwen3MoeRouter(TopKRouter):
 class DeepseekV2Router(Router):
     """Top-k of a float32 softmax, limited to the groups with the best experts; transformers' DeepseekV2TopkRouter.
 
-    arXiv:2405.04434, section 2.2.2 (device-limited routing). Weights are never normalised there, only scaled.
+    arXiv:2405.04434, section 2.2.2 (device-limited routing). As in transformers, weights are scaled but never
+    normalized.
     """
 
     def route(self, hidden_states: Tensor) -> Routed:
-        """Logits and weights in float32."""
+        """Return logits and weights in float32."""
         logits = self._wide_logits(hidden_states)
         ranking = scores = logits.softmax(dim=-1)
         if self.config.num_groups > 1:
@@ -120,7 +121,7 @@ class DeepseekV3Router(Router):
         self.register_buffer("e_score_correction_bias", torch.zeros(config.num_experts))
 
     def route(self, hidden_states: Tensor) -> Routed:
-        """Logits and weights in float32."""
+        """Return logits and weights in float32."""
         logits = self._wide_logits(hidden_states)
         scores = logits.sigmoid()
         biased = scores + self.e_score_correction_bias
@@ -133,18 +134,18 @@ class DeepseekV3Router(Router):
         return logits, weights * self.config.scale, chosen
 
     def weight_slices(self, path: str) -> Iterator[WeightSlice]:
-        """The whole weight and bias; the bias stays in float32."""
+        """Yield the whole weight and bias; the bias stays in float32."""
         yield from super().weight_slices(path)
         yield WeightSlice(f"{path}.e_score_correction_bias", (self.config.num_experts,), self.e_score_correction_bias)
 
 
 def _by_group(scores: Tensor, config: MoeConfig) -> Tensor:
-    """[tokens, experts] -> [tokens, groups, experts of each]."""
+    """View [tokens, experts] as [tokens, groups, experts per group]."""
     return scores.view(len(scores), config.num_groups, -1)
 
 
 def _limited(scores: Tensor, group_scores: Tensor, config: MoeConfig, value: float) -> Tensor:
-    """``scores`` [tokens, experts], set to ``value`` outside of the top groups by ``group_scores`` [tokens, groups]."""
+    """Set ``scores`` [tokens, experts] to ``value`` outside the top groups by ``group_scores`` [tokens, groups]."""
     chosen = torch.topk(group_scores, config.top_groups, dim=-1, sorted=False).indices
     outside = torch.ones_like(group_scores, dtype=torch.bool).scatter_(1, chosen, value=False)
     return _by_group(scores, config).masked_fill(outside.unsqueeze(-1), value).flatten(1)

@@ -1,4 +1,4 @@
-"""Depthwise causal convolution over a few positions, before a recurrence: its weight, and the window it leaves."""
+"""Depthwise causal convolution over a few positions before a recurrence: its weight, computation and window state."""
 
 from collections.abc import Iterator
 
@@ -12,7 +12,7 @@ from tapscope.engine.distributed.sharding import Shard
 class ConvWeight(CheckpointModule):
     """Weight of a depthwise convolution over the channels of this rank's queries, keys and values.
 
-    Like transformers', it is not called: the layer computes the convolution.
+    As in transformers, the module is never called: the layer computes the convolution.
     """
 
     def __init__(self, parts: tuple[Shard, ...], kernel: int, dtype: torch.dtype, *, bias: bool = False) -> None:
@@ -23,7 +23,7 @@ class ConvWeight(CheckpointModule):
         self.bias = parameter(count, dtype=dtype) if bias else None
 
     def weight_slices(self, path: str) -> Iterator[WeightSlice]:
-        """This rank's channels of each part."""
+        """Yield this rank's channels of each part."""
         shape, offset = (sum(part.total for part in self.parts), 1, self.kernel), 0
         for part, into in zip(self.parts, torch.split(self.weight, [part.count for part in self.parts]), strict=True):
             yield WeightSlice(f"{path}.weight", shape, into, 0, offset + part.start)
@@ -36,9 +36,9 @@ class ConvWeight(CheckpointModule):
 
 
 def causal_conv(rows: Tensor, window: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Depthwise causal convolution of n rows [..., n, channels] after ``window`` [..., channels, kernel - 1].
+    """Convolve n rows [..., n, channels] that follow ``window`` [..., channels, kernel - 1], depthwise and causal.
 
-    ``weight`` [channels, kernel], ``bias`` [channels] -> ([..., n, channels], the window after the rows).
+    ``weight`` is [channels, kernel], ``bias`` [channels]. Returns [..., n, channels] and the window after the rows.
     """
     seen, taps = torch.cat((window.mT, rows), dim=-2), weight.float()
     wide, count, kernel = seen.float(), rows.shape[-2], weight.shape[1]
@@ -51,5 +51,5 @@ def causal_conv(rows: Tensor, window: Tensor, weight: Tensor, bias: Tensor | Non
 
 
 def windows_after(rows: Tensor, window: Tensor) -> Tensor:
-    """The windows of :func:`causal_conv` after each of n rows [n, channels]: [n, channels, kernel - 1]."""
+    """Return the window of :func:`causal_conv` after each of n rows [n, channels]: [n, channels, kernel - 1]."""
     return torch.cat((window.mT, rows)).unfold(0, window.shape[-1], 1)[1:].contiguous()

@@ -1,31 +1,33 @@
-"""Scans of state space models: a state that decays and is added to. All in float32.
+"""Scans of state space models: a linear recurrence on a decaying state, all in float32.
 
     S_t = exp(g_t) S_(t-1) + b_t x_t^T,    y_t = S_t^T c_t
 
-In Mamba-2 (arXiv:2405.21060) a head has a state [state, features] and one decay g. Two forms of the same sum:
-:func:`scan_row` computes one row, :func:`scan_rows` blocks of rows by matrix products (section 6). In Mamba
-(arXiv:2312.00752, selective scan) a channel has a state [state] with a decay for each element: :func:`selective_row`
-and :func:`selective_rows`, which computes one row after the other on a CPU. On a GPU, where each row would be a launch,
-it doubles the distance over which rows are added up (Hillis and Steele, 1986): six steps for 64 rows.
+In Mamba-2 (arXiv:2405.21060) a head has a state [state, features] and one decay g. Two forms give the same sum:
+:func:`scan_row` computes one row, :func:`scan_rows` computes blocks of rows with matrix products (section 6).
+
+In Mamba (arXiv:2312.00752, selective scan) a channel has a state [state] with a decay per element:
+:func:`selective_row` and :func:`selective_rows`. The latter computes row by row on a CPU. On a GPU, where each row
+would be a launch, it doubles the scanned distance per pass (Hillis and Steele, 1986): six passes for 64 rows.
 """
 
 import torch
 from torch import Tensor
 
 CHUNK = 64
-"""Rows of a block."""
+"""Rows per block."""
 
 
 def scan_row(c: Tensor, b: Tensor, x: Tensor, decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """One row of each of n requests: c and b [n, heads, state], x [n, heads, features], decay (log) [n, heads], state
-    [n, heads, state, features] -> output [n, heads, features] and the new state.
+    """Compute one row of each of n requests; return the output [n, heads, features] and the new state.
+
+    c and b are [n, heads, state], x [n, heads, features], decay (log) [n, heads] and state [n, heads, state, features].
     """
     state = state * torch.exp(decay)[..., None, None] + b.unsqueeze(-1) * x.unsqueeze(-2)
     return (state * c.unsqueeze(-1)).sum(-2), state
 
 
 def scan_rows(c: Tensor, b: Tensor, x: Tensor, decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """n rows of one request, as :func:`scan_row` for each in turn; state [heads, state, features]."""
+    """Compute n rows of one request, equivalent to :func:`scan_row` per row; state [heads, state, features]."""
     outputs = []
     for rows in range(0, len(c), CHUNK):
         of_rows = slice(rows, rows + CHUNK)
@@ -36,7 +38,7 @@ def scan_rows(c: Tensor, b: Tensor, x: Tensor, decay: Tensor, state: Tensor) -> 
 
 
 def _block(c: Tensor, b: Tensor, x: Tensor, decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """[heads, rows, ...] and state [heads, state, features] -> [heads, rows, features] and the state after the rows."""
+    """Compute one block, [heads, rows, ...] and the state before it -> [heads, rows, features] and the new state."""
     total, rows = decay.cumsum(-1), decay.shape[1]
     later = torch.ones(rows, rows, dtype=torch.bool, device=decay.device).triu_(1)
     between = torch.exp((total.unsqueeze(2) - total.unsqueeze(1)).masked_fill(later, -torch.inf))
@@ -46,15 +48,16 @@ def _block(c: Tensor, b: Tensor, x: Tensor, decay: Tensor, state: Tensor) -> tup
 
 
 def selective_row(c: Tensor, b: Tensor, x: Tensor, decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """One row of each of n requests: c and b [n, state], x [n, channels], decay (log) and state [n, channels, state] ->
-    output [n, channels] and the new state.
+    """Compute one row of each of n requests; return the output [n, channels] and the new state.
+
+    c and b are [n, state], x [n, channels], decay (log) and state [n, channels, state].
     """
     state = state * torch.exp(decay) + x.unsqueeze(-1) * b.unsqueeze(1)
     return (state * c.unsqueeze(1)).sum(-1), state
 
 
 def selective_rows(c: Tensor, b: Tensor, x: Tensor, decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """n rows of one request, as :func:`selective_row` for each in turn; state [channels, state]."""
+    """Compute n rows of one request, equivalent to :func:`selective_row` per row; state [channels, state]."""
     outputs = []
     for first in range(0, len(c), CHUNK):
         rows = slice(first, first + CHUNK)
@@ -70,7 +73,10 @@ def selective_rows(c: Tensor, b: Tensor, x: Tensor, decay: Tensor, state: Tensor
 
 
 def scan_by_doubling(kept: Tensor, added: Tensor, state: Tensor) -> Tensor:
-    """States after each of n rows, kept[t] * (the one before) + added[t]: [n, ...] twice and [...] -> [n, ...]."""
+    """Return the states after each of n rows, state[t] = kept[t] * state[t-1] + added[t].
+
+    ``kept`` and ``added`` are [n, ...], the initial ``state`` is [...]; the result is [n, ...].
+    """
     states, span = torch.cat((added[:1] + kept[:1] * state, added[1:])), 1
     while span < len(states):
         states = torch.cat((states[:span], torch.addcmul(states[span:], kept[span:], states[:-span])))

@@ -1,7 +1,7 @@
 """vector_stable: elementwise functions whose result for an element does not depend on its position in the tensor.
 
-On a CPU torch computes most of a tensor with vector instructions and the remainder of each thread's part with scalar
-ones; exp, log, sin and similar functions then differ in the last bit.
+On a CPU, torch computes most of a tensor with vector instructions and the remainder of each thread's part with scalar
+instructions. The two differ in the last bit for exp, log, sin and similar functions.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ _SERIAL = 16384  # elements: below the size that torch splits among threads
 
 
 def vector_stable(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """``function(x)``, computed in full vectors only; x has any shape, the result is a new tensor."""
+    """Return ``function(x)``, computed in full vectors only; ``x`` has any shape, the result is a new tensor."""
     if x.device.type != "cpu":
         return function(x)
     flat = x.reshape(-1)
