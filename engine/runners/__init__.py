@@ -1,1 +1,1 @@
-"""Steps an engine in the caller's thread, or in a service that asyncio clients and DP replicas share."""
+"""Runners: drive an engine in the caller's thread, or as a service shared by asyncio clients and DP replicas."""

@@ -1,6 +1,7 @@
-"""AsyncRunner: an engine, or its DP replicas, for asyncio programs of this process; overlapping calls share its steps.
+"""AsyncRunner: serve asyncio programs of this process from an engine or its DP replicas; concurrent calls share its
+steps.
 
-A thread runs the engine's service loop; clients talk to it over ZMQ as they do to an engine in another process.
+A thread runs the engine's service loop. Clients talk to it over ZMQ, exactly as to an engine in another process.
 """
 
 import asyncio
@@ -36,7 +37,9 @@ _ADDRESS = "inproc://engine"
 
 
 class AsyncRunner:
-    """Runs an engine in a thread for any number of event loops; until it is closed nothing else may use the engine."""
+    """Runs an engine in a background thread for any number of event loops. The engine must not be used otherwise until
+    the runner is closed.
+    """
 
     def __init__(
         self,
@@ -47,8 +50,10 @@ class AsyncRunner:
         latency_metrics: LatencyMetrics | None = None,
         max_waiting: int | None = None,
     ) -> None:
-        """``engine`` stays open when the runner closes, unless it comes with ``replicas``: then it is replica 0 of
-        a loaded group, and both are closed. ``max_waiting``: requests that may wait; more raise OverloadedError.
+        """Start the service thread.
+
+        Closing the runner leaves ``engine`` open, except with ``replicas``: then the engine is replica 0 of a loaded
+        group, and both are closed. ``max_waiting`` limits the waiting requests; further ones raise OverloadedError.
         """
         self.engine = engine
         self._tokenizer = tokenizer
@@ -74,9 +79,9 @@ class AsyncRunner:
 
     @classmethod
     def load(cls, config: EngineConfig, observer: ObserverFactory | None, tokenizer: Tokenizer | None) -> "AsyncRunner":
-        """Load ``config.dp`` replicas in parallel: replica 0 in this process, each of the others in its own.
+        """Load ``config.dp`` replicas in parallel: replica 0 in this process, every other one in a process of its own.
 
-        Raises what loading raises on any of them.
+        Raises the error of a replica that fails to load.
         """
         replicas = Replicas(config, observer, None)
         engine: Engine | None = None
@@ -94,7 +99,7 @@ class AsyncRunner:
 
     @property
     def num_live(self) -> int:
-        """Requests in flight, of all clients."""
+        """Number of in-flight requests of all clients."""
         return self._latency_metrics.num_live
 
     async def generate(
@@ -105,7 +110,7 @@ class AsyncRunner:
         forced_token_ids: Sequence[Sequence[int] | None] | None = None,
         adapters: Sequence[str] | None = None,
     ) -> list[Generation]:
-        """Complete every prompt; when one fails, or this is cancelled, the others are aborted."""
+        """Complete every prompt. If one fails or this call is cancelled, the others are aborted."""
         names = one_per_prompt("request_ids", request_ids, len(prompts))
         each = one_per_prompt("forced_token_ids", forced_token_ids, len(prompts))
         of_prompts = one_per_prompt("adapter", adapters, len(prompts))
@@ -126,7 +131,8 @@ class AsyncRunner:
     async def stream(
         self, prompt: Prompt, params: SamplingParams, request_id: str | None, **options: Any
     ) -> AsyncGenerator[Output]:
-        """Complete one prompt; closing the generator early aborts it. ``options`` are further fields of Request.
+        """Complete one prompt; closing the generator early aborts the request. ``options`` are further fields of
+        Request.
 
         Raises UsageError.
         """
@@ -146,21 +152,21 @@ class AsyncRunner:
         forced_token_ids: Sequence[Sequence[int] | None],
         adapters: Sequence[str],
     ) -> list[Generation]:
-        """:meth:`generate` for callers outside asyncio."""
+        """Blocking version of :meth:`generate`, for callers outside asyncio."""
         names = [str(next(self._blocking_ids)) if name is None else name for name in request_ids]
         return self._loop_thread().wait(self.generate(prompts, params, names, forced_token_ids, adapters))
 
     def stream_blocking(
         self, prompts: Sequence[Prompt], params: SamplingParams, request_ids: Sequence[str | None], **options: Any
     ) -> Iterator[Output]:
-        """:meth:`stream` of several prompts for callers outside asyncio."""
+        """Blocking version of :meth:`stream` for several prompts, for callers outside asyncio."""
         names = [str(next(self._blocking_ids)) if name is None else name for name in request_ids]
         each = [self.stream(prompt, params, name, **options) for prompt, name in zip(prompts, names, strict=True)]
         for _, output in self._loop_thread().iterate(merged(each)):
             yield output
 
     def call_blocking(self, method: str, *arguments: Any) -> Any:
-        """Result of a method of :class:`EngineClient`, for callers outside asyncio."""
+        """Call a method of :class:`EngineClient` and return its result, for callers outside asyncio."""
 
         async def call() -> Any:
             return await getattr(self.client(), method)(*arguments)
@@ -168,7 +174,7 @@ class AsyncRunner:
         return self._loop_thread().wait(call())
 
     def client(self) -> EngineClient:
-        """The running event loop's client; those of loops that have ended are closed."""
+        """Return the client of the running event loop. Clients of closed loops are closed."""
         for loop in [loop for loop in self._clients if loop.is_closed()]:
             self._clients.pop(loop).close()
         loop = asyncio.get_running_loop()
@@ -185,7 +191,7 @@ class AsyncRunner:
         return self._clients[loop]
 
     def stop(self) -> None:
-        """End the thread after the current step; live requests fail. Safe to call twice."""
+        """Stop the thread after the current step; live requests fail. Idempotent."""
         if not self._thread.is_alive():
             return
         with self._context.socket(zmq.DEALER) as last:
@@ -194,8 +200,9 @@ class AsyncRunner:
             self._thread.join()
 
     def close(self) -> None:
-        """Stop, disconnect the clients (in their loop's thread, or after it has ended), close replicas and the engine
-        that came with them. Safe to call twice.
+        """Stop the thread and disconnect the clients, then close the replicas and their engine, if any. Idempotent.
+
+        Each client is closed in its loop's thread, or after the loop has ended.
         """
         atexit.unregister(self.close)
         if self._blocking_loop is not None:
@@ -225,7 +232,7 @@ class AsyncRunner:
         return self._blocking_loop
 
     def _check_replicas(self, replicas: Replicas, service: EngineService) -> None:
-        """Called in the engine's thread when a replica has ended: fail all clients."""
+        """Fail all clients if a replica was lost. Called in the engine's thread when a replica has ended."""
         try:
             replicas.check()
         except ReplicaLostError as error:
@@ -238,7 +245,7 @@ class AsyncRunner:
 
 
 class LoopThread:
-    """An event loop in its own thread, for callers outside asyncio or inside another loop."""
+    """An event loop in a dedicated thread, for callers outside asyncio or inside another loop."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -246,7 +253,7 @@ class LoopThread:
         self._thread.start()
 
     def wait(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of ``work``, which is cancelled when the caller is interrupted."""
+        """Run ``work`` in the loop and return its result; cancel it if the caller is interrupted."""
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
@@ -255,7 +262,7 @@ class LoopThread:
             raise
 
     def iterate(self, items: AsyncGenerator[T]) -> Iterator[T]:
-        """Yield ``items`` as they arrive; closes the generator however the iteration ends."""
+        """Yield ``items`` as they arrive and close the generator, even if the iteration ends early."""
         try:
             while True:
                 try:
@@ -267,7 +274,7 @@ class LoopThread:
             self.wait(items.aclose())
 
     def close(self) -> None:
-        """End the loop; safe to call twice."""
+        """Stop the loop and join its thread. Idempotent."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()

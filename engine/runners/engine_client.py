@@ -1,4 +1,4 @@
-"""EngineClient: asyncio client of an engine or its DP replicas, in the same or another process. Torch-free."""
+"""EngineClient: asyncio client of an engine or its DP replicas, in this process or another one. Torch-free."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -23,9 +23,9 @@ from tapscope.engine.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 
-_LONG_TEXT = 10_000  # characters; a longer text is tokenized in a thread
-_LARGE_OUTPUT = 2_000  # values; the response for a larger output is built in a thread
-_THREADS = 2  # of each of two pools, for parsing requests and for building responses
+_LONG_TEXT = 10_000  # characters; longer strings are tokenized in a thread
+_LARGE_OUTPUT = 2_000  # values; responses to larger outputs are built in a thread
+_THREADS = 2  # per pool; one pool parses requests, the other builds responses
 
 
 class EngineClient:
@@ -40,15 +40,15 @@ class EngineClient:
         *,
         prefix_affinity: bool = True,
     ) -> None:
-        """Connect to the ROUTER of each replica, which may be bound later; nothing is sent yet.
+        """Connect to the ROUTER socket of each replica, which may be bound later. Nothing is sent yet.
 
-        ``prefix_affinity``: route requests to the replica that has cached their prefix.
+        ``prefix_affinity``: route a request to the replica that has cached its prefix.
         """
         self._has_affinity = prefix_affinity and len(addresses) > 1
         self.tokenizer = tokenizer
         self.latency_metrics = latency_metrics or LatencyMetrics()
         self.weights_conflict: str | None = None
-        """Why the replicas, all alive, must not be used: their weights differ. None otherwise."""
+        """Error message if the live replicas have different weights and must not be used; None otherwise."""
         self.replicas = [Replica(context, address, number, len(addresses)) for number, address in enumerate(addresses)]
         self._names = count()
         self._readers = ThreadPoolExecutor(_THREADS, thread_name_prefix="tapscope-requests")
@@ -57,16 +57,16 @@ class EngineClient:
 
     @property
     def failure(self) -> str | None:
-        """Why the engine or one of its replicas has failed; None while all work."""
+        """Reason why the engine or one of its replicas failed; None while all of them work."""
         return next((replica.failure for replica in self.replicas if replica.failure is not None), None)
 
     @property
     def num_live(self) -> int:
-        """Number of generations that have not finished."""
+        """Number of unfinished requests of this client."""
         return len(self._live)
 
     def require_usable(self) -> None:
-        """Raise RankLostError or LiveError, with the reason, unless every replica accepts requests."""
+        """Raise RankLostError or LiveError, with the reason, if a replica does not accept requests."""
         if (failure := self.failure) is not None:
             raise RankLostError(failure)
         if self.weights_conflict is not None:
@@ -81,10 +81,10 @@ class EngineClient:
         options: Mapping[str, Any] | None = None,
         dp_rank: int | None = None,
     ) -> AsyncGenerator[Output]:
-        """Complete ``prompt``; yields outputs with text as they arrive, merging those that a slow reader has missed.
+        """Complete ``prompt``; yield outputs with text as they arrive, merging those that a slow consumer has not read.
 
-        ``options`` are further fields of the engine's Request, such as ``priority``; ``dp_rank`` pins the replica.
-        Closing the iterator early aborts the request. Raises UsageError when it can never run, OverloadedError,
+        ``options`` are further fields of the engine's Request, for example ``priority``; ``dp_rank`` pins the replica.
+        Closing the iterator early aborts the request. Raises UsageError if the request can never run, OverloadedError,
         LiveError.
         """
         self.require_usable()
@@ -121,7 +121,7 @@ class EngineClient:
             del self._live[name]
             replica.close_queue(queue)
             replica.num_tokens -= len(prompt_ids) + timer.num_tokens
-            if blocks:  # the next turn of a conversation has this answer as its prefix
+            if blocks:  # the next turn of the conversation has this answer in its prefix
                 replica.prefixes.note(blocks_of(prompt_ids + assembler.token_ids, salt))
             self.latency_metrics.ended(name, len(prompt_ids), timer)
 
@@ -134,7 +134,9 @@ class EngineClient:
         options: Mapping[str, Any] | None = None,
         dp_rank: int | None = None,
     ) -> Output:
-        """As :meth:`stream`, but the sum of all outputs; cancelling aborts the request."""
+        """Complete ``prompt`` like :meth:`stream`, but return all outputs merged into one. Cancelling aborts the
+        request.
+        """
         whole: Output | None = None
         streamed = self.stream(prompt, params, request_id=request_id, options=options, dp_rank=dp_rank)
         async with aclosing(streamed) as outputs:
@@ -144,23 +146,25 @@ class EngineClient:
         return whole
 
     def abort(self, request_id: str | None) -> None:
-        """Abort the live request with this id, of any client, or all (None); they finish with reason ``abort``."""
+        """Abort the live request with this id, of any client, or all requests (None); they finish with reason
+        ``abort``.
+        """
         holder = None if request_id is None else self._live.get(request_id)
         for replica in self.replicas if holder is None else (holder,):
             replica.send(Message("abort", {"request": request_id}))
 
     async def call(self, method: str, **arguments: Any) -> dict[str, Any]:
-        """Call a method (of METHODS) of the first replica between two steps; raises what it raised."""
+        """Call an engine method (see METHODS) on the first replica, between two steps; raise the method's error."""
         return await self.replicas[0].call(method, **arguments)
 
     async def call_all(self, method: str, **arguments: Any) -> list[dict[str, Any]]:
-        """Results of a method call on every replica; raises the error of the first that failed, naming the replica."""
+        """Call a method on every replica and return the results; raise the first error, prefixed with its replica."""
         answers = await self.ask_all(method, **arguments)
         self._raise_first(_errors(answers))
         return [answer for answer in answers if not isinstance(answer, TapscopeError)]
 
     async def ask_all(self, method: str, **arguments: Any) -> list[dict[str, Any] | TapscopeError]:
-        """Results or errors of a method call on every replica, in order."""
+        """Call a method on every replica; return the result or error of each, in order."""
         calls = [asyncio.ensure_future(replica.call(method, **arguments)) for replica in self.replicas]
         answers = await asyncio.gather(*calls, return_exceptions=True)
         results: list[dict[str, Any] | TapscopeError] = []
@@ -171,7 +175,7 @@ class EngineClient:
         return results
 
     async def update_received_weights(self, **received: Any) -> dict[str, Any]:
-        """Receive a trainer's tensors on every replica, then load them on all, as :meth:`update_weights`."""
+        """Receive a trainer's tensors on every replica, then load them on all replicas, see :meth:`update_weights`."""
         answers = await self.ask_all("receive_weights", **received)
         refused = _errors(answers)
         if refused and len(refused) < len(answers):
@@ -180,12 +184,13 @@ class EngineClient:
         return await self.update_weights(None, partial=True)
 
     async def update_weights(self, folder: str | None, *, partial: bool) -> dict[str, Any]:
-        """Check ``folder`` on every replica, then load it on all; returns their merged results.
+        """Check ``folder`` on every replica, then load it on all replicas and return the merged results.
 
-        None loads what every replica has received and checked.
+        ``folder`` of None loads the tensors that every replica has received and checked.
 
-        Raises a replica's error before any weights have changed. If a replica fails to load what it has checked, the
-        replicas' weights differ: raises LiveError, and requests are refused until a whole checkpoint is loaded on all.
+        Raises a replica's error before any weights have changed. If a replica fails to load weights that passed the
+        check, the replicas' weights differ: LiveError is raised, and requests are refused until a full checkpoint is
+        loaded on all.
         """
         if len(self.replicas) > 1 and folder is not None:
             await self.call_all("check_weights", folder=folder, partial=partial)
@@ -204,7 +209,9 @@ class EngineClient:
         return {"num_live": sum(answer["num_live"] for answer in answers if not isinstance(answer, TapscopeError))}
 
     async def release_memory(self, tags: Sequence[str] | None) -> dict[str, Any]:
-        """Release memory on every replica; raises a replica's error, and then every replica has it."""
+        """Release memory on every replica. If a replica fails, memory is resumed on all replicas and the error is
+        raised.
+        """
         self.forget_prefixes()
         answers = await self.ask_all("release_memory", tags=tags)
         refused = _errors(answers)
@@ -216,7 +223,9 @@ class EngineClient:
         return first
 
     async def load_adapter(self, name: str, folder: str) -> None:
-        """Load a LoRA adapter on every replica; raises a replica's error, and then no replica has it."""
+        """Load a LoRA adapter on every replica. If a replica fails, the adapter is unloaded from the others and the
+        error raised.
+        """
         answers = await self.ask_all("load_adapter", name=name, folder=folder)
         refused = _errors(answers)
         if refused:
@@ -226,32 +235,34 @@ class EngineClient:
         self._raise_first(refused)
 
     async def unload_adapter(self, name: str) -> int:
-        """Unload a LoRA adapter from every replica; returns the number of live requests that still use it."""
+        """Unload a LoRA adapter from every replica; return the number of live requests that still use it."""
         return sum(answer["num_live"] for answer in await self.call_all("unload_adapter", name=name))
 
     def _raise_first(self, refused: Mapping[int, TapscopeError]) -> None:
-        """Raise the first error of :func:`_errors`, naming the replica."""
+        """Raise the first error of ``refused``, a result of :func:`_errors`, prefixed with its replica."""
         for number, error in refused.items():
             raise self.replicas[number].named_error(error)
 
     def fail(self, reason: str) -> None:
-        """Fail all live requests and calls with ``reason``, because the engine is gone."""
+        """Fail all live requests and calls with ``reason``, because the engine was lost."""
         for replica in self.replicas:
             replica.fail(reason)
 
     def close(self) -> None:
-        """Disconnect; live requests fail. Safe to call twice."""
+        """Disconnect; live requests fail. Idempotent."""
         for replica in self.replicas:
             replica.disconnect()
         for threads in (self._readers, self._builders):
             threads.shutdown(wait=False, cancel_futures=True)
 
     async def in_background(self, work: Callable[..., T], *arguments: Any) -> T:
-        """Run ``work(*arguments)``, which parses or tokenizes a long request, in a small thread pool."""
+        """Run ``work(*arguments)``, the parsing or tokenization of a long request, in a small thread pool."""
         return await asyncio.get_running_loop().run_in_executor(self._readers, work, *arguments)
 
     async def build(self, num_values: int, work: Callable[..., T], *arguments: Any) -> T:
-        """Run ``work(*arguments)``, which builds a response of ``num_values`` numbers, in a thread if it is large."""
+        """Run ``work(*arguments)``, which builds a response of ``num_values`` numbers, in a thread if the response is
+        large.
+        """
         if num_values <= _LARGE_OUTPUT:
             return work(*arguments)
 
@@ -262,14 +273,16 @@ class EngineClient:
         return await asyncio.get_running_loop().run_in_executor(self._builders, without_pauses)
 
     def forget_prefixes(self) -> None:
-        """Clear the prefix indices, after the replicas' prefix caches were emptied."""
+        """Clear the prefix indices, because the prefix caches of the replicas were emptied."""
         for replica in self.replicas:
             replica.prefixes.clear()
 
     def _blocks(
         self, prompt_ids: tuple[int, ...], params: SamplingParams, options: Mapping[str, Any] | None, salt: str
     ) -> list[Block]:
-        """Blocks of a prompt for the prefix index; empty without affinity and if all rows must be computed."""
+        """Return the prompt's blocks for the prefix index; empty without prefix affinity or if all rows must be
+        computed.
+        """
         options = options or {}
         computes_all = params.needs_every_row or "capture" in options or options.get("pooling") == "mean"
         return [] if computes_all or not self._has_affinity else blocks_of(prompt_ids, salt)
@@ -290,11 +303,11 @@ class EngineClient:
 
 
 def _errors(answers: Sequence[dict[str, Any] | TapscopeError]) -> dict[int, TapscopeError]:
-    """Number of each replica that raised an error -> the error, in order."""
+    """Map the index of each replica that failed to its error, in order."""
     return {number: answer for number, answer in enumerate(answers) if isinstance(answer, TapscopeError)}
 
 
 def _salt(options: Mapping[str, Any]) -> str:
-    """The key that separates a request's prefixes from others': its cache salt and its adapter."""
+    """Return the cache salt combined with the adapter: requests share prefixes only if both are equal."""
     salt, adapter = str(options.get("cache_salt", "")), str(options.get("adapter", ""))
     return f"{salt}\0{adapter}" if adapter else salt

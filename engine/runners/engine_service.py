@@ -1,7 +1,7 @@
-"""EngineService: the loop that owns an Engine, handles clients' messages and computes steps.
+"""EngineService: the loop that owns an Engine, handles client messages and runs steps.
 
-Clients (the HTTP process, or an asyncio program in this process) send ``submit``, ``drop``, ``abort`` and ``call``, and
-receive ``outputs``, ``refused``, ``answer`` and ``failed``. An idle service blocks in one poll without timeout.
+Clients (the HTTP process, or an asyncio program in this process) send ``submit``, ``drop``, ``abort`` and ``call``.
+They receive ``outputs``, ``refused``, ``answer`` and ``failed``. An idle service blocks in one poll without a timeout.
 """
 
 import logging
@@ -26,12 +26,12 @@ from tapscope.engine.requests.request import Request
 from tapscope.engine.runners.rpc_methods import METHODS
 
 _log = logging.getLogger(__name__)
-_INTAKE_S = 0.02  # maximum time for messages between two steps
-_MESSAGE_VALUES = 10_000  # log-probabilities per message; a larger one would block the HTTP process
+_INTAKE_S = 0.02  # maximum time spent on messages between two steps
+_MESSAGE_VALUES = 10_000  # log-probabilities per message; larger messages would block the HTTP process
 _pack = msgspec.msgpack.encode
 
 Owner = tuple[bytes, int]
-"""(identity of a client's socket, the client's number for the request)."""
+"""(identity of the client's socket, the client's number for the request)."""
 
 
 @dataclass(slots=True)
@@ -44,7 +44,7 @@ class _Preparing:
 
 
 class EngineService:
-    """Computes steps while requests are live; handles messages between two steps."""
+    """Runs steps while requests are live and handles client messages between steps."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class EngineService:
         max_waiting: int | None = None,
         on_failure: Callable[[RankLostError], None] | None = None,
     ) -> None:
-        """``socket`` is a bound ROUTER that only :meth:`run` uses from now on.
+        """``socket`` is a bound ROUTER socket that only :meth:`run` may use from now on.
 
         ``on_failure`` is called once, in the service's thread, when the engine is lost.
         """
@@ -72,7 +72,7 @@ class EngineService:
         self._poller.register(socket, zmq.POLLIN)
         self._is_stopped = False
         self.failure: RankLostError | None = None
-        """Why the engine is lost; None while it works."""
+        """Error that made the engine unusable; None while it works."""
         for descriptor in engine.rank_sentinels:
             self.watch(descriptor, self._check_ranks)
         self.watch(self._woken.fileno(), self._submit_prepared)
@@ -83,16 +83,16 @@ class EngineService:
         self._poller.register(source, zmq.POLLIN)
 
     def unwatch(self, source: "int | zmq.Socket[bytes]") -> None:
-        """The inverse of :meth:`watch`."""
+        """Stop watching ``source``, see :meth:`watch`."""
         if self._watched.pop(source, None) is not None:
             self._poller.unregister(source)
 
     def stop(self) -> None:
-        """Make :meth:`run` return; for the service's own thread (other threads send the message ``stop``)."""
+        """Make :meth:`run` return. Call in the service's thread only; other threads send the message ``stop``."""
         self._is_stopped = True
 
     def run(self) -> None:
-        """Serve until stopped; live requests are then aborted and refused, and a pause ends."""
+        """Serve until stopped. Live requests are then aborted and refused, and a pause ends."""
         while not self._is_stopped:
             if self.failure or self._engine.is_paused or not self._engine.scheduler.has_work:
                 self._engine.runner.heartbeat.set_activity(Activity.IDLE)
@@ -109,7 +109,7 @@ class EngineService:
         self._woken.close()
 
     def _attend(self, timeout_ms: int | None) -> None:
-        """Handle received messages, waiting up to ``timeout_ms`` (None: without limit) for the first.
+        """Handle received messages, waiting up to ``timeout_ms`` (None: indefinitely) for the first one.
 
         Stops after ``_INTAKE_S``, so that a client with hundreds of requests does not delay the next step.
         """
@@ -140,7 +140,7 @@ class EngineService:
             self.stop()
 
     def _drop(self, name: str, owner: Owner) -> None:
-        """Abort a request that its client has given up; another client's request of this name continues."""
+        """Abort a request that its client has abandoned. A request of another client with the same name continues."""
         if name in self._preparing and self._preparing[name].owner == owner:
             del self._preparing[name]
         if self._owners.get(name) == owner:
@@ -171,13 +171,13 @@ class EngineService:
             self._owners[name] = owner
 
     def _note_prepared(self, name: str) -> None:
-        """Called in any thread when the compilation of a request's grammar has finished."""
+        """Record that the grammar of a request is compiled and wake the service. Called in any thread."""
         self._prepared.append(name)
         with suppress(OSError):  # the service has ended
             self._wake.send(b"\0")
 
     def _submit_prepared(self) -> None:
-        """Submit the requests whose grammars are compiled and whose clients have not given them up."""
+        """Submit the requests whose grammars are compiled, except those that their clients have abandoned."""
         self._woken.recv(4096)
         while self._prepared:
             name = self._prepared.popleft()
@@ -194,7 +194,9 @@ class EngineService:
                 self._abort([name])
 
     def _abort(self, names: list[str]) -> None:
-        """Abort live requests and deliver their outputs; those whose grammars are being compiled end after that."""
+        """Abort live requests and deliver their outputs. Requests whose grammars are being compiled are aborted after
+        submission.
+        """
         for name in names:
             if name in self._preparing:
                 self._preparing[name].is_aborted = True
@@ -219,7 +221,7 @@ class EngineService:
         try:
             self._deliver(self._engine.step())
         except RankLostError as error:
-            self._fail(error)  # its message names the cause; the stack is that of a peer which waited for the rank
+            self._fail(error)  # no traceback: it would show a peer waiting for the lost rank; the message has the cause
         except Exception as error:  # noqa: BLE001  (reported to every live request)
             _log.error("a step failed; its requests fail with this error", exc_info=True)
             self._drop_all(error)
@@ -244,11 +246,11 @@ class EngineService:
             self._send_outputs(identity, items)
 
     def _send_outputs(self, identity: bytes, items: list[Any]) -> None:
-        """Encoded as msgpack: a million log-probabilities take a thirtieth of the time of JSON."""
+        """Send outputs to a client, encoded as msgpack: a million log-probabilities take 1/30 of the time of JSON."""
         self._send(identity, Message("outputs", frames=(_pack(items),)))
 
     def _check_ranks(self) -> None:
-        """Called when a rank has ended while no step ran."""
+        """Check the ranks; called when one has ended while no step was running."""
         try:
             self._engine.check_ranks()
         except RankLostError as error:
@@ -283,13 +285,13 @@ class EngineService:
 
 
 def _log_if_unexpected(error: Exception) -> None:
-    """Log a bug with its traceback; errors that users cause are reported to the client only."""
+    """Log an internal error with its traceback. TapscopeErrors, which users cause, are only reported to the client."""
     if not isinstance(error, TapscopeError):
         _log.error("a request failed unexpectedly", exc_info=error)
 
 
 def _described(error: Exception) -> dict[str, Any]:
-    """An error as fields that :func:`tapscope.engine.runners.replica_client.error_of` raises again."""
+    """Return message fields from which :func:`tapscope.engine.runners.replica_client.error_of` rebuilds ``error``."""
     if isinstance(error, TapscopeError):
         return {"error": type(error).__name__, "text": str(error)}
     return {"error": "TapscopeError", "text": f"a step failed: {error!r}"}

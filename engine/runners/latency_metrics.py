@@ -1,4 +1,4 @@
-"""LatencyMetrics: request latencies as the engine's client measures them, for listeners such as metrics and logs."""
+"""LatencyMetrics: request latencies measured by the engine's client, for listeners such as metrics and logs."""
 
 import contextvars
 import time
@@ -11,30 +11,30 @@ from tapscope.engine.requests.output import Output
 
 @dataclass(slots=True)
 class RequestTimer:
-    """Times of one request, in seconds of time.perf_counter."""
+    """Timestamps and counts of one request; timestamps are in seconds of ``time.perf_counter``."""
 
     started: float = field(default_factory=time.perf_counter)
     first: float | None = None
-    """When its first token arrived."""
+    """Arrival of the first token."""
     last: float | None = None
     num_tokens: int = 0
     cached_tokens: int = 0
     finish_reason: str | None = None
-    """None while it is live, and if its client disconnected."""
+    """None while the request is live and if its client disconnected."""
     error: str | None = None
     error_type: str = ""
-    """Its class, such as ``UsageError``."""
+    """Class name of the error, for example ``UsageError``."""
     dp_rank: int = 0
-    """The replica that computes it."""
+    """DP rank of the replica that computes the request."""
     routed_by: str = "load"
-    """Why this replica was chosen, see :class:`~tapscope.engine.runners.replica_router.Choice`."""
+    """Reason for choosing this replica, see :class:`~tapscope.engine.runners.replica_router.Choice`."""
     between: tuple[float, int] | None = None
-    """(seconds since the previous output, tokens in this one); None for the first output."""
+    """(seconds since the previous output, number of tokens in the latest one); None for the first output."""
     params: SamplingParams = field(default_factory=SamplingParams)
     adapter: str = ""
-    """Its LoRA adapter; empty for the base model."""
+    """Name of the LoRA adapter; empty for the base model."""
     context: contextvars.Context = field(default_factory=contextvars.copy_context)
-    """Context variables of the task that sent it, such as the caller's trace."""
+    """Context variables of the task that sent the request, for example the caller's trace."""
 
     def note(self, output: Output) -> None:
         """Record the arrival of an output."""
@@ -50,29 +50,29 @@ class RequestTimer:
 
     @property
     def ttft_s(self) -> float | None:
-        """Time to the first token."""
+        """Time to first token in seconds; None before the first token."""
         return None if self.first is None else self.first - self.started
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since the start."""
+        """Seconds since the request was sent."""
         return time.perf_counter() - self.started
 
 
 class Listener(Protocol):
-    """Receives the events of every request."""
+    """Interface of objects that are notified of the events of every request."""
 
     def on_output(self, timer: RequestTimer, output: Output) -> None:
         """Called for every output."""
         ...
 
     def ended(self, request: str, prompt_tokens: int, timer: RequestTimer) -> None:
-        """Called when the request has finished, failed or lost its client."""
+        """Called when a request has finished, failed, or been abandoned by its client."""
         ...
 
 
 class LatencyMetrics:
-    """Counts live requests and notifies listeners."""
+    """Count of live requests and dispatcher of request events to listeners."""
 
     def __init__(self, listeners: tuple[Listener, ...] = ()) -> None:
         self.num_live = 0
@@ -83,12 +83,12 @@ class LatencyMetrics:
         self.num_live += 1
 
     def on_output(self, timer: RequestTimer, output: Output) -> None:
-        """Record an output."""
+        """Notify the listeners of an output."""
         for listener in self._listeners:
             listener.on_output(timer, output)
 
     def ended(self, request: str, prompt_tokens: int, timer: RequestTimer) -> None:
-        """Record the end of a request."""
+        """Record the end of a request and notify the listeners."""
         self.num_live -= 1
         for listener in self._listeners:
             listener.ended(request, prompt_tokens, timer)

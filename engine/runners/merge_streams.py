@@ -1,17 +1,18 @@
-"""Merges several async streams into one."""
+"""Merge several async streams into one."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from typing import TypeVar
 
 T = TypeVar("T")
-_AT_ONCE = 16  # streams that are started before yielding to the event loop
+_AT_ONCE = 16  # number of streams to start before yielding to the event loop
 
 
 async def merged(streams: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[tuple[int, T]]:
-    """Items of all ``streams`` as they arrive, each with the index of its stream; closes all streams at the end.
+    """Yield (stream index, item) for the items of all ``streams`` as they arrive; close all streams at the end.
 
-    The next item of a stream is requested once its last one was consumed, so that a slow reader applies backpressure.
+    The next item of a stream is requested only after its previous one was consumed, so that a slow consumer applies
+    back-pressure.
     """
     arrived: asyncio.Queue[tuple[int, asyncio.Task[T]]] = asyncio.Queue()
     pending: set[asyncio.Task[T]] = set()

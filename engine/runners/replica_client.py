@@ -1,4 +1,4 @@
-"""Replica: asyncio client of one DP replica's engine: live requests, method calls and its failure."""
+"""Replica: asyncio client of one DP replica's engine, with its live requests, method calls and failure state."""
 
 import asyncio
 from collections.abc import Mapping
@@ -16,12 +16,12 @@ from tapscope.core.wire import Message, decode, encode
 from tapscope.engine.requests.output import Output, OutputValues
 from tapscope.engine.runners.prefix_index import PrefixIndex
 
-_TURN_S = 0.005  # maximum time of reading before yielding to the event loop
+_TURN_S = 0.005  # maximum time spent reading before yielding to the event loop
 _OUTPUTS = msgspec.msgpack.Decoder(list[tuple[int, OutputValues]])
 
 
 class OutputQueue:
-    """Holds at most one output: those that a slow reader has not read are merged."""
+    """Queue of one request's outputs with at most one entry: unread outputs are merged."""
 
     def __init__(self, number: int, name: str) -> None:
         self.number = number
@@ -33,7 +33,7 @@ class OutputQueue:
         self._arrived = asyncio.Event()
 
     def put(self, output: Output) -> None:
-        """Add an output."""
+        """Add an output, merging it into an unread one."""
         self._pending = output if self._pending is None else self._pending.followed_by(output)
         self.is_over = output.finish_reason is not None
         self._arrived.set()
@@ -45,7 +45,7 @@ class OutputQueue:
             self._arrived.set()
 
     async def next(self) -> Output:
-        """Wait for the output since the last call; raises the error that the request was refused with."""
+        """Wait for and return the merged outputs since the last call; raise the error if the request was refused."""
         await self._arrived.wait()
         self._arrived.clear()
         if self._pending is None:
@@ -58,17 +58,17 @@ class OutputQueue:
 
 
 class Replica:
-    """A DEALER socket connected to one engine's ROUTER, for one event loop."""
+    """Client of one engine for one event loop: a DEALER socket connected to the engine's ROUTER."""
 
     def __init__(self, context: "zmq.Context[Any]", address: str, dp_rank: int, dp: int) -> None:
-        """Connect to ``address``, which may be bound later; nothing is sent yet."""
+        """Connect to ``address``, which may be bound later. Nothing is sent yet."""
         self.dp_rank = dp_rank
         self.failure: str | None = None
-        """Why the engine is lost; None while it works."""
+        """Reason why the engine was lost; None while it works."""
         self.num_tokens = 0
-        """Tokens of the live requests: prompts and received tokens."""
+        """Number of tokens of the live requests: prompts and received tokens."""
         self.prefixes = PrefixIndex()
-        """Prefixes that it has probably cached."""
+        """Prefixes that the replica has probably cached."""
         self._dp = dp
         self._queues: dict[int, OutputQueue] = {}
         self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
@@ -87,19 +87,19 @@ class Replica:
         return len(self._queues)
 
     def open(self, name: str) -> OutputQueue:
-        """A queue for the outputs of a request that will be submitted under the queue's number."""
+        """Return a new queue for the outputs of a request; submit the request under the queue's number."""
         queue = OutputQueue(next(self._numbers), name)
         self._queues[queue.number] = queue
         return queue
 
     def close_queue(self, queue: OutputQueue) -> None:
-        """Close a queue; the request is aborted if it is still live."""
+        """Close a queue and abort its request if it is still live."""
         del self._queues[queue.number]
         if not queue.is_over:
             self.send(Message("drop", {"number": queue.number, "request": queue.name}))
 
     async def call(self, method: str, **arguments: Any) -> dict[str, Any]:
-        """Call a method of the engine between two steps; raises what it raised."""
+        """Call a method of the engine between two steps; raise the method's error."""
         if self.failure is not None:
             raise RankLostError(self.failure)
         number = next(self._numbers)
@@ -112,7 +112,7 @@ class Replica:
             del self._answers[number]
 
     def fail(self, reason: str) -> None:
-        """Fail all live requests and calls with ``reason``, because the engine is gone."""
+        """Fail all live requests and calls with ``reason``, because the engine was lost."""
         self.failure = self.failure or reason
         for queue in self._queues.values():
             queue.refuse(RankLostError(self.failure))
@@ -121,14 +121,14 @@ class Replica:
                 answer.set_exception(RankLostError(self.failure))
 
     def send(self, message: Message) -> None:
-        """Send ``message`` to the engine; ignored after :meth:`disconnect`."""
+        """Send ``message`` to the engine. No-op after :meth:`disconnect`."""
         if self._socket.closed or self._loop.is_closed():
             return
         self._socket.send_multipart(encode(message), zmq.NOBLOCK)
-        self._loop.call_soon(self._read)  # ZMQ's descriptor is edge-triggered, and sending may consume an edge
+        self._loop.call_soon(self._read)  # ZMQ's file descriptor is edge-triggered, and sending may consume an edge
 
     def disconnect(self) -> None:
-        """Disconnect; live requests fail. Safe to call twice."""
+        """Disconnect; live requests fail. Idempotent."""
         if not self._socket.closed:
             self.fail("the client has been closed")
             if not self._loop.is_closed():
@@ -136,11 +136,14 @@ class Replica:
             self._socket.close(linger=1000)
 
     def named(self, reason: str) -> str:
-        """``reason``, prefixed by the replica's number if there are several."""
+        """Return ``reason``, prefixed with the replica's number if there are several replicas."""
         return reason if self._dp == 1 else f"DP replica {self.dp_rank}: {reason}"
 
     def named_error(self, error: TapscopeError) -> TapscopeError:
-        """``error``, which this replica raised, with its number if there are several; lost ranks name it themselves."""
+        """Return ``error``, raised by this replica, prefixed with its number if there are several replicas.
+
+        A RankLostError is returned unchanged: its message already names the replica.
+        """
         return error if self._dp == 1 or isinstance(error, RankLostError) else type(error)(self.named(str(error)))
 
     def _read(self) -> None:
@@ -176,6 +179,6 @@ class Replica:
 
 
 def error_of(fields: Mapping[str, Any]) -> TapscopeError:
-    """The error described by ``error`` (class name) and ``text`` of a message."""
+    """Build the error described by ``error`` (class name) and ``text`` of a message."""
     kind = getattr(errors, fields["error"], LiveError)
     return kind(fields["text"]) if issubclass(kind, TapscopeError) else LiveError(fields["text"])

@@ -1,4 +1,4 @@
-"""Replicas: starts and watches the processes of DP replicas 1 and up, and their entry point.
+"""Replicas: start and monitor the processes of DP replicas 1 and up; also their entry point.
 
 Every replica is an engine with its own service and its own ranks. Clients connect to each replica directly.
 """
@@ -33,7 +33,7 @@ from tapscope.engine.params.engine_config import EngineConfig
 
 
 class ReplicaLostError(RankLostError):
-    """The replica ``dp_rank`` has ended or failed."""
+    """Replica ``dp_rank`` has exited or failed."""
 
     def __init__(self, dp_rank: int, text: str) -> None:
         super().__init__(text)
@@ -41,7 +41,7 @@ class ReplicaLostError(RankLostError):
 
 
 class Replicas(WorkerProcesses):
-    """DP replicas 1 and up of one server; none if ``dp`` is 1."""
+    """Processes of DP replicas 1 and up of one server; empty if ``dp`` is 1."""
 
     are_daemons = False
 
@@ -52,16 +52,16 @@ class Replicas(WorkerProcesses):
 
     @property
     def addresses(self) -> list[str]:
-        """Addresses of all replicas' engines; the first is this process's."""
+        """ZMQ addresses of the engines of all replicas; the first is served by this process."""
         return [engine_address(self.folder, number) for number in range(self._dp)]
 
     @property
     def sources(self) -> "list[int | zmq.Socket[bytes]]":
-        """Sockets and descriptors that become readable when a replica has failed or ended; then call :meth:`check`."""
+        """Sockets and file descriptors that become readable when a replica fails or exits; then call :meth:`check`."""
         return [self._socket, *self.sentinels]
 
     def spawn(self) -> None:
-        """Start and watch the processes, which load in parallel; raises ConfigError, UsageError."""
+        """Start and watch the processes, which load in parallel. Raises ConfigError, UsageError."""
         if self._dp > 1:
             check_num_processes(self._config)
         self.start(replica_main, self._arguments, self._dp - 1, "replica")
@@ -69,12 +69,12 @@ class Replicas(WorkerProcesses):
             self.watch(self._limit_s)
 
     def raise_lost(self, error: RankLostError | None) -> NoReturn:
-        """Raise the first lost replica's error: the original one if it failed to load, else ReplicaLostError."""
+        """Raise the error of the first lost replica: its own error if it failed to load, else ReplicaLostError."""
         deadline = time.monotonic() + FINAL_MESSAGE_S
         while not self._failures and not self._ended_silently() and time.monotonic() < deadline:
             self._receive(POLL_MS)
         if not self._failures:
-            self._receive(2 * POLL_MS)  # its last message may still arrive
+            self._receive(2 * POLL_MS)  # the last message of the replica may still arrive
         if self._failures:
             number = min(self._failures)
             failure = self._failures[number]
@@ -90,7 +90,7 @@ class Replicas(WorkerProcesses):
 def replica_main(
     dp_rank: int, config: EngineConfig, observer: ObserverFactory | None, max_waiting: int | None, folder: str
 ) -> None:
-    """Entry point of a spawned replica: load and serve until closed. Errors are reported to replica 0's process."""
+    """Load and serve a replica until closed: the entry point of a spawned process. Errors are reported to replica 0."""
     ignore_signals()
     enable_stack_dumps(stack_path(Path(folder), dp_rank))
     with zmq.Context() as context, context.socket(zmq.DEALER) as parent, context.socket(zmq.ROUTER) as clients:
@@ -128,7 +128,7 @@ def _serve(
             service.stop()
 
         service = EngineService(engine, clients, max_waiting=max_waiting, on_failure=give_up)
-        service.watch(parent, service.stop)  # its only message is close
+        service.watch(parent, service.stop)  # the parent sends no message but close
         if (process := multiprocessing.parent_process()) is not None:
             service.watch(process.sentinel, service.stop)
         freeze()
@@ -141,7 +141,7 @@ def _serve(
 
 
 def engine_address(folder: Path, dp_rank: int) -> str:
-    """Address of a replica's engine."""
+    """Return the ZMQ address of a replica's engine."""
     return f"ipc://{folder / f'dp-{dp_rank}'}"
 
 

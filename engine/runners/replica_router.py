@@ -1,4 +1,4 @@
-"""Routes requests to DP replicas by load and cached prefix."""
+"""Route requests to DP replicas by load and cached prefix."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -8,22 +8,25 @@ from tapscope.engine.runners.prefix_index import Block
 from tapscope.engine.runners.replica_client import Replica
 
 REQUEST_TOKENS = 256
-"""Cost of a live request in tokens: a replica with one more may win if it has cached this many more prompt tokens."""
+"""Cost of a live request in tokens: a replica with one more request wins if it has cached over this many more prompt
+tokens.
+"""
 
 
 class Choice(NamedTuple):
-    """The replica of a request, and why."""
+    """The replica chosen for a request and the reason."""
 
     replica: Replica
     reason: str
-    """``pinned``: named by the request; ``prefix``: the longest cached prefix; ``load``: the lowest load."""
+    """``pinned``: named by the request; ``prefix``: longest cached prefix; ``load``: lowest load."""
 
 
 def choose(replicas: Sequence[Replica], wanted: int | None = None, blocks: Sequence[Block] = ()) -> Choice:
-    """The ``wanted`` replica, else the one with the lowest cost: its live requests minus the cached part of ``blocks``.
+    """Return the ``wanted`` replica, or the one with the lowest cost.
 
-    Ties are broken by the fewest live tokens, then the fewest indexed prefixes, then the lowest number. Raises
-    UsageError for a replica that does not exist.
+    The cost of a replica is its live requests, each counted as :data:`REQUEST_TOKENS`, minus the cached tokens of
+    ``blocks``. Ties are broken by the fewest live tokens, then the fewest indexed blocks, then the lowest number.
+    Raises UsageError if ``wanted`` is out of range.
     """
     if wanted is not None:
         if not 0 <= wanted < len(replicas):

@@ -1,4 +1,4 @@
-"""SyncRunner: steps one engine in the caller's thread and adds text to its outputs."""
+"""SyncRunner: drive one engine in the caller's thread and add text to its outputs."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -13,7 +13,7 @@ from tapscope.engine.text.tokenizer import Tokenizer
 
 
 class SyncRunner:
-    """Submits requests, computes steps and assembles outputs in the calling thread."""
+    """Submits requests, runs steps and assembles outputs in the calling thread."""
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer | None) -> None:
         self._engine = engine
@@ -23,7 +23,7 @@ class SyncRunner:
 
     @property
     def has_work(self) -> bool:
-        """Whether a request is live."""
+        """Whether any request is live."""
         return self._engine.scheduler.has_work
 
     def generate(
@@ -34,7 +34,7 @@ class SyncRunner:
         forced_token_ids: Sequence[Sequence[int] | None],
         adapters: Sequence[str],
     ) -> list[Generation]:
-        """Complete every prompt; raises UsageError before any step when one of them can never run."""
+        """Complete every prompt. Raises UsageError before the first step if any request can never run."""
         try:
             order: list[str] = []
             each = zip(prompts, params, request_ids, forced_token_ids, adapters, strict=True)
@@ -61,9 +61,9 @@ class SyncRunner:
         request_ids: Sequence[str | None],
         **options: Any,
     ) -> Iterator[Output]:
-        """Yield every output of all prompts as it is computed; closing the iterator aborts the unfinished requests.
+        """Yield the outputs of all prompts as they are computed; closing the iterator aborts the unfinished requests.
 
-        ``options`` are those of :meth:`submit`, for all prompts.
+        ``options`` are the options of :meth:`submit`, applied to all prompts.
         """
         names: list[str] = []
         try:
@@ -88,7 +88,7 @@ class SyncRunner:
         adapter: str = "",
         experts: str = "",
     ) -> str:
-        """Queue one request and return its id; raises UsageError when it can never run."""
+        """Queue one request and return its id. Raises UsageError if the request can never run."""
         name = self._new_id() if request_id is None else request_id
         if not isinstance(name, str) or not name:
             raise UsageError(f"invalid request id {name!r}: expected a string of at least one character")
@@ -115,11 +115,11 @@ class SyncRunner:
         return name
 
     def step(self) -> list[Generation]:
-        """Compute one step; returns the requests that it finished. Raises RankLostError."""
+        """Run one step and return the requests that it finished. Raises RankLostError."""
         return [self._assemblers.pop(output.request).generation() for output in self._step() if output.finish_reason]
 
     def advance(self) -> list[Output]:
-        """Compute one step; returns the new output of each request. Raises RankLostError."""
+        """Run one step and return the new output of each request. Raises RankLostError."""
         outputs = self._step()
         for output in outputs:
             if output.finish_reason:
@@ -127,7 +127,7 @@ class SyncRunner:
         return outputs
 
     def abort(self, request_id: str) -> Generation | None:
-        """Abort a live request between two steps; returns what it generated, None when no such request is live."""
+        """Abort a live request between two steps and return its generation so far; None if no such request is live."""
         output = self._engine.abort(request_id)
         if output is None:
             return None
@@ -136,7 +136,9 @@ class SyncRunner:
         return assembler.generation()
 
     def _step(self) -> list[Output]:
-        """The step's outputs with their text; a request that ends by a stop string is aborted in the engine."""
+        """Run one step and return its outputs with text. A request that ends with a stop string is aborted in the
+        engine.
+        """
         try:
             step = self._engine.step()
         except BaseException:
@@ -153,7 +155,7 @@ class SyncRunner:
         return outputs
 
     def _new_id(self) -> str:
-        """The next number that is not a live request's id."""
+        """Return the next number that is not the id of a live request."""
         while self._engine.scheduler.is_live(str(self._num_named)):
             self._num_named += 1
         return str(self._num_named)

@@ -1,1 +1,1 @@
-"""Continuous batching: which tokens each step computes, and which KV pages hold them. Torch-free, rank 0 only."""
+"""Continuous batching: which tokens each step computes and which KV pages store them. Torch-free; rank 0 only."""

@@ -1,17 +1,16 @@
-"""PageGroup: the KV pages of one group of layers, own or shared through the prefix cache, for each running request.
+"""PageGroup: the KV pages of one group of layers, private to a running request or shared through the prefix cache.
 
-A request's page table in a group, by position::
+Layout of a request's page table in a group, by position::
 
-    |<- num_shared_pages: in the tree, held ->|<- its own: being filled, or empty ->|
-    0                                         num_shared_pages * page_size          len(pages) * page_size
+    |<- num_shared_pages: in the tree, held ->|<- private: being filled or empty ->|
+    0                                         num_shared_pages * page_size         len(pages) * page_size
 
-A page moves to the tree once all its positions are computed. If the tree already has a page with those tokens, the
-request's entry is redirected to it and its own page is freed afterwards. A request that ends or is preempted therefore
-leaves its full pages to later requests, or to itself.
+A page moves to the tree once all its positions are computed. If the tree already has a page with the same tokens, the
+page table entry is redirected to the cached page and the private page is freed. The full pages of a finished or
+preempted request therefore stay in the tree, for other requests or for its own recomputation.
 
-Where no layer of the group looks further back than a window, pages out of the window are freed: the first
-``num_freed_pages`` entries name no page, and a prefix can be taken from the tree if the tree has the pages of its last
-window.
+In a group with a sliding window, pages that leave the window are freed: the first ``num_freed_pages`` entries are
+invalid. A prefix hit then only requires that the tree has the pages of the prefix's last window.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,24 +23,24 @@ from tapscope.engine.scheduling.radix_cache import Key, RadixCache, RadixNode
 
 _require = partial(require_invariant, "pages")
 
-_FREED = -1  # entry of a page that was freed because it is out of the window
+_FREED = -1  # page table entry of a page that was freed because it left the window
 
 
 class BlockAllocator:
-    """A free list. The scheduler and the prefix cache track who holds the other pages."""
+    """A free list of page numbers. The scheduler and the prefix cache track the owners of allocated pages."""
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
-        self._free = list(range(num_pages - 1, -1, -1))  # popped from the end: low numbers first
+        self._free = list(range(num_pages - 1, -1, -1))  # popped from the end: lowest page first
 
     @property
     def num_free(self) -> int:
-        """Free pages."""
+        """Number of free pages."""
         return len(self._free)
 
     @property
     def num_used(self) -> int:
-        """Pages held by requests or by the prefix cache."""
+        """Number of pages held by requests or by the prefix cache."""
         return self.num_pages - len(self._free)
 
     @property
@@ -50,29 +49,32 @@ class BlockAllocator:
         return tuple(self._free)
 
     def allocate_pages(self, count: int) -> list[int]:
-        """Take ``count`` pages off the free list; the caller has checked that there are as many."""
+        """Pop ``count`` pages off the free list. The caller ensures that at least ``count`` are free."""
         assert count <= len(self._free), f"{count} pages wanted, {len(self._free)} free"
         return [self._free.pop() for _ in range(count)]
 
     def free_pages(self, pages: Iterable[int]) -> None:
-        """Return pages taken before."""
+        """Return allocated pages to the free list."""
         self._free.extend(reversed(list(pages)))
 
 
 def page_key(request: Request, page: int, size: int) -> Key:
-    """Key of the request's ``page`` in a tree. A salt or an adapter in the first key separates all pages below, as in
-    vLLM.
+    """Return the tree key of the request's ``page``. As in vLLM, a salt or adapter in the key of the first page
+    separates all pages below.
     """
     tokens = tuple(request.tokens[page * size : (page + 1) * size])
     return tokens if page else (*request.cache_key, *tokens)
 
 
 class PageGroup:
-    """Every page is free, in the tree, or held by exactly one running request."""
+    """Page pool and prefix tree of one group of layers.
+
+    Every page is free, in the tree, or held by exactly one running request.
+    """
 
     def __init__(self, index: int, num_pages: int, page_size: int, *, prefix_cache: bool, window: int | None) -> None:
-        """``index``: which of a request's page tables; ``window``: positions that any layer of the group looks back at
-        most; older pages are freed.
+        """``index`` selects a request's page table. ``window`` is the largest attention window of the group's layers,
+        in positions; older pages are freed. None means full attention.
         """
         self.index = index
         self.pages = BlockAllocator(num_pages)
@@ -80,25 +82,25 @@ class PageGroup:
         self.window = window
         self.tree = RadixCache(has_gaps=window is not None)
         self.num_evicted = 0
-        """Pages evicted from the prefix cache so far."""
+        """Number of pages evicted from the prefix cache so far."""
         self._shares = prefix_cache
 
     @property
     def num_available(self) -> int:
-        """Pages that :meth:`allocate` can return: free ones, and those that only the prefix cache holds."""
+        """Number of pages that :meth:`allocate` can hand out: free pages and those held by the prefix cache only."""
         return self.pages.num_free + self.tree.num_evictable
 
     @property
     def num_used(self) -> int:
-        """Pages that running requests hold."""
+        """Number of pages held by running requests."""
         return self.pages.num_pages - self.num_available
 
     def max_pages(self, num_positions: int) -> int:
-        """Pages that a request of ``num_positions`` needs at most at one time."""
+        """Return the maximum number of pages that a request of ``num_positions`` holds at any time."""
         return max_request_pages(num_positions, self.page_size, self.window)
 
     def num_missing_pages(self, request: Request) -> int:
-        """Pages the request still needs for its known tokens."""
+        """Return how many more pages the request needs for its known tokens."""
         table = request.table(self.index)
         if len(request.tokens) <= len(table.pages) * self.page_size:
             return 0
@@ -108,25 +110,29 @@ class PageGroup:
         )
 
     def num_computable_rows(self, request: Request) -> int:
-        """Rows of the request that the available pages allow to compute next."""
+        """Return how many more rows of the request fit in its own and the available pages."""
         table = request.table(self.index)
         return (len(table.pages) + self.num_available) * self.page_size - request.num_computed
 
     def num_draft_rows(self, request: Request, num_reserved: int) -> int:
-        """Rows after the request's next one if ``num_reserved`` pages stay available; may be negative."""
+        """Return how many rows after the request's next one fit if ``num_reserved`` pages must stay available; may be
+        negative.
+        """
         num_pages = len(request.table(self.index).pages) + max(0, self.num_available - num_reserved)
         return num_pages * self.page_size - request.num_computed - 1
 
     def slot(self, request: Request, place: int) -> int:
-        """Slot in the pool of the request's row that is stored at ``place`` of its pages."""
+        """Return the slot in the KV pool of the request's row at position ``place`` of its page table."""
         return request.table(self.index).pages[place // self.page_size] * self.page_size + place % self.page_size
 
     def needs_page(self, request: Request, position: int) -> bool:
-        """Whether the request has no page for ``position``, its next one."""
+        """Return whether the request must allocate a page for ``position``, its next one."""
         return position >= len(request.tables[self.index].pages) * self.page_size
 
     def allocate(self, request: Request, end: int) -> None:
-        """Give the request pages for its positions before ``end``, within :meth:`num_computable_rows`."""
+        """Allocate pages for the request's positions before ``end``, which must be within :meth:`num_computable_rows`.
+        Cached pages are evicted if too few are free.
+        """
         table = request.table(self.index)
         num_missing_pages = self._pages_for(end) - len(table.pages)
         if num_missing_pages <= 0:
@@ -138,16 +144,18 @@ class PageGroup:
         table.pages += self.pages.allocate_pages(num_missing_pages)
 
     def next_page_key(self, request: Request) -> tuple[RadixNode, Key]:
-        """Parent node and key of the first page that the request does not share yet."""
+        """Return parent node and key of the first page that the request does not share yet."""
         table = request.table(self.index)
         return table.prefix_node or self.tree.root, page_key(request, table.num_shared_pages, self.page_size)
 
     def has_prefix(self, request: Request, nodes: Sequence[RadixNode]) -> bool:
-        """Whether the tree has every page of ``nodes``, the request's next ones, that rows after them see."""
+        """Return whether the tree has the pages of ``nodes``, the request's next ones, that are within the window of
+        later rows.
+        """
         return all(node.page >= 0 for node in nodes[self._num_newly_out_of_window(request, len(nodes)) :])
 
     def share(self, request: Request, nodes: Sequence[RadixNode]) -> None:
-        """Share the pages of ``nodes``, the request's next ones, for which :meth:`has_prefix` holds."""
+        """Share the pages of ``nodes``, the request's next ones, for which :meth:`has_prefix` is true."""
         table = request.table(self.index)
         passed = self._num_newly_out_of_window(request, len(nodes))
         self._skip_nodes(request, nodes[:passed])
@@ -156,9 +164,10 @@ class PageGroup:
         self._free_out_of_window(request, table.num_shared_pages * self.page_size)
 
     def cache_full_pages(self, request: Request) -> None:
-        """After rows were computed: move full pages to the tree and free those out of the window.
+        """Insert newly filled pages into the tree and free pages that left the window. Called after rows were computed.
 
-        Pages of a request with NaN go only below those that it shares, which :meth:`drop_prefix` has dropped.
+        Pages of a request with NaN are inserted only below pages that it already shares, which :meth:`drop_prefix` has
+        dropped.
         """
         table = request.tables[self.index]
         size = self.page_size
@@ -183,8 +192,9 @@ class PageGroup:
         table.num_shared_pages = table.num_freed_pages = table.num_sent_pages = 0
 
     def new_entries(self, request: Request) -> tuple[int, ...]:
-        """Entries of the page table that the ranks do not have yet. Freed pages, whose rows are masked, are replaced by
-        another page of the request.
+        """Return the page table entries that were not sent to the ranks yet.
+
+        Entries of freed pages, whose rows are masked, are replaced by another page of the request.
         """
         table = request.table(self.index)
         if table.num_sent_pages == len(table.pages):
@@ -193,17 +203,22 @@ class PageGroup:
         return (table.pages[table.num_freed_pages],) * passed + tuple(table.pages[table.num_sent_pages + passed :])
 
     def flush(self) -> int:
-        """Evict every prefix that no running request holds; returns the number of freed pages."""
+        """Evict every prefix that no running request holds; return the number of freed pages."""
         pages = self.tree.evict(self.tree.num_evictable)
         self.pages.free_pages(pages)
         return len(pages)
 
     def drop_prefix(self, request: Request) -> None:
-        """Let no later request share a page of a prefix that begins with the request's first page."""
+        """Drop every cached prefix that starts with the request's first page, so that no later request shares its
+        pages.
+        """
         self.pages.free_pages(self.tree.drop(page_key(request, 0, self.page_size)))
 
     def check(self, running: Sequence[Request]) -> None:
-        """Check every page; raises InvariantError for one that is lost, held twice or held by a wrong request."""
+        """Check every page of the group against the running requests.
+
+        Raises InvariantError for a page that is leaked, held twice or held by the wrong request.
+        """
         self.tree.check()
         held: dict[int, int] = {}
         own: list[int] = []
@@ -230,7 +245,7 @@ class PageGroup:
         )
 
     def _share_page(self, request: Request, node: RadixNode) -> None:
-        """Put the tree's ``node`` into the request's next entry, then free the page that was there."""
+        """Point the request's next page table entry to the page of ``node`` and free the private page it replaces."""
         table = request.table(self.index)
         self.tree.hold(node)
         slot = table.num_shared_pages
@@ -241,8 +256,9 @@ class PageGroup:
         table.num_sent_pages = min(table.num_sent_pages, slot)
 
     def cached_path(self, request: Request) -> list[RadixNode]:
-        """Nodes of the request's next pages in the tree, including gaps; never that of the last known token, of which
-        one row must be computed to have logits.
+        """Return the tree nodes of the request's next pages, including gaps.
+
+        The page of the last known token is excluded, because at least one row must be computed to produce logits.
         """
         table = request.table(self.index)
         size = self.page_size
@@ -256,7 +272,7 @@ class PageGroup:
         return nodes
 
     def _num_newly_out_of_window(self, request: Request, count: int) -> int:
-        """How many of the next ``count`` shared pages are out of the window once all of them are shared."""
+        """Return how many of the next ``count`` pages are out of the window once all of them are shared."""
         table = request.table(self.index)
         num_shared_pages = table.num_shared_pages + count
         return max(
@@ -264,14 +280,17 @@ class PageGroup:
         )
 
     def _num_out_of_window(self, num_computed: int, num_shared_pages: int) -> int:
-        """Leading pages out of the window of later rows; never all shared ones, since the last one ends the path."""
+        """Return the number of leading pages that are out of the window of all later rows.
+
+        At least one shared page is kept, because the last one is the end of the request's path in the tree.
+        """
         if self.window is None:
             return 0
         first = max(0, num_computed - self.window + 1) // self.page_size
         return min(first, num_shared_pages - 1) if num_shared_pages else first
 
     def _skip_nodes(self, request: Request, nodes: Sequence[RadixNode]) -> None:
-        """Descend past ``nodes`` without sharing their pages, which are out of the window."""
+        """Advance the request past ``nodes`` without sharing their pages, which are out of the window."""
         table = request.table(self.index)
         if not nodes:
             return
@@ -283,13 +302,13 @@ class PageGroup:
         table.num_sent_pages = min(table.num_sent_pages, slot)
 
     def _free_out_of_window(self, request: Request, num_computed: int) -> None:
-        """Free the pages that no row from position ``num_computed`` on sees."""
+        """Free the pages that are out of the window of all rows from position ``num_computed`` on."""
         if self.window is not None:
             table = request.table(self.index)
             self._free_pages_before(request, self._num_out_of_window(num_computed, table.num_shared_pages))
 
     def _free_pages_before(self, request: Request, end: int) -> None:
-        """Free the request's pages before entry ``end``."""
+        """Free the request's pages before page table entry ``end``."""
         table = request.table(self.index)
         begin, num_shared_pages = table.num_freed_pages, table.num_shared_pages
         if end <= begin:
@@ -300,7 +319,7 @@ class PageGroup:
         table.num_freed_pages = end
 
     def _held_nodes(self, request: Request) -> list[RadixNode]:
-        """Nodes of the request's shared pages that are still held."""
+        """Return the nodes of the shared pages that the request still holds, in order of position."""
         table = request.table(self.index)
         node: RadixNode | None = table.prefix_node
         path: list[RadixNode] = []

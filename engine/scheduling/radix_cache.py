@@ -1,15 +1,15 @@
-"""RadixCache: a tree of KV pages by their tokens, so that equal prefixes are computed once.
+"""RadixCache: a prefix tree of KV pages keyed by their tokens, so that shared prefixes are computed once.
 
-Every edge is one full page: its key is the page's tokens, its node holds the page number. A path from the root spells a
-prefix. A request holds every node of its path (``refs``). A node that no request holds stays for later requests until
-its page is needed. A request that holds a node holds its ancestors, so only leaves are evicted, least recently used
-first.
+A node is one full page: its key is the page's tokens, and it stores the page number. A path from the root spells a
+prefix. A request holds a reference (``refs``) to every node on its path. Unreferenced nodes stay cached until their
+pages are needed. A reference to a node implies references to its ancestors, so only leaves are evicted, least recently
+used first.
 
-Where all layers use a sliding window, a request holds only the end of its path. Any node without holder may then lose
-its page; it stays as a *gap* while it has children.
+If all layers use a sliding window, a request references only the end of its path. Any unreferenced node may then lose
+its page; while it has children, it stays in the tree as a *gap*.
 
-A subtree whose pages are wrong is dropped (:meth:`RadixCache.drop`): no request finds it any more, those that hold
-parts of it keep them, and its pages are the first to be evicted.
+A subtree with corrupt pages is dropped (:meth:`RadixCache.drop`): lookups no longer find it, requests that hold its
+nodes keep them, and its pages are evicted first.
 """
 
 import heapq
@@ -21,14 +21,16 @@ from tapscope.engine.params.validators import require_invariant
 _require = partial(require_invariant, "prefix cache")
 
 Key = tuple[int | str | tuple[str, int], ...]
-"""Tokens of one page; the first page's key starts with :attr:`Request.cache_key`."""
+"""Tokens of one page; the key of the first page is prefixed with :attr:`Request.cache_key`."""
 
 _DROPPED = -1
-"""``last_used`` of dropped nodes, which are evicted first, and the start of their first key: no token is negative."""
+"""``last_used`` of dropped nodes, which makes them first in eviction order. Also the first element of the key of a
+dropped subtree, which cannot match because tokens are not negative.
+"""
 
 
 class RadixNode:
-    """One page of a known prefix."""
+    """One full page of a cached prefix."""
 
     __slots__ = ("children", "is_dropped", "key", "last_used", "page", "parent", "refs")
 
@@ -37,41 +39,44 @@ class RadixNode:
         """None for the root and for evicted nodes."""
         self.key = key
         self.page = page
-        """-1 in the root, and in a gap."""
+        """Page number; -1 in the root and in a gap."""
         self.children: dict[Key, RadixNode] = {}
         self.refs = 0
-        """Requests that hold this node."""
+        """Number of requests that hold this node."""
         self.last_used = 0
         self.is_dropped: bool = parent is not None and parent.is_dropped
-        """Whether it is below a key that no request has."""
+        """Whether this node belongs to a dropped subtree."""
 
 
 class RadixCache:
-    """The tree; it owns its pages until :meth:`evict` returns them."""
+    """Prefix tree of one page pool; owns its pages until :meth:`evict` returns them."""
 
     def __init__(self, *, has_gaps: bool = False) -> None:
-        """``has_gaps``: a request may hold a node without its ancestors."""
+        """``has_gaps``: whether a request may hold a node without holding its ancestors."""
         self.has_gaps = has_gaps
         self.root = RadixNode(None, (), -1)
         self.num_pages = 0
-        """Pages in the tree."""
+        """Number of pages in the tree."""
         self.num_evictable = 0
-        """Pages without holders, which :meth:`evict` can return."""
+        """Number of unreferenced pages, which :meth:`evict` can return."""
         self._clock = 0
         self._evictable_heap: list[tuple[int, int, RadixNode]] = []
         """Heap of (last_used, number, node); stale entries are skipped."""
         self._num_pushed = 0
         self._num_dropped = 0
-        """Calls of :meth:`drop` that found something."""
+        """Number of subtrees dropped so far; makes their keys unique."""
 
     def hold(self, node: RadixNode) -> None:
-        """Add a holder to ``node``, which is not a gap; without gaps the request must already hold the parent."""
+        """Add a reference to ``node``, which must not be a gap. Unless ``has_gaps``, the request must already hold the
+        parent.
+        """
         if node.refs == 0:
             self.num_evictable -= 1
         node.refs += 1
 
     def insert(self, parent: RadixNode, key: Key, page: int) -> RadixNode:
-        """Insert ``page`` as a child of ``parent``, as a new node or into a gap; the caller becomes its holder.
+        """Insert ``page`` below ``parent``, as a new node or into a gap, and return the node with one reference, the
+        caller's.
 
         The caller must hold ``parent``.
         """
@@ -81,7 +86,7 @@ class RadixCache:
         return node
 
     def release(self, nodes: Sequence[RadixNode]) -> None:
-        """Remove a holder from ``nodes``; those of a path in order from the leaf to the root."""
+        """Remove one reference from each of ``nodes``; nodes of a path must be ordered from leaf to root."""
         self._clock += 1
         for node in nodes:
             node.refs -= 1
@@ -91,7 +96,7 @@ class RadixCache:
             self._push_if_evictable(node)
 
     def evict(self, count: int) -> list[int]:
-        """Remove the ``count`` least recently used pages from the tree, fewer when fewer are evictable."""
+        """Remove up to ``count`` unreferenced pages from the tree, least recently used first, and return them."""
         pages: list[int] = []
         while len(pages) < count and self._evictable_heap:
             stamp, _, node = heapq.heappop(self._evictable_heap)
@@ -109,9 +114,9 @@ class RadixCache:
         return pages
 
     def drop(self, key: Key) -> list[int]:
-        """Let no request find the root's child ``key`` and what is below it; returns the pages that nothing holds.
+        """Hide the root's child ``key`` and its subtree from lookups, and evict and return its unreferenced pages.
 
-        Holders keep their nodes, and may insert further ones below.
+        Requests that hold nodes of the subtree keep them and may insert further nodes below.
         """
         top = self.root.children.pop(key, None)
         if top is None:
@@ -127,7 +132,7 @@ class RadixCache:
         return self.evict(count)
 
     def nodes(self, below: RadixNode | None = None) -> Iterator[RadixNode]:
-        """Every node ``below`` one, by default the root, including gaps, parents first."""
+        """Yield every node below ``below``, by default the root, including gaps; parents first."""
         stack = list((below or self.root).children.values())
         while stack:
             node = stack.pop()
@@ -135,7 +140,7 @@ class RadixCache:
             stack.extend(node.children.values())
 
     def check(self) -> None:
-        """Check the whole tree; raises InvariantError for the first violation."""
+        """Check the whole tree; raise InvariantError for the first violation."""
         nodes = list(self.nodes())
         in_heap = {id(node) for stamp, _, node in self._evictable_heap if node.last_used == stamp}
         for node in nodes:
@@ -156,7 +161,9 @@ class RadixCache:
         _require(free == self.num_evictable, f"{free} pages evictable, counted {self.num_evictable}")
 
     def _push_if_evictable(self, node: RadixNode) -> None:
-        """Add an evictable node to the heap; drops stale entries once they are the majority."""
+        """Push ``node`` onto the eviction heap if it is evictable. Rebuild the heap once stale entries outnumber valid
+        ones.
+        """
         if not self._is_evictable(node):
             return
         if len(self._evictable_heap) > 2 * self.num_pages + 64:

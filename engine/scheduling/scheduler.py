@@ -1,15 +1,15 @@
-"""Scheduler: which tokens each step computes. Rank 0 only.
+"""Scheduler: selects the tokens that each step computes. Runs on rank 0 only.
 
-One rule: *computed tokens catch up with known tokens*. A new request lags by its whole prompt, a running one by its
-last sampled token, a preempted one by all of its tokens. Prefill, decode, prefix hits and recomputation are the same
-case, and requests join at any step. A step has a budget of rows: decoding requests come first, one row each, then
-prompts share the rest in chunks.
+The scheduler has one rule: *computed tokens catch up with known tokens*. A new request lags by its whole prompt, a
+decoding one by its last sampled token, a preempted one by all of its tokens. Prefill, decode, prefix hits and
+recomputation are the same case, and requests can join at any step. A step has a row budget: decoding requests take one
+row each, then prefill chunks share the rest.
 
-Requests have one total order, their *urgency*: higher priority first, then age. Waiting makes a request older than
-later requests of higher priority, so every request is served in the end. The generations of one parent alternate with
-other parents (:mod:`tapscope.engine.scheduling.waiting_queue`). The most urgent waiting request is admitted when the
-pages of all its known tokens fit. When a running request needs a page and none is free, the least urgent running
-request is preempted: its pages are freed and it waits to be computed again, possibly from the prefix cache.
+Requests are totally ordered by *urgency*: higher priority first, then age. Waiting raises a request above later
+requests of higher priority, so no request starves. Generations of one parent alternate with those of other parents
+(:mod:`tapscope.engine.scheduling.waiting_queue`). The most urgent waiting request is admitted when the pages of all its
+known tokens fit. When a running request needs a page and no page is free, the least urgent running request is
+preempted: its pages are freed and it is queued for recomputation, possibly from the prefix cache.
 """
 
 import heapq
@@ -40,21 +40,21 @@ _urgency = attrgetter("urgency")
 
 @dataclass(slots=True)
 class SchedulerStats:
-    """Counters; they only increase."""
+    """Cumulative counters of the scheduler."""
 
     prefill_tokens: int = 0
     """Prompt rows computed for the first time."""
     cached_tokens: int = 0
     """Prompt rows taken from the prefix cache."""
     decode_tokens: int = 0
-    """Tokens generated."""
+    """Generated tokens."""
     recomputed_tokens: int = 0
-    """Rows computed again, after a preemption."""
+    """Rows computed again after a preemption."""
     num_preemptions: int = 0
-    """Requests preempted, to be computed again later."""
+    """Preemptions of running requests."""
 
     def count(self, scheduled: ScheduledRequest, num_prompt: int) -> None:
-        """Add the rows of a scheduled request with ``num_prompt`` prompt tokens."""
+        """Add the rows of a scheduled request whose prompt has ``num_prompt`` tokens."""
         again = sum([count for count, visit in scheduled.visits if visit])
         end = scheduled.position + len(scheduled.tokens)
         self.prefill_tokens += min(len(scheduled.tokens) - again, max(0, min(end, num_prompt) - scheduled.position))
@@ -62,14 +62,14 @@ class SchedulerStats:
 
 
 class Scheduler:
-    """Owns all live requests and all pages."""
+    """Owner of all live requests and all KV pages; plans steps and commits their sampled tokens."""
 
     def __init__(self, config: SchedulerConfig, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.config = config
         self.waiting = WaitingQueue(config.priority_aging_steps)
         """Waiting requests, including preempted ones."""
         self.running: list[Request] = []
-        """Most urgent first."""
+        """Running requests, most urgent first."""
         states = None
         if config.num_state_slots:
             states = StateGroup(
@@ -93,9 +93,9 @@ class Scheduler:
         self._clock = clock
         self._free_rows = list(range(config.max_num_seqs))
         self._planned: list[list[tuple[Request, ScheduledRequest]]] = []
-        """Requests of each planned step that is not committed yet, in order."""
+        """Scheduled requests of each planned but uncommitted step, oldest step first."""
         self._discarded: list[list[tuple[Request, ScheduledRequest]]] = []
-        """As ``_planned``, of steps that could not be launched since the last :meth:`plan`."""
+        """Scheduled requests of steps that failed to launch since the last :meth:`plan`."""
         self._kept_rows: list[KeptRows] = []
         self._next_step = 0
         self._by_id: dict[str, Request] = {}
@@ -107,20 +107,20 @@ class Scheduler:
 
     @property
     def num_steps(self) -> int:
-        """Steps planned so far."""
+        """Number of steps planned so far."""
         return self._next_step
 
     def live(self) -> Iterator[Request]:
-        """Running requests, then waiting ones, the most urgent first."""
+        """Yield the running requests, then the waiting ones, most urgent first."""
         yield from self.running
         yield from self.waiting
 
     def is_live(self, request_id: str) -> bool:
-        """Whether a request with this id is running or waiting."""
+        """Return whether a request with this id is running or waiting."""
         return request_id in self._by_id
 
     def validate(self, request: Request) -> None:
-        """Raise UsageError when ``request`` can never run: its id is in use, or it needs too many pages."""
+        """Raise UsageError if ``request`` can never run: its id is in use, or it needs more pages than exist."""
         if self.is_live(request.id):
             raise UsageError(f"request id {request.id!r} is in use by a live request; choose another or wait for it")
         group, config = self.kv_cache_manager.too_small(request.max_positions), self.config
@@ -139,14 +139,14 @@ class Scheduler:
         self.waiting.add(request, self._next_step)
 
     def abort(self, request_id: str, reason: str = "") -> Request | None:
-        """Remove a live request in any state; returns None when no live request has this id."""
+        """Remove a live request in any state and return it; None if no live request has this id."""
         request = self._by_id.get(request_id)
         if request is not None:
             self._end(request, "abort", reason)
         return request
 
     def expire(self) -> list[Request]:
-        """Remove the requests that exceeded a timeout; call it before each step."""
+        """Abort and return the requests that exceeded a timeout. Call before each step."""
         late = []
         if self.config.has_timeouts:
             now = self._clock()
@@ -163,19 +163,19 @@ class Scheduler:
         epoch: int | None = None,
         drafts: Mapping[str, Drafts] | None = None,
     ) -> StepPlan:
-        """Plan the next step; requires :attr:`has_work`. Discards plans that were not committed.
+        """Plan the next step and discard uncommitted plans. Requires :attr:`has_work`.
 
-        ``drafts``: request id -> tokens that may follow its known ones. They are verified as far as rows and pages
-        allow without delaying other requests.
+        ``drafts``: request id -> draft tokens that may follow the known ones. Drafts are verified if rows and pages
+        allow it without delaying other requests.
         """
         failed, self._discarded = self._discarded + self._planned, []
         for request, _ in chain.from_iterable(failed):
-            for table in request.tables:  # that step failed, perhaps before its page tables were written
+            for table in request.tables:  # the step failed, possibly before its page tables were written
                 table.num_sent_pages = 0
             if self.kv_cache_manager.states is not None and request.row >= 0:
-                self._preempt(request)  # that step may have changed its state
+                self._preempt(request)  # the step may have modified the recurrent state
         if failed:
-            self.adapter_slots.reset()  # its adapters may not have been placed
+            self.adapter_slots.reset()  # the step's adapters may not have been loaded
         builder = self._new_builder(all_logits=all_logits)
         num_preempted = self.stats.num_preemptions
         builder.num_reserved_rows = sum(request.is_decoding for request in self.running)
@@ -191,11 +191,12 @@ class Scheduler:
         return builder.plan(self._next_step - 1, epoch)
 
     def plan_ahead(self, epoch: int | None = None) -> StepPlan | None:
-        """Plan the step after the last planned one while that is still running.
+        """Plan the step after the last planned one while the latter is still running.
 
-        Its tokens are not known yet (:data:`~tapscope.engine.requests.step_plan.PENDING`), only which requests get one.
-        That suffices where every running request decodes, none can join, and pages are free; otherwise returns None. A
-        request that turns out to be finished still has a row in the step, and its token is dropped.
+        Its tokens are not known yet (:data:`~tapscope.engine.requests.step_plan.PENDING`), only which requests sample
+        one. This suffices if every running request decodes, no waiting request can join, and pages are available;
+        otherwise returns None. A request that turns out to be finished still has a row in the step, whose token is
+        dropped.
         """
         if self._discarded or (self.waiting and self._free_rows):
             return None
@@ -222,11 +223,11 @@ class Scheduler:
         return builder.plan(self._next_step - 1, epoch)
 
     def discard_last_plan(self) -> None:
-        """The last planned step could not be launched: the next :meth:`plan` schedules its requests again."""
+        """Discard the last planned step, which failed to launch; the next :meth:`plan` schedules its requests again."""
         self._discarded.append(self._planned.pop())
 
     def claim_step(self) -> int:
-        """A step number for a step that is not planned here, before the next planned one."""
+        """Reserve and return the next step number, for a step that is planned outside the scheduler."""
         self._next_step += 1
         return self._next_step - 1
 
@@ -242,15 +243,17 @@ class Scheduler:
         )
 
     def set_drafts(self, drafts: Mapping[str, Sequence[int]]) -> None:
-        """Replace the placeholders of drafts in the oldest planned step, see :meth:`.StepPlan.with_drafts`."""
+        """Replace the placeholder draft tokens in the oldest planned step, see :meth:`.StepPlan.with_drafts`."""
         self._planned[0] = [(request, scheduled.with_drafts(drafts)) for request, scheduled in self._planned[0]]
 
     def commit(self, sampled: Sequence[int]) -> list[Request]:
-        """Complete the oldest planned step: append a token to each request that caught up, and one more for each draft
-        token that was accepted. Follow with :meth:`take_kept_rows` where drafts may be trees.
+        """Complete the oldest planned step and return the requests that it finished.
 
-        Returns the finished requests. ``sampled`` has one token for each row that is sampled from, in the order of the
-        plan; tokens of requests aborted since then are dropped.
+        Appends a token to each request that caught up, plus one per accepted draft token. If drafts may be trees, call
+        :meth:`take_kept_rows` next.
+
+        ``sampled`` has one token per sampled row, in plan order. Tokens of requests aborted in the meantime are
+        dropped.
         """
         tokens = iter(sampled)
         finished: list[Request] = []
@@ -279,10 +282,11 @@ class Scheduler:
         return finished
 
     def _append(self, request: Request, scheduled: ScheduledRequest, drawn: Sequence[int]) -> int:
-        """Append the token ``drawn`` after the last known one, then those after the drafts that equal the token before;
-        returns how many.
+        """Append the first token of ``drawn`` and one more for each accepted draft; return the number of appended
+        tokens.
 
-        Rows of other drafts were computed from other tokens than the request's, so that their samples are dropped.
+        A draft is accepted if it equals the token appended before it. Rows of rejected drafts were computed from tokens
+        that are not in the request, so their samples are dropped.
         """
         before, accepted = len(request.tokens), []
         first = row = len(scheduled.tokens) - len(drawn)
@@ -302,7 +306,7 @@ class Scheduler:
         return count
 
     def _keep_branch(self, request: Request, scheduled: ScheduledRequest) -> None:
-        """Note the rows of the accepted branch that are not stored at their positions yet."""
+        """Record the cache rows of the accepted branch that are not stored at their final positions yet."""
         rows = (0, *(1 + draft for draft in request.accepted_drafts))
         if rows == tuple(range(len(rows))):
             return
@@ -317,31 +321,33 @@ class Scheduler:
         self._kept_rows.append(KeptRows(request.id, request.row, scheduled.position, rows, slots))
 
     def take_kept_rows(self) -> list[KeptRows]:
-        """What :meth:`commit` left to be moved in the caches before the next step."""
+        """Return and clear the rows recorded by :meth:`commit`, which must be moved in the KV caches before the next
+        step.
+        """
         kept, self._kept_rows = self._kept_rows, []
         return kept
 
     def flush(self) -> int:
-        """Empty the prefix cache except for pages that running requests hold; returns the number of freed pages."""
+        """Evict all prefix cache pages that no running request holds; return the number of freed pages."""
         return self.kv_cache_manager.flush()
 
     def mark_nan(self, request: Request) -> None:
-        """NaN was found in the logits of a request, which may have ended: its pages are not for later requests."""
+        """Mark a request, possibly finished, whose logits contain NaN, and drop its pages from the prefix cache."""
         request.has_nan = True
         self.kv_cache_manager.drop_prefix(request)
 
     def recompute(self) -> None:
-        """Discard all computed tokens, including those of running requests, after the weights changed."""
+        """Discard all computed tokens, including those of running requests. Called after the weights changed."""
         self.retract()
         self.flush()
 
     def retract(self) -> None:
-        """Preempt every running request; its full pages stay in the prefix cache."""
+        """Preempt every running request; full pages stay in the prefix cache."""
         for request in list(self.running):
             self._preempt(request)
 
     def check(self) -> None:
-        """Check all invariants between two steps; raises InvariantError for the first violation."""
+        """Check all invariants between two steps; raise InvariantError for the first violation."""
         self.kv_cache_manager.check(self.running)
         rows = sorted([*self._free_rows, *(request.row for request in self.running)])
         _require(rows == list(range(self.config.max_num_seqs)), f"rows {rows}: expected every row exactly once")
@@ -357,7 +363,9 @@ class Scheduler:
         _require(len(self.waiting) == sum(1 for _ in self.waiting), "the length of the waiting queue is wrong")
 
     def _schedule(self, request: Request, builder: StepBuilder, drafts: Drafts = NO_DRAFTS) -> None:
-        """Schedule a running request in the step, within the available rows and pages."""
+        """Schedule a running request in the step, within the available rows and pages, preempting less urgent requests
+        if needed.
+        """
         if request.row < 0 or builder.num_rows_left == 0:
             return
         self._match_prefix(request)
@@ -366,7 +374,7 @@ class Scheduler:
         while (num_computable_rows := self.kv_cache_manager.num_computable_rows(request)) < 1:
             victim = next(other for other in reversed(self.running) if not builder.contains(other))
             if victim is request and builder.planned and not request.is_decoding:
-                return  # less urgent requests decode in this step; they are preempted in the next one
+                return  # the less urgent requests decode in this step and are preempted in the next one
             self._preempt(victim)
             if victim is request:
                 return
@@ -375,7 +383,8 @@ class Scheduler:
     def _admit(self, builder: StepBuilder) -> None:
         """Admit waiting requests in order of urgency until one does not fit.
 
-        Requests whose adapter finds no slot are passed by those without an adapter, which keep no slot from them.
+        A request whose adapter has no free slot is overtaken by requests without an adapter, which do not occupy a
+        slot.
         """
         num_skipped, lacks_slot = 0, False
         while num_skipped < len(self.waiting.ready) and self._free_rows and builder.num_rows_left > 0:
@@ -398,8 +407,9 @@ class Scheduler:
             self._schedule(request, builder)
 
     def _match_prefix(self, request: Request) -> None:
-        """Take the request's prefix from the cache. Hits of a preempted request are not counted: it computed them
-        itself.
+        """Take the request's prefix from the cache.
+
+        Hits of a preempted request are not counted: the request computed those tokens itself.
         """
         before = request.num_computed
         self.kv_cache_manager.match_prefix(request)
@@ -408,7 +418,7 @@ class Scheduler:
             self.stats.cached_tokens += request.num_computed - before
 
     def _undo_match(self, request: Request) -> None:
-        """The request was not admitted: undo :meth:`_match_prefix`."""
+        """Undo :meth:`_match_prefix` for a request that was not admitted."""
         if request.num_preemptions == 0:
             self.stats.cached_tokens -= request.cached_tokens
             request.cached_tokens = 0
@@ -423,7 +433,7 @@ class Scheduler:
         insort(self.running, request, key=_urgency)
 
     def _leave(self, request: Request) -> None:
-        """Remove a request from the running ones and free its row and pages."""
+        """Remove a request from the running list and free its row and pages."""
         self.running.remove(request)
         heapq.heappush(self._free_rows, request.row)
         request.row = -1

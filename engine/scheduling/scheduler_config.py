@@ -1,4 +1,4 @@
-"""SchedulerConfig: limits and rules of the scheduler, derived from EngineConfig once the cache is sized."""
+"""SchedulerConfig: limits and policies of the scheduler, derived from EngineConfig once the cache is sized."""
 
 from dataclasses import dataclass
 
@@ -7,25 +7,27 @@ from tapscope.engine.params.engine_config import EngineConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Settings of one scheduler; see :class:`EngineConfig` for those that users set."""
+    """Settings of one scheduler. The user-facing settings are documented in :class:`EngineConfig`."""
 
     num_pages: int
     page_size: int
     max_num_seqs: int
     max_tokens: int = 512
-    """Rows per step."""
+    """Maximum number of token rows per step."""
     eos_token_ids: tuple[int, ...] = ()
     prefix_cache: bool = True
     window: int | None = None
-    """Positions that any layer looks back at most, the row's own included; None when a layer sees everything."""
+    """Largest attention window of the primary group's layers in positions, including the row itself; None for full
+    attention.
+    """
     windowed_pools: tuple[tuple[int, int], ...] = ()
-    """(pages, window) of each further cache group: layers that look back less far."""
+    """(pages, window) of each further cache group, whose layers have smaller windows."""
     num_state_slots: int = 0
-    """Slots of recurrent states; 0 for a model without."""
+    """Number of slots for recurrent states; 0 for models without recurrent layers."""
     state_interval: int = 256
-    """Positions between checkpoints of recurrent states; rounded up to pages."""
+    """Positions between checkpoints of recurrent states; rounded up to a multiple of the page size."""
     num_adapter_slots: int = 0
-    """LoRA adapters that a step may compute; 0 for none."""
+    """Maximum number of distinct LoRA adapters per step; 0 disables LoRA."""
     watermark: float = 0.01
     priority_aging_steps: int = 256
     waiting_timeout_s: float | None = None
@@ -45,9 +47,10 @@ class SchedulerConfig:
         num_state_slots: int = 0,
         shareable: bool = True,
     ) -> "SchedulerConfig":
-        """From the settings of ``config`` and properties of the loaded model and its cache.
+        """Build a SchedulerConfig from ``config`` and properties of the loaded model and its cache.
 
-        ``shareable``: whether equal prefixes have equal keys and values in this model.
+        ``shareable``: whether equal token prefixes have equal keys and values in this model, as the prefix cache
+        requires.
         """
         names = ("page_size", "max_num_seqs", "watermark", "priority_aging_steps", "check_invariants")
         times = ("waiting_timeout_s", "running_timeout_s")
@@ -66,11 +69,13 @@ class SchedulerConfig:
 
     @property
     def has_timeouts(self) -> bool:
-        """Whether a timeout is set."""
+        """Whether a waiting or running timeout is set."""
         return self.waiting_timeout_s is not None or self.running_timeout_s is not None
 
     def timeout_reason(self, submitted_s: float, started_s: float | None, now_s: float) -> str | None:
-        """Why a live request, first admitted at ``started_s``, has timed out; None while it has not."""
+        """Return a message if a live request, first admitted at ``started_s`` (None: still waiting), has timed out;
+        else None.
+        """
         if started_s is None:
             limit_s, took_s, state = self.waiting_timeout_s, now_s - submitted_s, "waiting"
         else:

@@ -1,11 +1,11 @@
-"""StateGroup: slots of recurrent states: one of each running request, and checkpoints in the prefix cache.
+"""StateGroup: slots for recurrent states, one per running request, plus checkpoints in the prefix cache.
 
-A checkpoint is the state after a prefix of full pages. It is never written again: a request that continues from it
-reads it and writes its own slot (copy on write, without a copy). When a request's state becomes a checkpoint, its slot
-moves to the tree, and its next step writes another one.
+A checkpoint is the recurrent state after a prefix of full pages. Checkpoints are immutable: a request that resumes from
+one reads the checkpoint's slot and writes to its own. When the state of a request becomes a checkpoint, its slot moves
+to the tree, and the request's next step writes to a new slot.
 
-Checkpoints are made where a prompt's chunk ends with a page, and at every ``interval`` positions. Chunks of prompts end
-at that interval, where the pages known so far end, and at the end of the last full page.
+Checkpoints are made where a prefill chunk ends at a page boundary, and every ``interval`` positions. Prefill chunks are
+cut at that interval, at the end of the cached pages, and at the end of the last full page.
 """
 
 from collections.abc import Sequence
@@ -21,14 +21,17 @@ _require = partial(require_invariant, "states")
 
 
 class StateGroup:
-    """Every slot is free, a checkpoint in the tree, or the own slot of exactly one running request."""
+    """Slot allocator and prefix tree for recurrent states.
+
+    Every slot is free, a checkpoint in the tree, or owned by exactly one running request.
+    """
 
     def __init__(
         self, num_slots: int, page_size: int, interval: int, *, prefix_cache: bool, num_reserved: int = 0
     ) -> None:
-        """``interval``: positions between checkpoints of a long prompt or output, rounded up to full pages.
+        """``interval``: positions between checkpoints in long prompts and outputs, rounded up to full pages.
 
-        ``num_reserved``: requests whose slots draft tokens do not take.
+        ``num_reserved``: number of requests whose slots are not available to draft tokens.
         """
         self._num_reserved, self._num_in_drafts = num_reserved, 0
         self.slots = BlockAllocator(num_slots)
@@ -38,11 +41,11 @@ class StateGroup:
 
     @property
     def max_num_seqs(self) -> int:
-        """Requests that can run together."""
+        """Maximum number of requests that can run concurrently."""
         return self.slots.num_pages // SLOTS_PER_REQUEST
 
     def cached_path(self, request: Request) -> list[RadixNode]:
-        """Nodes of the request's pages in the tree, from its first one on; those without a checkpoint are gaps."""
+        """Return the tree nodes of the request's pages, from the first page on; nodes without a checkpoint are gaps."""
         size, node, nodes = self.page_size, self.tree.root, []
         for page in range((len(request.tokens) - 1) // size):
             child = node.children.get(page_key(request, page, size))
@@ -53,22 +56,28 @@ class StateGroup:
         return nodes
 
     def share(self, request: Request, node: RadixNode) -> None:
-        """Let the request continue from the checkpoint ``node``."""
+        """Let the request resume from the checkpoint ``node``."""
         self.tree.hold(node)
         self._drop_checkpoint(request)
         request.state.checkpoint = node
 
     @property
     def num_draft_slots(self) -> int:
-        """Slots that draft rows may use. Every request that may run still gets its own: a free one, or one of those
-        that draft rows leave to requests and their checkpoints."""
+        """Number of slots available to draft rows; may be negative.
+
+        Enough slots stay available for every request that may run: free ones, or those reserved for requests and their
+        checkpoints.
+        """
         num_seqs = min(self._num_reserved, self.max_num_seqs)
         num_left = self.slots.num_pages - SLOTS_PER_REQUEST * num_seqs - self._num_in_drafts
         return max(self.slots.num_free - self._num_reserved, num_left)
 
     def allocate(self, request: Request, num_drafts: int = 0) -> tuple[int, ...]:
-        """(slot to read or -1 for the initial state, slot to write) of the request's next step; with drafts, slots for
-        the state before the first draft and after each of them. A step of a draft model writes such a slot itself.
+        """Return (slot to read, slot to write) for the request's next step; the slot to read is -1 for the initial
+        state.
+
+        With ``num_drafts``, one slot for the state after each draft follows. While a draft model runs
+        (``state.is_drafting``), each of its steps writes to one draft slot instead of the request's own slot.
         """
         state = request.state
         read = state.slot if state.checkpoint is None else state.checkpoint.page
@@ -84,8 +93,10 @@ class StateGroup:
         return (read, *new) if state.is_drafting else (read, state.slot, *new)
 
     def chunk_end(self, request: Request, start: int, end: int, known: int) -> int:
-        """Where a chunk of the request's prompt that may end at ``end`` ends, so that its state becomes a checkpoint;
-        ``known``: the position up to which the other groups know its pages.
+        """Return the end of a prefill chunk of at most [``start``, ``end``), cut so that the final state becomes a
+        checkpoint.
+
+        ``known``: end of the prefix that the other groups have cached.
         """
         if not self._shares or end - start <= 1:
             return end
@@ -98,14 +109,14 @@ class StateGroup:
         return floor if start < floor and end < len(request.tokens) else end
 
     def makes_checkpoint(self, request: Request, end: int) -> bool:
-        """Whether the state after a step that computes the request up to ``end`` becomes a checkpoint."""
+        """Return whether the state after a step that computes the request up to ``end`` becomes a checkpoint."""
         is_decoded = end > len(request.prompt_ids)
         return self._shares and end % (self.interval if is_decoded else self.page_size) == 0
 
     def store(self, request: Request) -> None:
-        """After rows were computed: the request reads its own slot next, or that slot becomes a checkpoint.
+        """Update the request's slots after rows were computed: its state stays in its own slot or becomes a checkpoint.
 
-        After drafts its own slot is the one written after the last accepted one.
+        After verification of drafts, the slot written after the last accepted draft becomes the request's own slot.
         """
         self._drop_checkpoint(request)
         state = request.state
@@ -126,13 +137,13 @@ class StateGroup:
             request.state.slot = -1
 
     def free_drafts(self, request: Request) -> None:
-        """Free the slots of the states after the request's drafts."""
+        """Free the request's draft slots."""
         self.slots.free_pages(request.state.draft_slots)
         self._num_in_drafts -= len(request.state.draft_slots)
         request.state.draft_slots = []
 
     def release(self, request: Request) -> None:
-        """Free what the request holds."""
+        """Free all slots of the request and release its checkpoint."""
         self._drop_checkpoint(request)
         self.free_drafts(request)
         if request.state.slot >= 0:
@@ -140,17 +151,22 @@ class StateGroup:
         request.state.slot = -1
 
     def flush(self) -> int:
-        """Evict every checkpoint that no running request holds; returns their number."""
+        """Evict every checkpoint that no running request holds; return the number of freed slots."""
         slots = self.tree.evict(self.tree.num_evictable)
         self.slots.free_pages(slots)
         return len(slots)
 
     def drop_prefix(self, request: Request) -> None:
-        """As :meth:`.PageGroup.drop_prefix`, of checkpoints."""
+        """Drop every checkpoint of a prefix that starts with the request's first page, see
+        :meth:`.PageGroup.drop_prefix`.
+        """
         self.slots.free_pages(self.tree.drop(page_key(request, 0, self.page_size)))
 
     def check(self, running: Sequence[Request]) -> None:
-        """Check every slot; raises InvariantError for one that is lost, held twice or held by a wrong request."""
+        """Check every slot against the running requests.
+
+        Raises InvariantError for a slot that is leaked, held twice or held by the wrong request.
+        """
         self.tree.check()
         held: dict[int, int] = {}
         for request in running:
@@ -168,7 +184,7 @@ class StateGroup:
         _require(places == list(range(self.slots.num_pages)), "free, cached and held slots are not every slot once")
 
     def _take(self, count: int) -> list[int]:
-        """Free slots, after evicting the checkpoints that were used least recently if there are fewer."""
+        """Allocate ``count`` slots, evicting the least recently used checkpoints if too few are free."""
         self.slots.free_pages(self.tree.evict(max(0, count - self.slots.num_free)))
         return self.slots.allocate_pages(count)
 

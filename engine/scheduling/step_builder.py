@@ -1,4 +1,4 @@
-"""StepBuilder: the step being planned: its scheduled requests, free rows, and the pages it will complete."""
+"""StepBuilder: the step being planned, with its scheduled requests, remaining rows and the pages it completes."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,11 +15,11 @@ from tapscope.engine.scheduling.radix_cache import Key, RadixNode
 NO_DRAFTS = Drafts(())
 _PENDING_ROW = (PENDING,)
 _NO_UPDATES: dict[str, Any] = {"pages": (), "windowed_pages": ()}
-"""What :func:`page_updates` means where no page table has changed."""
+"""Return value of :func:`page_updates` if no page table has changed, without ``page_start``."""
 
 
 class StepBuilder:
-    """Builds one StepPlan; each request is scheduled at most once."""
+    """Builder of one StepPlan; schedules each request at most once."""
 
     def __init__(
         self,
@@ -30,32 +30,36 @@ class StepBuilder:
         all_logits: bool,
         adapter_slots: AdapterSlots | None = None,
     ) -> None:
-        """``max_tokens``: rows of the step; ``all_logits``: compute logits of every row."""
+        """``max_tokens``: maximum number of rows of the step. ``all_logits``: compute logits of every row."""
         self._kv_cache_manager = kv_cache_manager
         self._adapter_slots = adapter_slots or AdapterSlots(0)
         self._page_size = page_size
         self._all_logits = all_logits
         self._pages_in_step: set[tuple[RadixNode, Key]] = set()
         self.num_reserved_rows = 0
-        """Rows kept for requests that decode and are not scheduled yet; drafts leave them free."""
+        """Rows reserved for decoding requests that are not scheduled yet; not available to drafts."""
         self.prompts: list[Request] = []
-        """Running requests whose known tokens are being computed; drafts leave the pages of these tokens free."""
+        """Running requests in prefill; drafts leave the pages of their known tokens available."""
         self.num_rows_left = max_tokens
-        """Rows that are still free."""
+        """Rows of the budget that are still free."""
         self.planned: list[tuple[Request, ScheduledRequest]] = []
-        """In the order of the rows."""
+        """Scheduled requests, in row order."""
 
     def contains(self, request: Request) -> bool:
-        """Whether the request is scheduled already."""
+        """Return whether ``request`` is already scheduled in this step."""
         return any(other is request for other, _ in self.planned)
 
     def is_being_computed(self, request: Request) -> bool:
-        """Whether another request computes this one's next page in this step, so that it can share it in the next."""
+        """Return whether another request in this step computes the next page of ``request``, which can then share it in
+        the next step.
+        """
         return bool(self._pages_in_step) and self._kv_cache_manager.next_shareable_page(request) in self._pages_in_step
 
     def add(self, request: Request, num_computable_rows: int, drafts: Drafts = NO_DRAFTS) -> None:
-        """Schedule what a running request lags by, within the free rows and ``num_computable_rows``, the limit by
-        pages; then as many ``drafts`` as fit, if it decodes.
+        """Schedule the uncomputed tokens of a running request.
+
+        The number of rows is limited by the free rows and by ``num_computable_rows``, the limit set by pages. If the
+        request decodes, as many ``drafts`` as fit are appended.
         """
         is_decoding = request.is_decoding
         self.num_reserved_rows -= is_decoding
@@ -96,7 +100,7 @@ class StepBuilder:
         self._append(request, scheduled)
 
     def add_next(self, planned: Sequence[tuple[Request, ScheduledRequest]]) -> None:
-        """Schedule the rows of the tokens that ``planned`` rows, still being computed, will sample."""
+        """Schedule one more row per request of ``planned``, for the token that its in-flight row will sample."""
         size, added = self._page_size, self.planned
         for request, scheduled in planned:
             start = scheduled.position + 1
@@ -111,7 +115,7 @@ class StepBuilder:
             visits = ONE_ROW if len(spans) == 1 and spans[0][1] <= start else request.visits(start, start + 1)
             is_pending = scheduled.tokens is _PENDING_ROW and not (scheduled.pages or scheduled.windowed_pages)
             if is_pending and updates is _NO_UPDATES and scheduled.visits is visits:
-                following = replace(scheduled, position=start)  # nothing else has changed
+                following = replace(scheduled, position=start)  # only the position changes
             else:
                 states = scheduled.states[1:2] * 2
                 following = replace(
@@ -121,7 +125,7 @@ class StepBuilder:
         self.num_rows_left -= len(planned)
 
     def plan(self, step: int, epoch: int | None) -> StepPlan:
-        """The finished plan. Requests with one row come first, as the attention of decoding requests expects."""
+        """Return the finished plan. Requests with a single row come first, as the decode attention expects."""
         phase = phase_of([scheduled.position < len(request.prompt_ids) for request, scheduled in self.planned])
         verifies = any(scheduled.num_drafts for _, scheduled in self.planned)
         if verifies:
@@ -142,20 +146,20 @@ class StepBuilder:
         _mark_sent(request)
 
     def _note_completed_page(self, request: Request, end: int) -> None:
-        """Record the page that the request completes by computing up to ``end``."""
+        """Record the page that the request completes by computing its positions before ``end``."""
         page = self._kv_cache_manager.next_shareable_page(request)
         if page is not None and (request.table(0).num_shared_pages + 1) * self._page_size <= end:
             self._pages_in_step.add(page)
 
 
 def _mark_sent(request: Request) -> None:
-    """All pages of the request are in the plan."""
+    """Mark all page table entries of the request as sent: they are in the plan."""
     for table in request.tables:
         table.num_sent_pages = len(table.pages)
 
 
 def page_updates(kv_cache_manager: KVCacheManager, request: Request) -> dict[str, Any]:
-    """Changes of the request's page tables since they were sent last, as fields of ScheduledRequest."""
+    """Return the page table entries added since the last plan, as keyword arguments of ScheduledRequest."""
     first, *others = [
         (request.table(group.index).num_sent_pages, group.new_entries(request)) for group in kv_cache_manager.groups
     ]

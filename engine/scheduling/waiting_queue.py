@@ -1,4 +1,4 @@
-"""WaitingQueue: waiting requests, in an order that is fair among their parents."""
+"""WaitingQueue: the waiting requests, ordered fairly among parents."""
 
 from bisect import insort
 from collections import deque
@@ -12,14 +12,14 @@ _urgency = attrgetter("urgency")
 
 
 class WaitingQueue:
-    """One queue for each parent and priority; only the heads of the queues are candidates.
+    """FIFO queues of waiting requests, one per (parent, priority); only their heads are candidates for admission.
 
-    When a head is admitted, the next request of its queue becomes a candidate as if it arrived now, after every waiting
-    parent (round-robin). A request with many generations therefore delays another by one admission per turn.
+    When a head is admitted, its successor becomes a candidate as if it had just arrived, behind all waiting parents
+    (round-robin). A request with many generations therefore delays another by one admission per turn.
     """
 
     def __init__(self, priority_aging_steps: int) -> None:
-        """``priority_aging_steps``: steps of waiting that outweigh one level of priority."""
+        """``priority_aging_steps``: number of waiting steps that outweigh one priority level."""
         self._aging_steps = priority_aging_steps
         self._queues: dict[tuple[str, int], deque[Request]] = {}
         """Requests that were never admitted, in order of arrival."""
@@ -32,18 +32,18 @@ class WaitingQueue:
         return len(self._ready) + self._num_queued
 
     def __iter__(self) -> Iterator[Request]:
-        """Candidates, most urgent first, then the others, queue by queue."""
+        """Yield the candidates, most urgent first, then the other requests queue by queue."""
         yield from self._ready
         for queue in self._queues.values():
             yield from islice(queue, 1, None)
 
     @property
     def ready(self) -> list[Request]:
-        """Candidates, most urgent first; changes with each call below."""
+        """Candidates for admission, most urgent first: the live list, which the methods below modify."""
         return self._ready
 
     def add(self, request: Request, step: int) -> None:
-        """A new request arrives at ``step``."""
+        """Add a new request that arrives at ``step``."""
         queue = self._queues.setdefault(_queue_key(request), deque())
         queue.append(request)
         if len(queue) == 1:
@@ -52,17 +52,17 @@ class WaitingQueue:
             self._num_queued += 1
 
     def requeue(self, request: Request) -> None:
-        """An admitted request waits again, with its old urgency."""
+        """Add a preempted request again, keeping its original urgency."""
         insort(self._ready, request, key=_urgency)
 
     def admit(self, request: Request, step: int) -> None:
-        """Remove a candidate; the next request of its queue is a candidate from ``step`` on."""
+        """Remove an admitted candidate; its successor in the queue becomes a candidate at ``step``."""
         self._ready.remove(request)
         if (successor := self._pop_head(request)) is not None:
             self._add_candidate(successor, step)
 
     def remove(self, request: Request) -> None:
-        """Remove a request that will not run; the next one in its queue inherits the urgency of a head."""
+        """Remove a request that will not run. The successor of a queue head inherits its urgency."""
         if request not in self._ready:
             self._queues[_queue_key(request)].remove(request)
             self._num_queued -= 1
@@ -78,7 +78,10 @@ class WaitingQueue:
         self.requeue(request)
 
     def _pop_head(self, request: Request) -> Request | None:
-        """Remove the head of a queue and return the next request; None for a preempted request and at the end."""
+        """Remove ``request`` from the head of its queue and return its successor.
+
+        Returns None if the queue is now empty, or if ``request`` was preempted and is in no queue.
+        """
         queue = self._queues.get(_queue_key(request))
         if queue is None or queue[0] is not request:
             return None
