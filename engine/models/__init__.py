@@ -1,1 +1,1 @@
-"""Model families by Hugging Face architecture name; `registry` finds them."""
+"""Model families, named after their Hugging Face architectures; `registry` maps architecture names to classes."""

@@ -1,4 +1,4 @@
-"""SelfAttention: projections, rotary embedding and the attention core under Hugging Face's names."""
+"""SelfAttention: projections, rotary embedding and attention core, with Hugging Face's module names."""
 
 from typing import Any, ClassVar
 
@@ -18,16 +18,17 @@ from tapscope.engine.layers.rope import rotate, rotate_both
 
 
 class SelfAttention(nn.Module):
-    """Grouped-query attention, arXiv:2305.13245, with this rank's share of the heads.
+    """Grouped-query attention, arXiv:2305.13245, over this rank's shard of the heads.
 
-    With ``config.qk_norm`` each head's query and key pass through ``q_norm`` and ``k_norm`` before they are rotated.
-    A family overrides the step in which it differs: :meth:`project`, :meth:`norm_and_rotate` or :meth:`rotate`.
+    With ``config.qk_norm``, queries and keys are normalized per head by ``q_norm`` and ``k_norm`` before the rotary
+    embedding. A model family overrides the methods in which it differs: :meth:`project`, :meth:`norm_and_rotate` or
+    :meth:`rotate`.
     """
 
     linear_class: ClassVar[type[FusedLinear]] = FusedLinear
     """Class of ``qkv_proj``."""
     has_kernel: ClassVar[bool] = True
-    """Whether the fused kernel computes what :meth:`norm_and_rotate` does."""
+    """Whether the fused kernel implements this class's :meth:`norm_and_rotate`."""
     norm_class: ClassVar[type[RMSNorm]] = RMSNorm
     """Class of ``q_norm`` and ``k_norm``."""
 
@@ -44,7 +45,7 @@ class SelfAttention(nn.Module):
         self.has_rope = layer not in config.no_rope_layers
         self.scales_queries = config.temperature_floor is not None and not (config.no_rope_layers and self.has_rope)
         self.query_scale: Tensor | None = None
-        """Factor of the step's queries [tokens], set by the decoder if ``scales_queries``."""
+        """Per-token factors of the queries in this step, [tokens]; set by the decoder if ``scales_queries``."""
         is_rotated_whole = self.has_rope and config.rope.rotary_dim(config.head_dim) == config.head_dim
         self._may_fuse = self.has_kernel and is_rotated_whole and not self.scales_queries
         if config.qk_norm:
@@ -67,21 +68,21 @@ class SelfAttention(nn.Module):
 
     @property
     def first_linear(self) -> FusedLinear:
-        """The layer that takes the input."""
+        """The linear layer that consumes the input."""
         return self.qkv_proj
 
     def forward(
         self, hidden_states: Tensor, position_embeddings: Any, past_key_values: StepCache
     ) -> tuple[Tensor, None]:
-        """[tokens, hidden] -> ([tokens, hidden], None); transformers returns attention weights second.
+        """[tokens, hidden] -> ([tokens, hidden], None); transformers returns attention weights instead of None.
 
-        ``position_embeddings``: cosines and sines, None in models without rotary embedding.
+        ``position_embeddings``: cosines and sines; None for models without rotary embedding.
         """
         query, key, value = self.project(hidden_states)
         return self.o_proj(self.core(query, key, value, position_embeddings, past_key_values)), None
 
     def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[tokens, hidden] -> query, key and value [tokens, heads, dim]."""
+        """Project [tokens, hidden] to query, key and value, [tokens, heads, dim] each."""
         projected = self.qkv_proj(hidden_states)
         if isinstance(self.qkv_proj, PackedLinear):
             projected = self.qkv_proj.split(projected)
@@ -89,7 +90,10 @@ class SelfAttention(nn.Module):
         return self._heads(self.q_proj(query)), self._heads(self.k_proj(key)), self._heads(self.v_proj(value))
 
     def core(self, query: Tensor, key: Tensor, value: Tensor, rotation: Any, cache: StepCache) -> Tensor:
-        """Outputs of :meth:`project` -> output of ``attn`` [tokens, heads * dim]; stores keys and values."""
+        """Store keys and values in the cache and attend; return the output of ``attn`` [tokens, heads * dim].
+
+        ``query``, ``key`` and ``value`` are the outputs of :meth:`project`.
+        """
         output = self._fused_core(query, key, value, rotation, cache)
         if output is None:
             query, key = self.norm_and_rotate(query, key, rotation)
@@ -97,7 +101,9 @@ class SelfAttention(nn.Module):
         return output
 
     def norm_and_rotate(self, query: Tensor, key: Tensor, rotation: Any) -> tuple[Tensor, Tensor]:
-        """Norms of query and key [tokens, heads, dim], then rotary embedding, where the layer has them."""
+        """Apply the norms and then the rotary embedding to query and key [tokens, heads, dim], if the layer has
+        them.
+        """
         if self.qk_norm:
             query, key = self.q_norm(query), self.k_norm(key)
         if not self.has_rope or rotation is None:
@@ -106,15 +112,19 @@ class SelfAttention(nn.Module):
         return rotate_both(query, key, lambda states: self.rotate(states, cos, sin))
 
     def rotate(self, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotary embedding of [tokens, heads, dim] by the outputs of ``rotary_emb``."""
+        """Apply the rotary embedding to ``states`` [tokens, heads, dim]; ``cos`` and ``sin`` are the outputs of
+        ``rotary_emb``.
+        """
         return rotate(states, cos, sin)
 
     def scaled(self, query: Tensor) -> Tensor:
-        """Queries [tokens, heads, dim] times ``query_scale``."""
+        """Return ``query`` [tokens, heads, dim] multiplied by ``query_scale``, if set."""
         return query if self.query_scale is None else (query * self.query_scale[:, None, None]).to(query.dtype)
 
     def _fused_core(self, query: Tensor, key: Tensor, value: Tensor, rotation: Any, cache: StepCache) -> Tensor | None:
-        """:meth:`core` with one kernel for q/k norm, rope and the cache write; None if it does not apply."""
+        """Compute :meth:`core` with one kernel for q/k norm, rope and the cache write; return None if it is not
+        applicable.
+        """
         pools = cache.pools(self.attn.layer)
         fused = fused_for(query, *self._hidden_by_fusion)
         if fused is None or pools is None or not (self._uses_all_heads and self._may_fuse):

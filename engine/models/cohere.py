@@ -1,4 +1,4 @@
-"""Command R and R7B under Hugging Face's names: attention and MLP in parallel, LayerNorm without bias."""
+"""Command R and R7B with Hugging Face's module names: parallel attention and MLP, LayerNorm without bias."""
 
 import torch
 from torch import Tensor
@@ -14,27 +14,32 @@ from tapscope.engine.models.residual_stream import OnSum
 
 
 class CohereRotaryEmbedding(RotaryEmbedding):
-    """Cosines and sines of adjacent features; transformers' CohereRotaryEmbedding."""
+    """Cosines and sines for rotating adjacent features; counterpart of transformers' CohereRotaryEmbedding."""
 
     def forward(self, x: Tensor, position_ids: Tensor, lengths: Tensor | None = None) -> Rotation:
-        """Positions [tokens] -> cos and sin [tokens, head_dim], each frequency twice in a row."""
+        """Return cos and sin [tokens, head_dim] for positions [tokens], with each frequency repeated for two adjacent
+        features.
+        """
         cos, sin = super().forward(x, position_ids, lengths)
         half = cos.shape[-1] // 2
         return cos[:, :half].repeat_interleave(2, dim=-1), sin[:, :half].repeat_interleave(2, dim=-1)
 
 
 class CohereAttention(SelfAttention):
-    """Attention that rotates adjacent features in float32; transformers' CohereAttention and Cohere2Attention."""
+    """Attention that rotates pairs of adjacent features in float32.
+
+    Counterpart of transformers' CohereAttention and Cohere2Attention.
+    """
 
     has_kernel = False
 
     def rotate(self, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Adjacent features."""
+        """Rotate pairs of adjacent features in float32."""
         return rotate_pairs(states.float(), cos[:, ::2], sin[:, ::2]).to(states.dtype)
 
 
 class CohereDecoderLayer(DecoderLayer):
-    """Attention and MLP of one norm's output; transformers' CohereDecoderLayer."""
+    """Layer whose attention and MLP read the same norm's output; counterpart of transformers' CohereDecoderLayer."""
 
     attention_class = CohereAttention
     norm_class = CohereLayerNorm
@@ -51,13 +56,13 @@ class CohereDecoderLayer(DecoderLayer):
         position_embeddings: Rotation,
         on_input: OnSum | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(output, residual) from (input, residual); see DecoderLayer."""
+        """Return (output, residual), see :meth:`.DecoderLayer.summands`."""
         normalised, residual = add_norm(self.input_layernorm, states, residual, on_sum=on_input)
         return self.mlp(normalised), residual + self.mix(normalised, past_key_values, position_embeddings)
 
 
 class CohereDecoder(Decoder):
-    """transformers' CohereModel."""
+    """Counterpart of transformers' CohereModel."""
 
     rotary_class = CohereRotaryEmbedding
 
@@ -70,7 +75,7 @@ class CohereForCausalLM(CausalLM):
 
 
 class Cohere2ForCausalLM(CausalLM):
-    """Command R7B and A, arXiv:2504.00698: windows, and full layers without rope; `modeling_cohere2.py`."""
+    """Command R7B and A, arXiv:2504.00698: sliding windows, and full layers without rope; `modeling_cohere2.py`."""
 
     decoder_class = CohereDecoder
     layer_class = CohereDecoderLayer

@@ -1,12 +1,12 @@
-"""The decoder shared by all families, with Hugging Face's module names, so that sites are named as in transformers.
+"""The decoder shared by all families. Modules have Hugging Face's names, so that sites are named as in transformers.
 
-Tokens of all requests are packed, so hidden states are [tokens, hidden] where transformers has [batch, sequence,
-hidden]. Differences from transformers' tree: `qkv_proj` and `gate_up_proj` are fused GEMMs whose outputs pass through
-probes under the original names; `self_attn.attn` is the attention core; `o_proj.partial` and `down_proj.partial` are
-the partial sums before the all-reduce; the output of `sampler` is the sampled tokens.
+Tokens of all requests are packed: hidden states are [tokens, hidden] where transformers has [batch, sequence, hidden].
+The module tree differs from transformers' as follows: `qkv_proj` and `gate_up_proj` are fused GEMMs whose outputs pass
+through probes with the original names; `self_attn.attn` is the attention core; `o_proj.partial` and `down_proj.partial`
+are the partial sums before the all-reduce; the output of `sampler` is the sampled tokens.
 
-A family is a subclass of :class:`CausalLM` with transformers' class name, listed in the registry. If its layers
-differ, its `layer_class` names other classes (`attention_class`, `mlp_class`) or overrides methods.
+A model family is a subclass of :class:`CausalLM` with transformers' class name, listed in the registry. If its layers
+differ, its `layer_class` sets other classes (`attention_class`, `mlp_class`) or overrides methods.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -31,7 +31,7 @@ from tapscope.engine.models.mlp import GatedMLP
 from tapscope.engine.models.residual_stream import OnSum, ResidualStream
 
 Rotation = tuple[Tensor, Tensor]
-"""Cosines and sines, [tokens, head_dim] each."""
+"""Cosines and sines of the rotary embedding, [tokens, head_dim] each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class ModelOutput:
     """Output of :class:`Decoder`."""
 
     last_hidden_state: Tensor
-    """[tokens, hidden], after the final norm."""
+    """Hidden states after the final norm, [tokens, hidden]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class CausalLMOutput:
     """Output of :class:`CausalLM`."""
 
     logits: Tensor
-    """[logit rows, vocab], whole on every rank."""
+    """[logit rows, vocab], complete on every rank."""
 
 
 class DecoderLayer(nn.Module):
@@ -56,15 +56,15 @@ class DecoderLayer(nn.Module):
     attention_class: ClassVar[type[nn.Module]] = SelfAttention
     mlp_class: ClassVar[type[nn.Module]] = GatedMLP
     norm_class: ClassVar[type[RMSNorm]] = RMSNorm
-    """Classes of ``self_attn``, of the MLP and of the norms of hidden states."""
+    """Classes of ``self_attn``, the MLP, and the norms of hidden states."""
     input_norm_name: ClassVar[str] = "input_layernorm"
     mlp_norm_name: ClassVar[str] = "post_attention_layernorm"
     mlp_name: ClassVar[str] = "mlp"
-    """Names of the norms before attention and MLP, and of the MLP, in transformers."""
+    """Names, in transformers, of the norms before attention and MLP, and of the MLP."""
     input_layernorm: RMSNorm
     post_attention_layernorm: RMSNorm
     mlp: nn.Module
-    """The three modules, where they have the default names."""
+    """The three modules, if they have the default names."""
 
     def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> None:
         super().__init__()
@@ -75,11 +75,13 @@ class DecoderLayer(nn.Module):
         self.tap_dims = {"in[hidden_states]": WHOLE, "in[position_ids]": TOKENS, "out": WHOLE} | ANGLE_INPUTS
 
     def make_attention(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> nn.Module:
-        """``self_attn`` of layer ``layer``; called with hidden_states, position_embeddings and past_key_values."""
+        """Create ``self_attn`` of layer ``layer``, called with hidden_states, position_embeddings and
+        past_key_values.
+        """
         return self.attention_class(config, layer, tp, dtype)
 
     def make_mlp(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> nn.Module:
-        """``mlp`` of layer ``layer``: [tokens, hidden] -> [tokens, hidden]."""
+        """Create the ``mlp`` module of layer ``layer``: [tokens, hidden] -> [tokens, hidden]."""
         return self.mlp_class(config, config.intermediate_size, tp, dtype)
 
     def forward(
@@ -101,9 +103,10 @@ class DecoderLayer(nn.Module):
         position_embeddings: Rotation,
         on_input: OnSum | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(output, residual) from (input, residual); their sum is the hidden state, added by the next norm.
+        """Compute the layer on ``states`` + ``residual`` without the last residual addition.
 
-        ``on_input`` is called with the layer's input once it is computed.
+        Return (output, residual), whose sum is the layer's output; the norm of the next layer adds them. ``on_input``
+        is called with the layer's input, the sum of ``states`` and ``residual``, once it is computed.
         """
         input_norm, mlp_norm = getattr(self, self.input_norm_name), getattr(self, self.mlp_norm_name)
         mlp = getattr(self, self.mlp_name)
@@ -114,7 +117,7 @@ class DecoderLayer(nn.Module):
         return self.mlp_summand(mlp(normalised)), residual
 
     def mix(self, hidden_states: Tensor, cache: StepCache, position_embeddings: Rotation) -> Tensor:
-        """The attention's output for normalised states [tokens, hidden]."""
+        """Return the attention's output for normalized hidden states [tokens, hidden]."""
         output: Tensor
         output, _ = self.self_attn(
             hidden_states=hidden_states, position_embeddings=position_embeddings, past_key_values=cache
@@ -122,22 +125,22 @@ class DecoderLayer(nn.Module):
         return output
 
     def attention_summand(self, output: Tensor) -> Tensor:
-        """The attention's contribution to the residual stream, from its output [tokens, hidden]."""
+        """Return the attention's contribution to the residual stream, given its output [tokens, hidden]."""
         return output
 
     def mlp_summand(self, output: Tensor) -> Tensor:
-        """The MLP's contribution to the residual stream, from its output [tokens, hidden]."""
+        """Return the MLP's contribution to the residual stream, given its output [tokens, hidden]."""
         return output
 
 
 class Decoder(nn.Module):
-    """Embedding, decoder layers, final norm."""
+    """Token embedding, decoder layers and final norm."""
 
     embedding_name: ClassVar[str] = "embed_tokens"
     final_norm_name: ClassVar[str] = "norm"
-    """Names of the token embedding and of the final norm in transformers."""
+    """Names, in transformers, of the token embedding and the final norm."""
     rotary_class: ClassVar[type[nn.Module]] = RotaryEmbedding
-    """Of ``rotary_emb``."""
+    """Class of ``rotary_emb``."""
 
     def __init__(
         self, config: ModelConfig, tp: TensorParallel, dtype: torch.dtype, layer_class: type[DecoderLayer]
@@ -151,9 +154,11 @@ class Decoder(nn.Module):
         self.rotary_emb, self.is_dynamic = self.make_rotary(config), not config.is_prefix_shareable
         self._temperature = config.temperature_floor, config.temperature_scale, config.temperature_offset
         self.aux_layers: tuple[int, ...] = ()
-        """Layers whose inputs are kept in :attr:`aux_hidden_states`; the number of layers: the last one's output."""
+        """Layers whose inputs are kept in :attr:`aux_hidden_states`; the number of layers selects the last layer's
+        output.
+        """
         self.aux_hidden_states: list[Tensor] = []
-        """The inputs [tokens, hidden] of :attr:`aux_layers` in the last step, for EAGLE-3."""
+        """Inputs [tokens, hidden] of :attr:`aux_layers` in the last step, read by EAGLE-3."""
         self._aux: dict[int, Tensor] = {}
         self.tap_dims = {"in[input_ids]": TOKENS, "in[position_ids]": TOKENS, "out[last_hidden_state]": WHOLE}
 
@@ -170,22 +175,24 @@ class Decoder(nn.Module):
     def make_layers(
         self, config: ModelConfig, tp: TensorParallel, dtype: torch.dtype, layer_class: type[DecoderLayer]
     ) -> Iterator[nn.Module]:
-        """``layers``."""
+        """Yield the modules of ``layers``."""
         return (layer_class(config, layer, tp, dtype) for layer in range(config.num_layers))
 
     def make_rotary(self, config: ModelConfig) -> Any:
-        """``rotary_emb``, which :meth:`rotations` calls; None in models without rotary embedding."""
+        """Create ``rotary_emb``, which :meth:`rotations` calls; None for models without rotary embedding."""
         return self.rotary_class(config.rope, config.rope.rotary_dim(config.head_dim))
 
     def rotations(self, hidden_states: Tensor, position_ids: Tensor, cache: StepCache) -> list[Any]:
-        """Cosines and sines for each layer; None without rotary embedding."""
+        """Return the cosines and sines of each layer; None entries for models without rotary embedding."""
         if self.rotary_emb is None:
             return [None] * len(self.layers)
         options = {"lengths": cache.row_lengths} if self.is_dynamic else {}
         return [self.rotary_emb(hidden_states, position_ids=position_ids, **options)] * len(self.layers)
 
     def start_layer(self, number: int, states: Tensor | ResidualStream) -> None:
-        """Report layer ``number`` to the watchdog; keep its input [tokens, hidden] if it is in :attr:`aux_layers`."""
+        """Report layer ``number`` to the watchdog and keep its input [tokens, hidden] if it is one of
+        :attr:`aux_layers`.
+        """
         self.heartbeat.start_layer(number)
         self._keep_aux(number, states)
 
@@ -200,7 +207,7 @@ class Decoder(nn.Module):
             self._aux[layer] = states.hidden_states if isinstance(states, ResidualStream) else states
 
     def _scale_queries(self, position_ids: Tensor) -> None:
-        """Give attention layers the factor of their queries, which grows with the position (arXiv:2501.19399)."""
+        """Set the query factors of the attention layers, which grow with the position (arXiv:2501.19399)."""
         floor, scale, offset = self._temperature
         if floor is None:
             return
@@ -211,7 +218,7 @@ class Decoder(nn.Module):
                 attention.query_scale = factor
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, past_key_values: StepCache) -> ModelOutput:
-        """Ids and positions [tokens] -> last hidden state [tokens, hidden]."""
+        """Map token ids and positions [tokens] to the last hidden states [tokens, hidden]."""
         hidden_states = self.embedding(input_ids)
         if self.embedding_multiplier != 1.0:
             hidden_states = hidden_states * self.embedding_multiplier
@@ -231,24 +238,24 @@ class Decoder(nn.Module):
 
 
 class CausalLM(nn.Module):
-    """A decoder with an output head: token ids -> logits."""
+    """A decoder with an output head: maps token ids to logits."""
 
     decoder_name: ClassVar[str] = "model"
-    """The decoder's name in transformers."""
+    """Name of the decoder in transformers."""
     decoder_class: ClassVar[type[nn.Module]] = Decoder
     """Class of the decoder, called with config, tp, dtype and ``layer_class``."""
     layer_class: ClassVar[type[DecoderLayer]] = DecoderLayer
 
     tied_weights: ClassVar[Mapping[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
-    """With tied word embeddings: name of the tied tensor -> name of the tensor that it shares."""
+    """If word embeddings are tied: name of the tied tensor -> name of the tensor whose storage it shares."""
     shared_weights: ClassVar[Mapping[str, str]] = {}
-    """The same for layers that share weights."""
+    """Like ``tied_weights``, for layers that share weights."""
     skipped_prefixes: ClassVar[tuple[str, ...]] = ()
-    """Prefixes of checkpoint tensors that the model does not have."""
+    """Prefixes of checkpoint tensors to ignore because the model has no such modules."""
     tap_values_final: ClassVar[bool] = True
-    """No layer writes in place to a value that a hook has seen, see :mod:`tapscope.core.observe`."""
+    """Whether no layer modifies, in place, a value that a hook has received, see :mod:`tapscope.core.observe`."""
     checkpoint_prefixes: ClassVar[Mapping[str, str]] = {}
-    """Prefixes of tensors in checkpoints -> the model's."""
+    """Prefix of tensor names in checkpoints -> prefix in this model."""
 
     def __init__(self, config: ModelConfig, tp: TensorParallel, dtype: torch.dtype) -> None:
         super().__init__()
@@ -258,7 +265,7 @@ class CausalLM(nn.Module):
         tied = self.decoder.embedding if config.tie_word_embeddings else None
         self.lm_head = VocabHead(config.vocab_size, config.hidden_size, tp, dtype, tied)
         self.decoder_graph: Callable[..., ModelOutput] | None = None
-        """Called instead of the decoder in a step whose decoder runs as a CUDA graph."""
+        """Replacement for the decoder call in steps whose decoder runs as a CUDA graph."""
         self.last_hidden_state: Tensor | None = None
         """Hidden states of the last step after the final norm, [tokens, hidden]."""
         self.sampler = Probe(TOKENS, rows="logits")
@@ -268,53 +275,59 @@ class CausalLM(nn.Module):
 
     @property
     def decoder(self) -> Any:
-        """The decoder, or a module with one: token ids -> :class:`ModelOutput`."""
+        """The decoder, or the module that contains it: token ids -> :class:`ModelOutput`."""
         return getattr(self, self.decoder_name)
 
     def routed_experts(self) -> Tensor | None:
-        """Expert ids of the last step's rows [layers, tokens, k]; None in a dense model."""
+        """Return the expert ids of the last step's rows, [layers, tokens, k]; None for a dense model."""
         return None
 
     def replay_experts(self, ids: Tensor | None) -> None:
-        """In the next step take these experts [tokens, layers, k]; only in models with experts."""
+        """Use the experts ``ids`` [tokens, layers, k] in the next step. Only for models with experts."""
         assert ids is None, "a dense model has no experts"
 
     def cache_layout(self, layer: int) -> CacheLayout:
-        """Heads and features that this rank caches per position in ``layer``."""
+        """Return the number of KV heads and features that this rank caches per position in ``layer``."""
         config = self.config.of_layer(layer)
         first, end = HeadShards.of(config.num_heads, config.num_kv_heads, self.tp).used
         return CacheLayout(kv_heads=end - first, key_dim=config.head_dim, value_dim=config.head_dim)
 
     def cache_layouts(self, layer: int) -> dict[CacheEntry, CacheLayout]:
-        """Everything that this rank caches per position in ``layer``."""
+        """Return the layouts of all cache entries that this rank stores per position in ``layer``."""
         return {layer: self.cache_layout(layer)}
 
     def state_units(self) -> Shard:
-        """The unit by which ranks split a recurrent state; only in models with recurrent layers."""
+        """Return this rank's shard of the units by which a recurrent state is split. Only for models with recurrent
+        layers.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no recurrent state")
 
     def state_shapes(self, units: int) -> tuple[tuple[int, int], tuple[int, int, int]]:
-        """Shapes of a request's recurrent state in one layer, of ``units`` units: convolution window and matrix."""
+        """Return the shapes of a request's state in one layer with ``units`` units: convolution window and recurrent
+        matrix.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no recurrent state")
 
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, past_key_values: StepCache, logits_to_keep: Tensor | None = None
     ) -> CausalLMOutput:
-        """Ids and positions [tokens] int64 -> logits of the rows ``logits_to_keep`` (int64), or of all of them."""
+        """Map token ids and positions, [tokens] int64 each, to the logits of rows ``logits_to_keep`` (int64; None: all
+        rows).
+        """
         decoder = self.decoder if self.decoder_graph is None else self.decoder_graph
         outputs = decoder(input_ids, position_ids=position_ids, past_key_values=past_key_values)
         hidden_states = outputs.last_hidden_state
         return CausalLMOutput(self.head(hidden_states, logits_to_keep))
 
     def head(self, hidden_states: Tensor, logits_to_keep: Tensor | None = None) -> Tensor:
-        """Last hidden states [tokens, hidden] -> logits of the rows ``logits_to_keep``, or of all of them."""
+        """Map last hidden states [tokens, hidden] to the logits of rows ``logits_to_keep`` (None: all rows)."""
         self.last_hidden_state = hidden_states
         if logits_to_keep is not None:
             hidden_states = hidden_states[logits_to_keep]
         return self.scaled_logits(self.tp.all_gather(self.lm_head(hidden_states), self.config.vocab_size))
 
     def scaled_logits(self, logits: Tensor) -> Tensor:
-        """Outputs of ``lm_head`` -> logits, with the model's divisor and soft-cap."""
+        """Apply the model's logits divisor and soft-cap to outputs of ``lm_head``."""
         if self.config.logits_divisor != 1.0:
             logits = logits / self.config.logits_divisor
         cap = self.config.final_softcap

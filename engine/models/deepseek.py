@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3 under Hugging Face's names: multi-head latent attention and mixture-of-experts layers."""
+"""DeepSeek-V2 and V3 with Hugging Face's module names: multi-head latent attention and mixture-of-experts layers."""
 
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ from tapscope.engine.layers.routers import DeepseekV2Router, DeepseekV3Router
 from tapscope.engine.models.decoder import Decoder
 from tapscope.engine.models.moe import MoeCausalLM, MoeDecoderLayer
 
-_NORM_EPS = 1e-6  # of the latents' norms: transformers ignores rms_norm_eps there
+_NORM_EPS = 1e-6  # for norms of latents, for which transformers ignores rms_norm_eps
 
 
 class AttentionInputs(NamedTuple):
@@ -37,20 +37,20 @@ class AttentionInputs(NamedTuple):
     hidden_states: Tensor
     """[tokens, hidden]."""
     residual: Tensor | None
-    """The queries' normalised latent [tokens, q_lora_rank]; None if queries are projected directly."""
+    """Normalized latent of the queries, [tokens, q_lora_rank]; None if queries are projected directly."""
     position_embeddings: Any
 
 
 class DeepseekAttention(nn.Module):
-    """Multi-head latent attention, arXiv:2405.04434, with this rank's share of the heads.
+    """Multi-head latent attention, arXiv:2405.04434, over this rank's shard of the heads.
 
-    Every submodule of transformers' attention exists and is called, ``kv_b_proj`` on the step's own rows only. In a
-    step that absorbs ``kv_b_proj`` (:mod:`tapscope.engine.layers.mla`) it is called only if it has hooks. Additional
-    probes: `query` (rotated queries), `latent` (cached latents), `attn` (output of the attention core).
+    Every submodule of transformers' attention exists and is called; ``kv_b_proj`` is called on the step's own rows
+    only, and in a step that absorbs it (:mod:`tapscope.engine.layers.mla`) only if it has hooks. Additional probes:
+    `query` (rotated queries), `latent` (cached latents), `attn` (output of the attention core).
     """
 
     absorb = True
-    """Whether decoding rows attend to latents; False expands keys and values of all positions in every step."""
+    """Whether decode rows attend to latents; if False, every step expands keys and values of all positions."""
 
     def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class DeepseekAttention(nn.Module):
         self.kv_a_layernorm = RMSNorm(rank, _NORM_EPS, dtype)
         keys_values = heads.scaled(self.mla.nope_dim + self.mla.value_dim)
         self.kv_b_proj = ColumnParallelLinear(rank, keys_values, False, dtype)
-        # absorbed, it multiplies queries and outputs
+        # The absorbed form applies this weight to queries and outputs, without calling the module.
         self.kv_b_proj.may_stay_quantized = self.kv_b_proj.may_have_adapters = False
         self.query, self.latent, self.attn = Probe("t num_heads[tp] d"), Probe(WHOLE), Probe(SHARD)
         self.o_proj = RowParallelLinear(heads.scaled(self.mla.value_dim), config.hidden_size, config.o_bias, tp, dtype)
@@ -81,7 +81,7 @@ class DeepseekAttention(nn.Module):
     def forward(
         self, hidden_states: Tensor, position_embeddings: Any, past_key_values: StepCache
     ) -> tuple[Tensor, None]:
-        """[tokens, hidden] -> ([tokens, hidden], None); transformers returns attention weights second."""
+        """[tokens, hidden] -> ([tokens, hidden], None); transformers returns attention weights instead of None."""
         mla = self.mla
         query, residual = self._project_query(hidden_states)
         query, rotated_query = torch.split(query, [mla.nope_dim, mla.rope_dim], dim=-1)
@@ -97,11 +97,11 @@ class DeepseekAttention(nn.Module):
         return self.o_proj(self.attn(output.flatten(1))), None
 
     def rotate(self, states: Tensor, position_embeddings: Any) -> Tensor:
-        """Rotary embedding of [tokens, heads, rope]; ``position_embeddings`` is the output of ``rotary_emb``."""
+        """Apply the rotary embedding to ``states`` [tokens, heads, rope], given the output of ``rotary_emb``."""
         raise NotImplementedError
 
     def _project_query(self, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
-        """[tokens, hidden] -> [tokens, heads, nope + rope], and the normalised latent if there is one."""
+        """Return queries [tokens, heads, nope + rope] and their normalized latent, None without ``q_lora_rank``."""
         residual = None
         if self.mla.q_lora_rank is None:
             query = self.q_proj(hidden_states)
@@ -113,12 +113,12 @@ class DeepseekAttention(nn.Module):
     def _attend(
         self, query: Tensor, latent: Tensor, cached: Tensor, cache: StepCache, inputs: AttentionInputs
     ) -> Tensor:
-        """Cache the step's latents and attend: [tokens, heads, nope + rope] -> [tokens, heads, value]."""
+        """Cache the step's latents and attend; map queries [tokens, heads, nope + rope] to [tokens, heads, value]."""
         cache.write(self.layer, cached.unsqueeze(1), cached.new_empty(len(cached), 1, 0))
         return self._attend_all(query, latent, cache)
 
     def _attend_all(self, query: Tensor, latent: Tensor, cache: StepCache) -> Tensor:
-        """Attend to all earlier positions."""
+        """Attend to all positions up to each row."""
         core = LatentAttention(self.layer, self.mla, self.scale, self.kv_b_proj.weight)
         if not self.absorb:
             return core.expanded(query, self._expand(latent, cache), cache)
@@ -129,7 +129,9 @@ class DeepseekAttention(nn.Module):
         return core.absorbed(query, cache)
 
     def _expand(self, latent: Tensor, cache: StepCache) -> Tensor:
-        """Keys and values of the step's rows [tokens, heads * (nope + value)], from the latents as they are stored."""
+        """Return keys and values of the step's rows, [tokens, heads * (nope + value)], from the latents as stored in
+        the cache.
+        """
         if cache.is_rounded:
             latent = cache.written(self.layer)[0][:, 0, : self.mla.kv_lora_rank]
         expanded: Tensor = self.kv_b_proj(latent)
@@ -137,15 +139,17 @@ class DeepseekAttention(nn.Module):
 
 
 class DeepseekV3Attention(DeepseekAttention):
-    """transformers' DeepseekV3Attention."""
+    """Counterpart of transformers' DeepseekV3Attention."""
 
     def rotate(self, states: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> Tensor:
-        """By cosines and sines [tokens, rope]; interleaved pairs are returned as halves, as in transformers."""
+        """Rotate by cosines and sines [tokens, rope]. As in transformers, interleaved pairs are returned as two
+        halves.
+        """
         return (rotate_to_halves if self.mla.is_interleaved else rotate)(states, *position_embeddings)
 
 
 class DeepseekV3DecoderLayer(MoeDecoderLayer):
-    """transformers' DeepseekV3DecoderLayer."""
+    """Counterpart of transformers' DeepseekV3DecoderLayer."""
 
     attention_class = DeepseekV3Attention
     router = DeepseekV3Router
@@ -155,7 +159,9 @@ class LatentCausalLM(MoeCausalLM):
     """A causal LM with latent attention."""
 
     def cache_layout(self, layer: int) -> CacheLayout:
-        """One latent per position, replicated on every rank; values are derived from it."""
+        """Return the layout of one latent per position, replicated on every rank; values are derived from the
+        latent.
+        """
         assert self.config.mla is not None
         mla = self.config.mla
         width = mla.kv_lora_rank + mla.rope_dim
@@ -169,7 +175,9 @@ class DeepseekV3ForCausalLM(LatentCausalLM):
 
 
 class DeepseekV2Rotary(nn.Module):
-    """Rotations as complex numbers of length ``attention_scaling``; transformers' DeepseekV2RotaryEmbedding."""
+    """Rotations as complex numbers of magnitude ``attention_scaling``; counterpart of transformers'
+    DeepseekV2RotaryEmbedding.
+    """
 
     inv_freq: Tensor
 
@@ -181,34 +189,34 @@ class DeepseekV2Rotary(nn.Module):
         self.tap_dims = {"in[x]": WHOLE, "in[position_ids]": TOKENS, "out": ANGLES}
 
     def forward(self, x: Tensor, position_ids: Tensor, lengths: Tensor | None = None) -> Tensor:
-        """Positions [tokens] -> [tokens, rope / 2] complex64; ``lengths`` as RotaryEmbedding's."""
+        """Return rotations [tokens, rope / 2] complex64 for positions [tokens]; ``lengths`` as in RotaryEmbedding."""
         wide = torch.float32
         cos, sin = cos_sin(self.rope, self.inv_freq, self.attention_scaling, wide, position_ids, lengths)
         return torch.complex(cos, sin)[:, : len(self.inv_freq)]
 
 
 class DeepseekV2Decoder(Decoder):
-    """transformers' DeepseekV2Model."""
+    """Counterpart of transformers' DeepseekV2Model."""
 
     def make_rotary(self, config: ModelConfig) -> nn.Module:
-        """Complex rotations."""
+        """Create ``rotary_emb`` with complex rotations."""
         return DeepseekV2Rotary(config)
 
 
 class DeepseekV2Attention(DeepseekAttention):
-    """transformers' DeepseekV2Attention: rotates interleaved pairs in place, in float32."""
+    """Counterpart of transformers' DeepseekV2Attention: rotates interleaved pairs in place, in float32."""
 
     def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> None:
         super().__init__(config, layer, tp, dtype)
         self.tap_dims |= {"in[position_embeddings]": ANGLES}
 
     def rotate(self, states: Tensor, position_embeddings: Tensor) -> Tensor:
-        """By complex numbers [tokens, rope / 2]."""
+        """Rotate by complex numbers [tokens, rope / 2]."""
         return rotate_complex(states, position_embeddings)
 
 
 class DeepseekV2DecoderLayer(MoeDecoderLayer):
-    """transformers' DeepseekV2DecoderLayer."""
+    """Counterpart of transformers' DeepseekV2DecoderLayer."""
 
     attention_class = DeepseekV2Attention
     router = DeepseekV2Router

@@ -1,4 +1,4 @@
-"""DeepSeek-V3.2 and GLM-5 under Hugging Face's names: latent attention to the keys that an indexer chooses (DSA)."""
+"""DeepSeek-V3.2 and GLM-5 with Hugging Face's module names: sparse latent attention to indexer-selected keys (DSA)."""
 
 import torch
 from torch import Tensor
@@ -19,7 +19,10 @@ from tapscope.engine.models.deepseek import (
 
 
 class DeepseekV32Attention(DeepseekV3Attention):
-    """transformers' DeepseekV32Attention and GlmMoeDsaAttention; some layers of GLM reuse the layer before's keys."""
+    """Counterpart of transformers' DeepseekV32Attention and GlmMoeDsaAttention.
+
+    Layers without an indexer, as in GLM-5, reuse the keys selected by the previous layer.
+    """
 
     def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> None:
         super().__init__(config, layer, tp, dtype)
@@ -29,7 +32,10 @@ class DeepseekV32Attention(DeepseekV3Attention):
     def _attend(
         self, query: Tensor, latent: Tensor, cached: Tensor, cache: StepCache, inputs: AttentionInputs
     ) -> Tensor:
-        """Cache latents and index keys, choose, and attend: [tokens, heads, nope + rope] -> [tokens, heads, value]."""
+        """Cache latents and index keys, select positions, and attend to them.
+
+        Maps queries [tokens, heads, nope + rope] to [tokens, heads, value].
+        """
         hidden_states, residual, rotation = inputs
         assert residual is not None, "the indexer reads the queries' latent"
         no_values = cached.new_empty(len(cached), 1, 0)
@@ -46,7 +52,7 @@ class DeepseekV32Attention(DeepseekV3Attention):
 
 
 class DeepseekV32DecoderLayer(DeepseekV3DecoderLayer):
-    """transformers' DeepseekV32DecoderLayer."""
+    """Counterpart of transformers' DeepseekV32DecoderLayer."""
 
     attention_class = DeepseekV32Attention
 
@@ -57,9 +63,11 @@ class DeepseekV32ForCausalLM(LatentCausalLM):
     layer_class = DeepseekV32DecoderLayer
 
     def cache_layouts(self, layer: int) -> dict[CacheEntry, CacheLayout]:
-        """A latent, and where the layer has an indexer an index key, replicated on every rank.
+        """Return the layouts of the latent and, in layers with an indexer, the index key; both are replicated on every
+        rank.
 
-        Index keys stay in the compute dtype, whatever the dtype of the cache: rounded ones would choose other keys.
+        Index keys keep the compute dtype regardless of the cache dtype, because rounding would change the selected
+        keys.
         """
         assert self.config.index is not None
         layouts = super().cache_layouts(layer)

@@ -12,29 +12,32 @@ from tapscope.engine.models.decoder import CausalLM, CausalLMOutput, ModelOutput
 
 
 class SharedModule(nn.Module):
-    """A module of the target under the head's name: its taps are those of the head, its weights the target's."""
+    """Proxy that calls a module of the target under the head's own name: taps belong to the head, weights to the
+    target.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self._target = (module,)  # in a tuple, so that it is not a submodule
+        self._target = (module,)  # in a tuple, so that nn.Module does not register it
         self.tap_dims: dict[str, str] = dict(getattr(module, "tap_dims", {}))
         self.tap_rows: dict[str, str] = dict(getattr(module, "tap_rows", {}))
 
     def forward(self, input: Tensor) -> Tensor:
-        """Without the hooks of the target's module, which belong to the target's steps."""
+        """Call the target module's ``forward`` without its hooks, which belong to the target's steps."""
         output: Tensor = self._target[0].forward(input)
         return output
 
 
 class DraftHead(CausalLM):
-    """The row of position p reads the token at p + 1 and the hidden state at p, and predicts the token at p + 2.
+    """Base class of draft heads: the row at position p reads the token at p + 1 and the hidden state at p, and predicts
+    the token at p + 2.
 
-    Hidden states are the target's, or the head's own outputs where the target has not computed any.
+    Hidden states are the target's, or the head's own outputs at positions that the target has not computed.
     """
 
     def __init__(self, config: ModelConfig, target: CausalLM) -> None:
-        """``config``: the head's, with the target's vocabulary; it has the ranks of ``target``."""
-        nn.Module.__init__(self)  # instead of CausalLM's, which makes a decoder
+        """``config`` is the head's, with the target's vocabulary. The head runs on the ranks of ``target``."""
+        nn.Module.__init__(self)  # CausalLM.__init__ would create a decoder
         config.check_split(target.tp.size)
         self.config, self.tp = config, target.tp
         self._target = (target,)
@@ -53,22 +56,25 @@ class DraftHead(CausalLM):
         return self._decode
 
     def read(self, hidden_states: Tensor) -> Tensor:
-        """What rows read of hidden states [tokens, width]: [tokens, hidden]; states of that width stay as they are."""
+        """Project hidden states [tokens, width] to the head's input [tokens, hidden]; states of width ``hidden`` are
+        unchanged.
+        """
         return hidden_states
 
     def compute(self, inputs_embeds: Tensor, hidden_states: Tensor, **inputs: Any) -> tuple[Tensor, Tensor]:
-        """Embeddings and hidden states [tokens, hidden] -> what the output head reads, and what the next row reads.
+        """Map embeddings and hidden states, [tokens, hidden] each, to the inputs of the output head and of the next
+        row.
 
         ``inputs``: position_ids, position_embeddings and past_key_values of the layer.
         """
         raise NotImplementedError
 
     def output_head(self, hidden_states: Tensor) -> Tensor:
-        """[rows, hidden] -> logits [rows, vocab], whole on every rank."""
+        """Map hidden states [rows, hidden] to logits [rows, vocab], complete on every rank."""
         raise NotImplementedError
 
     def target_logits(self, lm_head: nn.Module, hidden_states: Tensor) -> Tensor:
-        """Logits [rows, vocab] by the target's output head."""
+        """Return logits [rows, vocab] computed by the target's output head."""
         return self._target[0].scaled_logits(self.tp.all_gather(lm_head(hidden_states), self.config.vocab_size))
 
     def forward(
@@ -79,13 +85,13 @@ class DraftHead(CausalLM):
         logits_to_keep: Tensor | None = None,
         hidden_states: Tensor | None = None,
     ) -> CausalLMOutput:
-        """Ids and positions [tokens], hidden states [tokens, width] -> logits of the rows ``logits_to_keep``."""
+        """Map ids and positions [tokens] and hidden states [tokens, width] to the logits of rows ``logits_to_keep``."""
         assert hidden_states is not None, "a head reads hidden states"
         output = self._decode(input_ids, position_ids, past_key_values, hidden_states)
         return CausalLMOutput(self.head(output.last_hidden_state, logits_to_keep))
 
     def head(self, hidden_states: Tensor, logits_to_keep: Tensor | None = None) -> Tensor:
-        """As CausalLM's; :attr:`last_hidden_state` stays what the next row reads."""
+        """Compute logits like :meth:`.CausalLM.head`, but keep :attr:`last_hidden_state`, which the next row reads."""
         return self.output_head(hidden_states if logits_to_keep is None else hidden_states[logits_to_keep])
 
     def _decode(

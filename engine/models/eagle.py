@@ -1,4 +1,4 @@
-"""EAGLE and EAGLE-3 heads of Llama's layers, under the names of their published checkpoints.
+"""EAGLE and EAGLE-3 draft heads built from Llama layers, with the tensor names of their published checkpoints.
 
 EAGLE (arXiv:2401.15077) reads the target's last hidden state, EAGLE-3 (arXiv:2503.01840) the states of three layers.
 """
@@ -25,13 +25,13 @@ from tapscope.engine.models.mlp import GatedMLP
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Eagle3Layout:
-    """The properties of an EAGLE-3 checkpoint beyond its ModelConfig."""
+    """Properties of an EAGLE-3 checkpoint that ModelConfig does not cover."""
 
     has_fc_bias: bool
     token_ids: Tensor | None
-    """[draft vocab] int64: the target's ids of the tokens that the head predicts; None: all tokens."""
+    """[draft vocab] int64: target token ids of the draft vocabulary; None if the head predicts all tokens."""
     aux_layers: tuple[int, ...]
-    """The target's layers whose inputs it reads; the number of layers stands for the last one's output."""
+    """Target layers whose inputs the head reads; the number of layers selects the last layer's output."""
 
 
 class EagleDecoderLayer(DecoderLayer):
@@ -58,7 +58,7 @@ class EagleDecoderLayer(DecoderLayer):
 
 
 class EagleModel(DraftHead):
-    """EAGLE: one projection and the layers; neither norm nor output head of its own."""
+    """EAGLE head: one projection and the layers, without a final norm or an output head of its own."""
 
     skipped_prefixes = ("embed_tokens.", "lm_head.")
 
@@ -70,19 +70,19 @@ class EagleModel(DraftHead):
         self.lm_head: Any = SharedModule(target.lm_head)
 
     def compute(self, inputs_embeds: Tensor, hidden_states: Tensor, **inputs: Any) -> tuple[Tensor, Tensor]:
-        """See DraftHead."""
+        """Run the head's layers, see :meth:`.DraftHead.compute`."""
         hidden_states = self.fc(torch.cat((inputs_embeds, hidden_states), dim=-1))
         for layer in self.layers:
             hidden_states = layer(hidden_states, **inputs)
         return hidden_states, hidden_states
 
     def output_head(self, hidden_states: Tensor) -> Tensor:
-        """The target's."""
+        """Compute logits with the target's output head."""
         return self.target_logits(self.lm_head, hidden_states)
 
 
 class Eagle3Attention(SelfAttention):
-    """Attention over embedding and hidden state, one after the other."""
+    """Attention whose input is the concatenation of embedding and hidden state."""
 
     def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> None:
         super().__init__(config, layer, tp, dtype)
@@ -90,7 +90,7 @@ class Eagle3Attention(SelfAttention):
 
 
 class Eagle3Layer(nn.Module):
-    """The only layer of EAGLE-3; the residual is the hidden state alone."""
+    """The only layer of EAGLE-3; its residual is the hidden state without the embedding."""
 
     def __init__(self, config: ModelConfig, tp: TensorParallel, dtype: torch.dtype) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class Eagle3Layer(nn.Module):
         past_key_values: StepCache,
         position_embeddings: Rotation,
     ) -> Tensor:
-        """[tokens, hidden] twice -> [tokens, hidden]."""
+        """Map embeddings and hidden states, [tokens, hidden] each, to [tokens, hidden]."""
         both = torch.cat((self.input_layernorm(input_emb), self.hidden_norm(hidden_states)), dim=-1)
         attended, _ = self.self_attn(
             hidden_states=both, position_embeddings=position_embeddings, past_key_values=past_key_values
@@ -120,11 +120,13 @@ class Eagle3Layer(nn.Module):
 
 
 class Eagle3Model(DraftHead):
-    """EAGLE-3: states of three layers, and an output head of its own, often over the most frequent tokens only."""
+    """EAGLE-3 head: reads the states of three layers and has its own output head, often over the most frequent tokens
+    only.
+    """
 
     skipped_prefixes = ("embed_tokens.", "d2t", "t2d")
     checkpoint_prefixes: ClassVar[Mapping[str, str]] = {"layers.0.": "midlayer."}
-    """Some published heads store the layer as `layers.0`."""
+    """Some published heads name the layer `layers.0`."""
 
     def __init__(self, config: ModelConfig, target: CausalLM, dtype: torch.dtype, layout: Eagle3Layout) -> None:
         super().__init__(config, target)
@@ -138,19 +140,21 @@ class Eagle3Model(DraftHead):
         self._token_ids = None if token_ids is None else token_ids.to(self.rotary_emb.inv_freq.device)
 
     def read(self, hidden_states: Tensor) -> Tensor:
-        """The target's states are as wide as its three layers together."""
+        """Project the concatenated states of the target's layers to [tokens, hidden]; the head's own states are
+        unchanged.
+        """
         if hidden_states.shape[1] == self.config.hidden_size:
             return hidden_states
         output: Tensor = self.fc(hidden_states)
         return output
 
     def compute(self, inputs_embeds: Tensor, hidden_states: Tensor, **inputs: Any) -> tuple[Tensor, Tensor]:
-        """See DraftHead."""
+        """Run the layer and the final norm, see :meth:`.DraftHead.compute`."""
         output = self.midlayer(inputs_embeds, self.read(hidden_states), **inputs)
         return self.norm(output), output
 
     def output_head(self, hidden_states: Tensor) -> Tensor:
-        """Tokens that the head does not know are -inf."""
+        """Compute logits over the target's vocabulary; tokens outside the draft vocabulary get -inf."""
         logits = self.tp.all_gather(self.lm_head(hidden_states), self.draft_vocab_size)
         if self._token_ids is None:
             return logits

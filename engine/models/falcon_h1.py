@@ -1,4 +1,4 @@
-"""Falcon-H1 under Hugging Face's names: Mamba-2 and attention in parallel in every layer, muP multipliers."""
+"""Falcon-H1 with Hugging Face's module names: parallel Mamba-2 and attention in every layer, muP multipliers."""
 
 import torch
 from torch import Tensor
@@ -13,20 +13,20 @@ from tapscope.engine.models.mlp import GatedMLP
 
 
 class FalconH1Attention(SelfAttention):
-    """transformers' FalconH1Attention: keys are multiplied before they are rotated."""
+    """Counterpart of transformers' FalconH1Attention: keys are scaled before the rotary embedding."""
 
     def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> None:
         super().__init__(config, layer, tp, dtype)
         self.key_multiplier = config.key_multiplier
 
     def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """See SelfAttention."""
+        """Project to query, key and value, with keys multiplied by ``key_multiplier``."""
         query, key, value = super().project(hidden_states)
         return query, key * self.key_multiplier, value
 
 
 class FalconH1MLP(GatedMLP):
-    """transformers' FalconH1MLP: gate and output are multiplied."""
+    """Counterpart of transformers' FalconH1MLP: gate and output are scaled."""
 
     def __init__(self, config: ModelConfig, size: int, tp: TensorParallel, dtype: torch.dtype) -> None:
         super().__init__(config, size, tp, dtype)
@@ -41,7 +41,10 @@ class FalconH1MLP(GatedMLP):
 
 
 class FalconH1DecoderLayer(DecoderLayer):
-    """transformers' FalconH1DecoderLayer: ``mamba`` and ``self_attn`` of one norm's output, then ``feed_forward``."""
+    """``mamba`` and ``self_attn`` on the same norm's output, then ``feed_forward``.
+
+    Counterpart of transformers' FalconH1DecoderLayer.
+    """
 
     attention_class = FalconH1Attention
     mlp_class = FalconH1MLP
@@ -56,14 +59,14 @@ class FalconH1DecoderLayer(DecoderLayer):
         self.in_multiplier, self.out_multiplier = config.attention_in_multiplier, config.attention_out_multiplier
 
     def mix(self, hidden_states: Tensor, cache: StepCache, position_embeddings: Rotation) -> Tensor:
-        """The sum of both mixers' outputs for normalised states [tokens, hidden]."""
+        """Return the weighted sum of both mixers' outputs for normalized hidden states [tokens, hidden]."""
         attended = super().mix(hidden_states * self.in_multiplier, cache, position_embeddings)
         recurrent: Tensor = self.mamba(hidden_states, cache)
         return recurrent * self.ssm_out_multiplier + attended * self.out_multiplier
 
 
 class FalconH1Decoder(Decoder):
-    """transformers' FalconH1Model."""
+    """Counterpart of transformers' FalconH1Model."""
 
     final_norm_name = "final_layernorm"
 

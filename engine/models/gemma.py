@@ -1,4 +1,4 @@
-"""Gemma 2 and 3: four norms per layer, scaled embeddings, soft-caps; in Gemma 3 one rotary base per layer type."""
+"""Gemma 2 and 3: four norms per layer, scaled embeddings, soft-caps; Gemma 3 has one rotary base per layer type."""
 
 from typing import Any, ClassVar
 
@@ -18,13 +18,16 @@ from tapscope.engine.models.residual_stream import OnSum
 
 
 class GemmaAttention(SelfAttention):
-    """transformers' Gemma2Attention and Gemma3Attention."""
+    """Counterpart of transformers' Gemma2Attention and Gemma3Attention."""
 
     norm_class = GemmaRMSNorm
 
 
 class GemmaDecoderLayer(DecoderLayer):
-    """Attention and MLP with pre- and post-norms and residual connections; transformers' Gemma2DecoderLayer."""
+    """Attention and MLP with pre- and post-norms and residual connections.
+
+    Counterpart of transformers' Gemma2DecoderLayer.
+    """
 
     attention_class = GemmaAttention
     norm_class = GemmaRMSNorm
@@ -42,7 +45,7 @@ class GemmaDecoderLayer(DecoderLayer):
         position_embeddings: Rotation,
         on_input: OnSum | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(output, residual) from (input, residual); see DecoderLayer."""
+        """Return (output, residual), see :meth:`.DecoderLayer.summands`."""
         normalised, residual = add_norm(self.input_layernorm, states, residual, on_sum=on_input)
         states = self.mix(normalised, past_key_values, position_embeddings)
         normalised, residual = add_norm(self.pre_feedforward_layernorm, states, residual, self.post_attention_layernorm)
@@ -50,10 +53,10 @@ class GemmaDecoderLayer(DecoderLayer):
 
 
 class Gemma3RotaryEmbedding(nn.Module):
-    """Cosines and sines per layer type; called once for each, as transformers' Gemma3RotaryEmbedding."""
+    """Cosines and sines per layer type; called once per type, like transformers' Gemma3RotaryEmbedding."""
 
     is_float32: ClassVar[bool] = False
-    """Whether cosines and sines are float32 instead of the input's dtype."""
+    """Whether cosines and sines are float32 rather than the input's dtype."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -66,24 +69,24 @@ class Gemma3RotaryEmbedding(nn.Module):
         self.tap_dims = {"in[x]": WHOLE, "in[position_ids]": TOKENS, "out[0]": ANGLES, "out[1]": ANGLES}
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str, lengths: Tensor | None = None) -> Rotation:
-        """Positions [tokens] -> cos and sin [tokens, head_dim] in the dtype of ``x``, or float32."""
+        """Return cos and sin [tokens, head_dim] for positions [tokens], in the dtype of ``x`` or float32."""
         rope, inv_freq = self.ropes[layer_type], self.get_buffer(f"{layer_type}_inv_freq")
         dtype = torch.float32 if self.is_float32 else x.dtype
         return cos_sin(rope, inv_freq, attention_scaling(rope), dtype, position_ids, lengths)
 
 
 class Gemma3Decoder(Decoder):
-    """A decoder with different rotary embeddings in sliding and global layers."""
+    """Decoder with separate rotary embeddings for sliding and global layers."""
 
     rotary_class = Gemma3RotaryEmbedding
 
     def make_rotary(self, config: ModelConfig) -> Any:
-        """``rotary_emb`` of all layer types."""
+        """Create ``rotary_emb`` for all layer types."""
         self.layer_types = config.layer_types
         return self.rotary_class(config)
 
     def rotations(self, hidden_states: Tensor, position_ids: Tensor, cache: StepCache) -> list[Rotation]:
-        """Cosines and sines for each layer, computed once per layer type."""
+        """Return the cosines and sines of each layer, computed once per layer type."""
         kinds = sorted(set(self.layer_types))
         options = {"lengths": cache.row_lengths} if self.is_dynamic else {}
         by_type = {kind: self.rotary_emb(hidden_states, position_ids, kind, **options) for kind in kinds}
@@ -91,7 +94,7 @@ class Gemma3Decoder(Decoder):
 
 
 class Gemma2ForCausalLM(CausalLM):
-    """Gemma 2, arXiv:2408.00118: soft-capped scores and logits; transformers' `modeling_gemma2.py`."""
+    """Gemma 2, arXiv:2408.00118: soft-capped attention scores and logits; transformers' `modeling_gemma2.py`."""
 
     layer_class = GemmaDecoderLayer
 

@@ -1,4 +1,4 @@
-"""Gemma 3n text under Hugging Face's names: several streams of hidden states, per-layer embeddings, shared keys."""
+"""Gemma 3n text with Hugging Face's module names: parallel residual streams, per-layer embeddings, shared keys."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -35,7 +35,7 @@ def _parts(config: ModelConfig) -> Gemma3nConfig:
 
 
 class SharedAttention(Attention):
-    """Attention to the keys and values that another layer has cached."""
+    """Attention to the keys and values cached by another layer."""
 
     def forward(self, query: Tensor, past_key_values: StepCache) -> Tensor:  # type: ignore[override]
         """[tokens, heads, d] -> [tokens, heads * d]."""
@@ -43,9 +43,9 @@ class SharedAttention(Attention):
 
 
 class Gemma3nAttention(SelfAttention):
-    """transformers' Gemma3nTextAttention.
+    """Counterpart of transformers' Gemma3nTextAttention.
 
-    The steps of SelfAttention do not fit: values are normalised too, and the last layers compute queries only.
+    Overrides ``forward`` because values are normalized too, and the last layers compute queries only.
     """
 
     norm_class = Olmo2RMSNorm
@@ -67,7 +67,7 @@ class Gemma3nAttention(SelfAttention):
     def forward(
         self, hidden_states: Tensor, position_embeddings: Rotation, past_key_values: StepCache
     ) -> tuple[Tensor, None]:
-        """[tokens, hidden] -> ([tokens, hidden], None); transformers returns attention weights second."""
+        """[tokens, hidden] -> ([tokens, hidden], None); transformers returns attention weights instead of None."""
         projected = self.qkv_proj(hidden_states)
         query = self.rotate(self.q_norm(self._heads(self.q_proj(projected[0]))), *position_embeddings)
         if not self.has_keys:
@@ -79,7 +79,9 @@ class Gemma3nAttention(SelfAttention):
 
 
 class Gemma3nMLP(GatedMLP):
-    """transformers' Gemma3nTextMLP: gates below a cutoff of their mean and deviation are zero."""
+    """Counterpart of transformers' Gemma3nTextMLP: zeroes gates below a cutoff derived from their mean and standard
+    deviation.
+    """
 
     def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> None:
         size, sparsity = _parts(config).intermediate_sizes[layer], _parts(config).sparsity[layer]
@@ -98,7 +100,7 @@ class Gemma3nMLP(GatedMLP):
         return output
 
     def _cutoff(self, gate: Tensor) -> Tensor:
-        """Mean plus a multiple of the deviation over the features of all ranks, [tokens, 1] float32."""
+        """Return mean plus ``cutoff`` times standard deviation over the features of all ranks, [tokens, 1] float32."""
         wide = gate.float()
         mean = self._sum(wide) / self.size
         deviation = torch.sqrt(self._sum((wide - mean).square()) / self.size)
@@ -111,7 +113,10 @@ class Gemma3nMLP(GatedMLP):
 
 
 class Gemma3nAltUp(CheckpointModule):
-    """Alternating updates: a layer computes one stream, which predicts and corrects the others; Gemma3nTextAltUp."""
+    """Alternating updates (AltUp): the layer computes one stream; the other streams are predicted and corrected.
+
+    Counterpart of transformers' Gemma3nTextAltUp.
+    """
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         super().__init__()
@@ -124,18 +129,20 @@ class Gemma3nAltUp(CheckpointModule):
         self.router_norm = Olmo2RMSNorm(hidden, config.rms_norm_eps, dtype)
 
     def predict(self, streams: Tensor) -> Tensor:
-        """[streams, tokens, hidden] -> the same: each stream plus a sum of all."""
+        """Add a token-dependent linear combination of all streams to each of ``streams`` [streams, tokens, hidden]."""
         coefficients: Tensor = self.prediction_coefs(self._modalities(streams[self.active]))
         by_target = coefficients.view(-1, self.streams, self.streams).permute(2, 1, 0).unsqueeze(-1)
         return (streams.unsqueeze(1) * by_target).sum(0) + streams
 
     def correct(self, predictions: Tensor, activated: Tensor) -> Tensor:
-        """Predictions [streams, tokens, hidden] and the layer's output [tokens, hidden] -> corrected predictions."""
+        """Correct ``predictions`` [streams, tokens, hidden] by the layer's output ``activated`` [tokens, hidden]."""
         coefficients: Tensor = self.correction_coefs(self._modalities(activated)) + 1.0
         return (activated - predictions[self.active]) * coefficients.T.unsqueeze(-1) + predictions
 
     def scale_corrected_output(self, corrected: Tensor) -> Tensor:
-        """[tokens, hidden] times a weight; not ``forward``, which transformers does not call as a module either."""
+        """Multiply [tokens, hidden] by a weight. A plain method, because transformers does not call it as a module
+        either.
+        """
         return corrected * self.correct_output_scale
 
     def _modalities(self, states: Tensor) -> Tensor:
@@ -143,13 +150,13 @@ class Gemma3nAltUp(CheckpointModule):
         return torch.tanh(routed.float()).to(states.dtype)
 
     def weight_slices(self, path: str) -> Iterator[WeightSlice]:
-        """The scale; the submodules yield their own."""
+        """Yield the output scale; submodules yield their own weights."""
         scale = self.correct_output_scale
         yield WeightSlice(f"{path}.correct_output_scale", tuple(scale.shape), scale)
 
 
 class Gemma3nLaurelBlock(nn.Module):
-    """Learned augmented residual; transformers' Gemma3nTextLaurelBlock."""
+    """Learned augmented residual (LAuReL); counterpart of transformers' Gemma3nTextLaurelBlock."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         super().__init__()
@@ -166,12 +173,12 @@ class Gemma3nLaurelBlock(nn.Module):
 
 
 class LayerInputsDecoderLayer(DecoderLayer):
-    """A layer that reads an embedding of its own."""
+    """Decoder layer with an additional per-layer embedding input."""
 
-    norm_class = Olmo2RMSNorm  # Gemma3nRMSNorm multiplies by the weight in float32 too
+    norm_class = Olmo2RMSNorm  # like Gemma3nRMSNorm, multiplies by the weight in float32
 
     def add_layer_inputs(self, config: ModelConfig, dtype: torch.dtype) -> None:
-        """The modules that read the layer's input."""
+        """Create the modules that process the per-layer input."""
         assert config.layer_inputs is not None, "the model has no layer inputs"
         size, hidden = config.layer_inputs.size, config.hidden_size
         self.act_fn = Activation(config.activation)
@@ -182,14 +189,16 @@ class LayerInputsDecoderLayer(DecoderLayer):
         self.tap_dims |= {"in[per_layer_input]": WHOLE}
 
     def of_layer_input(self, states: Tensor, per_layer_input: Tensor) -> Tensor:
-        """[tokens, hidden] and [tokens, per-layer features] -> what is added to the states, [tokens, hidden]."""
+        """Return the contribution [tokens, hidden] of ``per_layer_input`` [tokens, per-layer features] to the hidden
+        states.
+        """
         gated = self.act_fn(self.per_layer_input_gate(states)) * per_layer_input
         output: Tensor = self.post_per_layer_input_norm(self.per_layer_projection(gated))
         return output
 
 
 class Gemma3nDecoderLayer(LayerInputsDecoderLayer):
-    """transformers' Gemma3nTextDecoderLayer."""
+    """Counterpart of transformers' Gemma3nTextDecoderLayer."""
 
     attention_class = Gemma3nAttention
 
@@ -204,7 +213,7 @@ class Gemma3nDecoderLayer(LayerInputsDecoderLayer):
         self.tap_dims |= {"in[hidden_states]": STREAMS, "out": STREAMS}
 
     def make_mlp(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> nn.Module:
-        """``mlp`` of layer ``layer``."""
+        """Create the ``mlp`` module of layer ``layer``."""
         return Gemma3nMLP(config, layer, tp, dtype)
 
     def forward(  # type: ignore[override]
@@ -215,7 +224,9 @@ class Gemma3nDecoderLayer(LayerInputsDecoderLayer):
         position_ids: Tensor,
         past_key_values: StepCache,
     ) -> Tensor:
-        """[streams, tokens, hidden] and [tokens, per-layer features] -> [streams, tokens, hidden]."""
+        """Map streams [streams, tokens, hidden] and per-layer inputs [tokens, per-layer features] to [streams, tokens,
+        hidden].
+        """
         predictions = self.altup.predict(hidden_states)
         active = predictions[self.active]
         normalised = self.input_layernorm(active)
@@ -231,7 +242,7 @@ class Gemma3nDecoderLayer(LayerInputsDecoderLayer):
 
 
 class LayerInputsDecoder(Gemma3Decoder):
-    """A decoder whose layers read embeddings of their own, if ``config.layer_inputs`` says so."""
+    """Decoder whose layers read per-layer embeddings if ``config.layer_inputs`` is set."""
 
     def __init__(
         self, config: ModelConfig, tp: TensorParallel, dtype: torch.dtype, layer_class: type[DecoderLayer]
@@ -246,7 +257,9 @@ class LayerInputsDecoder(Gemma3Decoder):
         self.per_layer_projection_norm = Olmo2RMSNorm(size, config.rms_norm_eps, dtype, "t l h # tp:replicated")
 
     def inputs_of_layers(self, input_ids: Tensor, embedded: Tensor) -> Tensor:
-        """[tokens, layers, per-layer features]: from the tokens and from their embeddings."""
+        """Return per-layer inputs [tokens, layers, per-layer features], computed from the tokens and their
+        embeddings.
+        """
         assert self.layer_inputs is not None, "the model has no layer inputs"
         known = torch.where(input_ids < self.layer_inputs.vocab_size, input_ids, 0)
         shape = len(input_ids), len(self.layers), self.layer_inputs.size
@@ -257,7 +270,7 @@ class LayerInputsDecoder(Gemma3Decoder):
 
 
 class Gemma3nDecoder(LayerInputsDecoder):
-    """transformers' Gemma3nTextModel; of the streams, the active one is kept as the input of a layer."""
+    """Counterpart of transformers' Gemma3nTextModel. Only the active stream is recorded as a layer's input."""
 
     def __init__(
         self, config: ModelConfig, tp: TensorParallel, dtype: torch.dtype, layer_class: type[DecoderLayer]
@@ -269,13 +282,13 @@ class Gemma3nDecoder(LayerInputsDecoder):
         self.altup_unembed_projections = nn.ModuleList(ReplicatedLinear(hidden, hidden, False, dtype) for _ in others)
 
     def make_rotary(self, config: ModelConfig) -> Any:
-        """``rotary_emb``, which receives all streams."""
+        """Create ``rotary_emb``, which receives all streams."""
         rotary = super().make_rotary(config)
         rotary.tap_dims |= {"in[x]": STREAMS}
         return rotary
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, past_key_values: StepCache) -> ModelOutput:
-        """Ids and positions [tokens] -> last hidden state [tokens, hidden]."""
+        """Map token ids and positions [tokens] to the last hidden states [tokens, hidden]."""
         embedded = self.embedding(input_ids)
         of_layers = self.inputs_of_layers(input_ids, embedded)
         streams = torch.stack(
@@ -294,13 +307,16 @@ class Gemma3nDecoder(LayerInputsDecoder):
 
 
 def _as_large(states: Tensor, model: Tensor) -> Tensor:
-    """``states`` [tokens, hidden], scaled so that its rows have the root mean square of those of ``model``."""
+    """Rescale ``states`` [tokens, hidden] so that each row has the root mean square of the same row of ``model``."""
     wanted = model.square().mean(-1, keepdim=True) ** 0.5
     return states * wanted / states.square().mean(-1, keepdim=True).clamp(min=1e-5).sqrt()
 
 
 class SharedKeysCausalLM(MoeCausalLM):
-    """A causal LM whose last layers read the keys of earlier ones; checkpoints may have keys of their own for them."""
+    """Causal LM whose last layers read keys and values cached by earlier layers.
+
+    Checkpoints may still contain key and value weights for these layers; they are skipped.
+    """
 
     decoder_prefix: ClassVar[str] = "model."
 
@@ -313,7 +329,7 @@ class SharedKeysCausalLM(MoeCausalLM):
 
 
 class TextPart:
-    """Names of a checkpoint with vision and audio, for the class of its decoder."""
+    """Mixin with the tensor names of a checkpoint that includes vision and audio towers."""
 
     decoder_prefix: ClassVar[str] = "model.language_model."
     tied_weights: ClassVar[Mapping[str, str]] = {"lm_head.weight": "model.language_model.embed_tokens.weight"}
@@ -333,7 +349,7 @@ class Gemma3nForCausalLM(SharedKeysCausalLM):
 
 
 class Gemma3nTextModel(TextModel):
-    """transformers' Gemma3nModel."""
+    """Counterpart of transformers' Gemma3nModel."""
 
     decoder_class = Gemma3nDecoder
 

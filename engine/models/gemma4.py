@@ -1,4 +1,4 @@
-"""Gemma 4 text under Hugging Face's names: larger heads in full layers, shared keys, experts next to the MLP."""
+"""Gemma 4 text with Hugging Face's module names: larger heads in full layers, shared keys, experts next to the MLP."""
 
 from collections.abc import Iterator
 from typing import ClassVar
@@ -29,7 +29,7 @@ from tapscope.engine.models.multimodal import TextModel
 
 
 class Gemma4Attention(Gemma3nAttention):
-    """transformers' Gemma4TextAttention; with ``keys_as_values`` full layers have no ``v_proj``."""
+    """Counterpart of transformers' Gemma4TextAttention; with ``keys_as_values``, full layers have no ``v_proj``."""
 
     def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> None:
         super().__init__(config, layer, tp, dtype)
@@ -40,15 +40,15 @@ class Gemma4Attention(Gemma3nAttention):
 
 
 class RouterLinear(ReplicatedLinear):
-    """Scores of experts, which ``quantization="fp8"`` leaves as they are: a rounding may choose other experts."""
+    """Projection to expert scores, never quantized: rounding could change the selected experts."""
 
     may_quantize = may_stay_quantized = may_have_adapters = False
 
 
 class Gemma4Router(Router):
-    """Softmax over all experts of scaled, normalised states; a factor of each expert; transformers' Gemma4TextRouter.
+    """Softmax over all experts of scaled, normalized states, with a factor per expert.
 
-    Returns probabilities where other routers return logits.
+    Counterpart of transformers' Gemma4TextRouter. Returns probabilities where other routers return logits.
     """
 
     def __init__(self, config: MoeConfig, hidden_size: int, eps: float, dtype: torch.dtype) -> None:
@@ -61,7 +61,7 @@ class Gemma4Router(Router):
         self.per_expert_scale = parameter(config.num_experts, dtype=dtype)
 
     def route(self, hidden_states: Tensor) -> Routed:
-        """Probabilities and weights in float32."""
+        """Return probabilities, weights and expert ids; the first two are float32."""
         states = self.norm(hidden_states) * self.scale * hidden_states.shape[-1] ** -0.5
         probabilities = self.proj(states).softmax(dim=-1, dtype=torch.float32)
         weights, chosen = self.top(probabilities)
@@ -69,18 +69,18 @@ class Gemma4Router(Router):
         return probabilities, weights * self.per_expert_scale[chosen], chosen
 
     def layouts(self, path: str) -> Iterator[list[WeightSlice]]:
-        """The scales; the projection yields its own weight."""
+        """Yield the layout of the scales; the projection yields its own weight."""
         yield list(self.weight_slices(path))
 
     def weight_slices(self, path: str) -> Iterator[WeightSlice]:
-        """The whole scales."""
+        """Yield the complete scales."""
         for name in ("scale", "per_expert_scale"):
             scale = getattr(self, name)
             yield WeightSlice(f"{path}.{name}", tuple(scale.shape), scale)
 
 
 class Gemma4DecoderLayer(LayerInputsDecoderLayer, CheckpointModule):
-    """transformers' Gemma4TextDecoderLayer."""
+    """Counterpart of transformers' Gemma4TextDecoderLayer."""
 
     attention_class = Gemma4Attention
 
@@ -103,7 +103,7 @@ class Gemma4DecoderLayer(LayerInputsDecoderLayer, CheckpointModule):
             self.pre_feedforward_layernorm_2 = Olmo2RMSNorm(hidden, eps, dtype)
 
     def make_mlp(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> nn.Module:
-        """``mlp`` of layer ``layer``."""
+        """Create the ``mlp`` module of layer ``layer``."""
         is_wide = config.wide_shared_mlp and layer in config.shared_kv_layers
         return GatedMLP(config, config.intermediate_size * (2 if is_wide else 1), tp, dtype)
 
@@ -115,7 +115,7 @@ class Gemma4DecoderLayer(LayerInputsDecoderLayer, CheckpointModule):
         position_ids: Tensor,
         past_key_values: StepCache,
     ) -> Tensor:
-        """[tokens, hidden] and [tokens, per-layer features], if there are any -> [tokens, hidden]."""
+        """Map [tokens, hidden] and per-layer inputs [tokens, per-layer features] (None: none) to [tokens, hidden]."""
         attended = self.mix(self.input_layernorm(hidden_states), past_key_values, position_embeddings)
         states: Tensor = hidden_states + self.post_attention_layernorm(attended)
         output = self.mlp(self.pre_feedforward_layernorm(states))
@@ -133,15 +133,15 @@ class Gemma4DecoderLayer(LayerInputsDecoderLayer, CheckpointModule):
         return output
 
     def weight_slices(self, path: str) -> Iterator[WeightSlice]:
-        """The factor of the output; the submodules yield their own."""
+        """Yield the output scale; submodules yield their own weights."""
         yield WeightSlice(f"{path}.layer_scalar", (1,), self.layer_scalar)
 
 
 class Gemma4Decoder(LayerInputsDecoder):
-    """transformers' Gemma4TextModel."""
+    """Counterpart of transformers' Gemma4TextModel."""
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, past_key_values: StepCache) -> ModelOutput:
-        """Ids and positions [tokens] -> last hidden state [tokens, hidden]."""
+        """Map token ids and positions [tokens] to the last hidden states [tokens, hidden]."""
         states = embedded = self.embedding(input_ids)
         of_layers = None if self.layer_inputs is None else self.inputs_of_layers(input_ids, embedded)
         rotations = self.rotations(embedded, position_ids, past_key_values)
@@ -161,7 +161,7 @@ class Gemma4ForCausalLM(SharedKeysCausalLM):
 
 
 class Gemma4TextModel(TextModel):
-    """transformers' Gemma4Model."""
+    """Counterpart of transformers' Gemma4Model."""
 
     decoder_class = Gemma4Decoder
 

@@ -1,4 +1,6 @@
-"""GLM-4 and GLM-4.5 under Hugging Face's names: partial rotary embedding, of adjacent features in dense models."""
+"""GLM-4 and GLM-4.5 with Hugging Face's module names: partial rotary embedding, of adjacent features in dense
+models.
+"""
 
 import torch
 from torch import Tensor
@@ -15,17 +17,17 @@ from tapscope.engine.models.phi3 import Phi3MLP
 
 
 class GlmAttention(SelfAttention):
-    """transformers' GlmAttention and Glm4Attention."""
+    """Counterpart of transformers' GlmAttention and Glm4Attention."""
 
     has_kernel = False
 
     def rotate(self, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Adjacent features of the first part of each head."""
+        """Rotate pairs of adjacent features in the first part of each head."""
         return rotate_pairs(states, cos.chunk(2, dim=-1)[0], sin.chunk(2, dim=-1)[0])
 
 
 class GlmDecoderLayer(DecoderLayer):
-    """transformers' GlmDecoderLayer."""
+    """Counterpart of transformers' GlmDecoderLayer."""
 
     attention_class = GlmAttention
     mlp_class = Phi3MLP
@@ -38,7 +40,7 @@ class GlmForCausalLM(CausalLM):
 
 
 class Glm4DecoderLayer(GlmDecoderLayer):
-    """A layer with norms after attention and MLP too; transformers' Glm4DecoderLayer."""
+    """Layer with additional norms after attention and MLP; counterpart of transformers' Glm4DecoderLayer."""
 
     def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> None:
         super().__init__(config, layer, tp, dtype)
@@ -46,12 +48,12 @@ class Glm4DecoderLayer(GlmDecoderLayer):
         self.post_mlp_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
 
     def attention_summand(self, output: Tensor) -> Tensor:
-        """See DecoderLayer."""
+        """Normalize the attention output."""
         normalised: Tensor = self.post_self_attn_layernorm(output)
         return normalised
 
     def mlp_summand(self, output: Tensor) -> Tensor:
-        """See DecoderLayer."""
+        """Normalize the MLP output."""
         normalised: Tensor = self.post_mlp_layernorm(output)
         return normalised
 
@@ -63,7 +65,7 @@ class Glm4ForCausalLM(CausalLM):
 
 
 class Glm4MoeDecoderLayer(MoeDecoderLayer):
-    """transformers' Glm4MoeDecoderLayer."""
+    """Counterpart of transformers' Glm4MoeDecoderLayer."""
 
     router = DeepseekV3Router
 

@@ -1,4 +1,4 @@
-"""Granite under Hugging Face's names: multipliers of embeddings, residuals, attention scores and logits."""
+"""Granite with Hugging Face's module names: multipliers of embeddings, residuals, attention scores and logits."""
 
 import torch
 from torch import Tensor
@@ -9,18 +9,21 @@ from tapscope.engine.models.decoder import CausalLM, DecoderLayer
 
 
 class GraniteDecoderLayer(DecoderLayer):
-    """A layer whose attention and MLP outputs are scaled before they are added; transformers' GraniteDecoderLayer."""
+    """Layer whose attention and MLP outputs are scaled before the residual addition.
+
+    Counterpart of transformers' GraniteDecoderLayer.
+    """
 
     def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> None:
         super().__init__(config, layer, tp, dtype)
         self.residual_multiplier = config.residual_multiplier
 
     def attention_summand(self, output: Tensor) -> Tensor:
-        """See DecoderLayer."""
+        """Scale the attention output by ``residual_multiplier``."""
         return output * self.residual_multiplier
 
     def mlp_summand(self, output: Tensor) -> Tensor:
-        """See DecoderLayer."""
+        """Scale the MLP output by ``residual_multiplier``."""
         return output * self.residual_multiplier
 
 

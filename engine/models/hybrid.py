@@ -1,4 +1,4 @@
-"""HybridDecoderLayer: a decoder layer with a recurrent layer or attention, by the model's ``layer_types``."""
+"""HybridDecoderLayer: a decoder layer with either a recurrent layer or attention, depending on ``layer_types``."""
 
 from typing import ClassVar
 
@@ -13,12 +13,12 @@ from tapscope.engine.models.moe import MoeDecoderLayer
 
 
 class HybridDecoderLayer(MoeDecoderLayer):
-    """A layer that mixes tokens by a recurrence in ``config.linear_layers``, by attention in the others."""
+    """Layer with a recurrent token mixer in ``config.linear_layers`` and with attention in the others."""
 
     recurrent_name: ClassVar[str] = "mamba"
     """Name of the recurrent layer in transformers."""
     recurrent_class: ClassVar[type[nn.Module]]
-    """Its class; called with hidden states [tokens, hidden] and the step's cache."""
+    """Class of the recurrent layer; called with hidden states [tokens, hidden] and the step's cache."""
 
     def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> None:
         super().__init__(config, layer, tp, dtype)
@@ -28,12 +28,12 @@ class HybridDecoderLayer(MoeDecoderLayer):
             del self.self_attn
 
     def make_attention(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> nn.Module:
-        """The layer's mixer of tokens."""
+        """Create the token mixer of layer ``layer``."""
         kind = self.recurrent_class if layer in config.linear_layers else self.attention_class
         return kind(config, layer, tp, dtype)
 
     def mix(self, hidden_states: Tensor, cache: StepCache, position_embeddings: Rotation) -> Tensor:
-        """The mixer's output for normalised states [tokens, hidden]."""
+        """Return the mixer's output for normalized hidden states [tokens, hidden]."""
         if not self.is_recurrent:
             return super().mix(hidden_states, cache, position_embeddings)
         output: Tensor = getattr(self, self.recurrent_name)(hidden_states, cache)

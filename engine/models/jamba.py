@@ -1,4 +1,4 @@
-"""Jamba and Bamba under Hugging Face's names: Mamba in most layers, attention in the others, MLPs or experts."""
+"""Jamba and Bamba with Hugging Face's module names: Mamba in most layers, attention in the others, MLPs or experts."""
 
 from collections.abc import Iterator
 from typing import ClassVar
@@ -28,7 +28,10 @@ from tapscope.engine.models.moe import MoeCausalLM
 
 
 class JambaMambaMixer(RecurrentLayer, CheckpointModule):
-    """Mamba, arXiv:2312.00752, with norms of time step, B and C; this rank's channels of transformers' class."""
+    """Mamba, arXiv:2312.00752, with norms of time step, B and C, over this rank's channels.
+
+    Counterpart of transformers' JambaMambaMixer.
+    """
 
     def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> None:
         super().__init__()
@@ -41,7 +44,7 @@ class JambaMambaMixer(RecurrentLayer, CheckpointModule):
         self.widths = [mamba.step_rank, mamba.state_dim, mamba.state_dim]
         self.x_proj = RowParallelLinear(channels, sum(self.widths), False, tp, dtype)
         self.dt_proj = ColumnParallelLinear(mamba.step_rank, channels, True, dtype)
-        # As in transformers it is not called: its weight is used.
+        # As in transformers, the module is not called; only its weight is used.
         self.dt_proj.may_stay_quantized = self.dt_proj.may_have_adapters = False
         self.dt_proj.tap_ports = ()
         self.A_log = parameter(channels.count, mamba.state_dim, dtype=dtype)
@@ -53,7 +56,7 @@ class JambaMambaMixer(RecurrentLayer, CheckpointModule):
         self.tap_dims = {"in[hidden_states]": WHOLE, "out": WHOLE}
 
     def forward(self, hidden_states: Tensor, cache_params: StepCache) -> Tensor:
-        """[tokens, hidden] -> [tokens, hidden]; reads and writes the requests' states."""
+        """[tokens, hidden] -> [tokens, hidden]; reads and updates the recurrent states of the requests."""
         x, gate = self.in_proj.split(self.in_proj(hidden_states))
         rows, groups = self.convolve(x, self.conv1d, cache_params)
         x = functional.silu(rows)
@@ -66,30 +69,32 @@ class JambaMambaMixer(RecurrentLayer, CheckpointModule):
         return projected
 
     def scan_row(self, parts: tuple[Tensor, ...], matrix: Tensor) -> tuple[Tensor, Tensor]:
-        """See RecurrentLayer; ``parts``: c, b, x times the step, and the step."""
+        """Apply one row per request, see :meth:`.RecurrentLayer.scan_row`; ``parts``: c, b, x times the step, and the
+        step.
+        """
         c, b, x, step = parts
         output, matrix = selective_row(c, b, x, self._decay(step), matrix.squeeze(-1))
         return output, matrix.unsqueeze(-1)
 
     def scan_rows(self, parts: tuple[Tensor, ...], matrix: Tensor) -> tuple[Tensor, Tensor]:
-        """See RecurrentLayer."""
+        """Apply several rows of one request, see :meth:`.RecurrentLayer.scan_rows`."""
         c, b, x, step = parts
         output, matrix = selective_rows(c, b, x, self._decay(step), matrix.squeeze(-1))
         return output, matrix.unsqueeze(-1)
 
     def _decay(self, step: Tensor) -> Tensor:
-        """Log of the decay [rows, channels, state] of each row's step [rows, channels]."""
+        """Return the log of the decay, [rows, channels, state], for time steps [rows, channels]."""
         return step.unsqueeze(-1) * -torch.exp(self.A_log.float())
 
     def weight_slices(self, path: str) -> Iterator[WeightSlice]:
-        """This rank's channels; the submodules yield their own."""
+        """Yield this rank's channels of ``A_log`` and ``D``; submodules yield their own weights."""
         for name in ("A_log", "D"):
             value = getattr(self, name)
             yield WeightSlice(f"{path}.{name}", (self.channels.total, *value.shape[1:]), value, 0, self.channels.start)
 
 
 class JambaSparseMoeBlock(nn.Module):
-    """Routed experts; transformers' class of this name."""
+    """Routed experts; counterpart of transformers' class of the same name."""
 
     def __init__(self, config: ModelConfig, tp: TensorParallel, dtype: torch.dtype) -> None:
         super().__init__()
@@ -106,7 +111,7 @@ class JambaSparseMoeBlock(nn.Module):
 
 
 class BambaDecoderLayer(HybridDecoderLayer):
-    """transformers' BambaDecoderLayer: ``mamba`` or ``self_attn``, then ``feed_forward``."""
+    """Counterpart of transformers' BambaDecoderLayer: ``mamba`` or ``self_attn``, then ``feed_forward``."""
 
     recurrent_class: ClassVar[type[nn.Module]] = Mamba2Mixer
     mlp_norm_name = "pre_ff_layernorm"
@@ -114,32 +119,32 @@ class BambaDecoderLayer(HybridDecoderLayer):
 
 
 class BambaModel(Decoder):
-    """transformers' BambaModel."""
+    """Counterpart of transformers' BambaModel."""
 
     final_norm_name = "final_layernorm"
 
 
 class BambaForCausalLM(Mamba2CausalLM):
-    """Bamba, Mamba-2 and attention; transformers' `modeling_bamba.py`."""
+    """Bamba: Mamba-2 and attention; transformers' `modeling_bamba.py`."""
 
     decoder_class = BambaModel
     layer_class = BambaDecoderLayer
 
 
 class JambaDecoderLayer(BambaDecoderLayer):
-    """transformers' JambaMambaDecoderLayer and JambaAttentionDecoderLayer."""
+    """Counterpart of transformers' JambaMambaDecoderLayer and JambaAttentionDecoderLayer."""
 
     recurrent_class = JambaMambaMixer
 
     def make_mlp(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> nn.Module:
-        """``feed_forward`` of layer ``layer``."""
+        """Create the ``feed_forward`` module of layer ``layer``."""
         if config.moe is None or layer in config.moe.dense_layers:
             return super().make_mlp(config, layer, tp, dtype)
         return JambaSparseMoeBlock(config, tp, dtype)
 
 
 class JambaModel(UnrotatedDecoder):
-    """transformers' JambaModel."""
+    """Counterpart of transformers' JambaModel."""
 
     final_norm_name = "final_layernorm"
 
@@ -151,12 +156,12 @@ class JambaForCausalLM(MoeCausalLM):
     layer_class = JambaDecoderLayer
 
     def state_units(self) -> Shard:
-        """Channels."""
+        """Return this rank's shard of the channels."""
         assert self.config.mamba1 is not None
         return Shard.of(self.config.mamba1.channels, self.tp)
 
     def state_shapes(self, units: int) -> tuple[tuple[int, int], tuple[int, int, int]]:
-        """Windows and states of ``units`` channels."""
+        """Return the shapes of window and recurrent state for ``units`` channels."""
         mamba = self.config.mamba1
         assert mamba is not None
         return (units, mamba.kernel - 1), (units, mamba.state_dim, 1)

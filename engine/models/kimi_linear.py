@@ -1,4 +1,4 @@
-"""Kimi-Linear under Hugging Face's names: Kimi Delta Attention in most layers, latent attention in the others."""
+"""Kimi-Linear with Hugging Face's module names: Kimi Delta Attention in most layers, latent attention in the others."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -25,10 +25,10 @@ from tapscope.engine.models.qwen3_next import DeltaCausalLM, GatedRMSNorm
 
 
 class KimiConvWeight(ConvWeight):
-    """The weight of the convolutions of queries, keys and values, which published checkpoints have separately."""
+    """Joint convolution weight of queries, keys and values, which published checkpoints store as three tensors."""
 
     def layouts(self, path: str) -> Iterator[list[WeightSlice]]:
-        """Three tensors, or one as in transformers."""
+        """Yield the layout with three tensors, then the one with a single tensor, as in transformers."""
         parent, sizes = path.rpartition(".")[0], [part.count for part in self.parts]
         yield [
             WeightSlice(f"{parent}.{name}_conv1d.weight", (part.total, 1, self.kernel), into, 0, part.start)
@@ -38,7 +38,7 @@ class KimiConvWeight(ConvWeight):
 
 
 class KimiForgetGate(CheckpointModule):
-    """-exp(A_log) * softplus(f_b_proj(f_a_proj(x)) + dt_bias): the log of the decay of each key feature, float32."""
+    """Log-decay of each key feature: -exp(A_log) * softplus(f_b_proj(f_a_proj(x)) + dt_bias), in float32."""
 
     def __init__(self, hidden_size: int, heads: Shard, dim: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -56,27 +56,32 @@ class KimiForgetGate(CheckpointModule):
         return -torch.exp(self.A_log[0].float()) * rate
 
     def weight_slices(self, path: str) -> Iterator[WeightSlice]:
-        """This rank's heads of the vectors; the submodules yield their own."""
+        """Yield this rank's heads of ``dt_bias`` and ``A_log``; submodules yield their own weights."""
         yield WeightSlice(f"{path}.dt_bias", (self.features.total,), self.dt_bias, 0, self.features.start)
         yield WeightSlice(f"{path}.A_log", (1, 1, self.heads.total, 1), self.A_log, 2, self.heads.start)
 
 
 class KimiGatedRMSNorm(GatedRMSNorm):
-    """x / rms(x) * weight * sigmoid(gate) of each head, all in float32; transformers' KimiLinearRMSNormGated."""
+    """x / rms(x) * weight * sigmoid(gate) per head, all in float32; counterpart of transformers'
+    KimiLinearRMSNormGated.
+    """
 
     def __init__(self, size: int, eps: float, dtype: torch.dtype) -> None:
         super().__init__(size, eps, dtype)
         self.tap_dims = dict.fromkeys(("in[hidden_states]", "in[gate]", "out"), HEADS)
 
     def forward(self, hidden_states: Tensor, gate: Tensor) -> Tensor:
-        """[tokens, heads, size] twice -> [tokens, heads, size], in the input's dtype."""
+        """Map states and gates, [tokens, heads, size] each, to [tokens, heads, size] in the input's dtype."""
         wide = hidden_states.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return (self.weight.float() * wide * torch.sigmoid(gate.float())).to(hidden_states.dtype)
 
 
 class KimiDeltaAttention(DeltaLayer):
-    """Kimi Delta Attention, arXiv:2510.26692; transformers' KimiLinearDeltaAttention, with this rank's heads."""
+    """Kimi Delta Attention, arXiv:2510.26692, over this rank's heads.
+
+    Counterpart of transformers' KimiLinearDeltaAttention.
+    """
 
     conv_class = KimiConvWeight
 
@@ -95,7 +100,7 @@ class KimiDeltaAttention(DeltaLayer):
         self.tap_dims = {"in[hidden_states]": WHOLE, "out": WHOLE}
 
     def forward(self, hidden_states: Tensor, cache_params: StepCache) -> Tensor:
-        """[tokens, hidden] -> [tokens, hidden]; reads and writes the requests' states."""
+        """[tokens, hidden] -> [tokens, hidden]; reads and updates the recurrent states of the requests."""
         query, key, value = self.qkv_proj(hidden_states)
         mixed = torch.cat((self.q_proj(query), self.k_proj(key), self.v_proj(value)), dim=-1)
         decay, beta = self.forget_gate(hidden_states), torch.sigmoid(self.b_proj(hidden_states)).float()
@@ -106,15 +111,15 @@ class KimiDeltaAttention(DeltaLayer):
 
 
 class KimiLinearAttention(DeepseekAttention):
-    """Latent attention without rotary embedding; transformers' KimiLinearAttention."""
+    """Latent attention without rotary embedding; counterpart of transformers' KimiLinearAttention."""
 
     def rotate(self, states: Tensor, position_embeddings: Any) -> Tensor:
-        """``states`` themselves."""
+        """Return ``states`` unchanged."""
         return states
 
 
 class KimiLinearDecoderLayer(HybridDecoderLayer):
-    """transformers' KimiLinearDecoderLayer: both kinds of attention are called ``self_attn``."""
+    """Counterpart of transformers' KimiLinearDecoderLayer: both kinds of attention are called ``self_attn``."""
 
     router = DeepseekV3Router
     recurrent_name = "self_attn"
@@ -129,7 +134,7 @@ _PUBLISHED = {
     "self_attn.dt_bias": "self_attn.forget_gate.dt_bias",
     "self_attn.A_log": "self_attn.forget_gate.A_log",
 }
-"""Names in the layers of published checkpoints -> transformers' names."""
+"""Prefix within a layer of published checkpoints -> prefix in transformers."""
 
 
 class KimiLinearForCausalLM(DeltaCausalLM, LatentCausalLM):

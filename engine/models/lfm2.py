@@ -1,4 +1,4 @@
-"""LFM2 under Hugging Face's names: gated short convolutions in most layers, attention in the others."""
+"""LFM2 with Hugging Face's module names: gated short convolutions in most layers, attention in the others."""
 
 from collections.abc import Iterator
 
@@ -21,7 +21,7 @@ from tapscope.engine.models.hybrid import HybridDecoderLayer
 
 
 class Lfm2Attention(SelfAttention):
-    """Attention with q/k norm; transformers' Lfm2Attention."""
+    """Attention with q/k norm; counterpart of transformers' Lfm2Attention."""
 
     def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> None:
         super().__init__(config, layer, tp, dtype)
@@ -29,13 +29,16 @@ class Lfm2Attention(SelfAttention):
         del self.q_norm, self.k_norm, self.o_proj
 
     def __getattr__(self, name: str) -> Tensor | nn.Module:
-        """The submodules' names in SelfAttention."""
+        """Map SelfAttention's submodule names to LFM2's."""
         new = {"q_norm": "q_layernorm", "k_norm": "k_layernorm", "o_proj": "out_proj"}.get(name, name)
         return super().__getattr__(new if new in self.__dict__.get("_modules", ()) else name)
 
 
 class Lfm2ShortConv(RecurrentLayer, CheckpointModule):
-    """C * conv(B * x) of a projection (B, C, x); transformers' Lfm2ShortConv, with this rank's channels."""
+    """Gated short convolution, C * conv(B * x) with (B, C, x) projected from the input, over this rank's channels.
+
+    Counterpart of transformers' Lfm2ShortConv.
+    """
 
     def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> None:
         super().__init__()
@@ -48,7 +51,7 @@ class Lfm2ShortConv(RecurrentLayer, CheckpointModule):
         self.tap_dims = {"in[hidden_states]": WHOLE, "out": WHOLE}
 
     def forward(self, hidden_states: Tensor, past_key_values: StepCache) -> Tensor:
-        """[tokens, hidden] -> [tokens, hidden]; reads and writes the requests' windows."""
+        """[tokens, hidden] -> [tokens, hidden]; reads and updates the convolution windows of the requests."""
         before, gate, x = self.in_proj.split(self.in_proj(hidden_states))
         rows, groups = self.convolve(before * x, self.conv, past_key_values)
         self.store(groups, past_key_values)
@@ -56,12 +59,12 @@ class Lfm2ShortConv(RecurrentLayer, CheckpointModule):
         return output
 
     def weight_slices(self, path: str) -> Iterator[WeightSlice]:
-        """None of its own."""
+        """Yield nothing: all weights belong to submodules."""
         yield from ()
 
 
 class Lfm2MLP(nn.Module):
-    """w2(silu(w1(x)) * w3(x)); transformers' Lfm2MLP."""
+    """w2(silu(w1(x)) * w3(x)); counterpart of transformers' Lfm2MLP."""
 
     def __init__(self, config: ModelConfig, tp: TensorParallel, dtype: torch.dtype) -> None:
         super().__init__()
@@ -79,7 +82,7 @@ class Lfm2MLP(nn.Module):
 
 
 class Lfm2DecoderLayer(HybridDecoderLayer):
-    """transformers' Lfm2DecoderLayer: ``conv`` or ``self_attn``, and ``feed_forward``."""
+    """Counterpart of transformers' Lfm2DecoderLayer: ``conv`` or ``self_attn``, and ``feed_forward``."""
 
     recurrent_name = "conv"
     recurrent_class = Lfm2ShortConv
@@ -89,12 +92,12 @@ class Lfm2DecoderLayer(HybridDecoderLayer):
     mlp_name = "feed_forward"
 
     def make_mlp(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> nn.Module:
-        """``feed_forward`` of layer ``layer``."""
+        """Create the ``feed_forward`` module of layer ``layer``."""
         return Lfm2MLP(config, tp, dtype)
 
 
 class Lfm2Decoder(Decoder):
-    """transformers' Lfm2Model."""
+    """Counterpart of transformers' Lfm2Model."""
 
     final_norm_name = "embedding_norm"
 
@@ -106,10 +109,10 @@ class Lfm2ForCausalLM(CausalLM):
     layer_class = Lfm2DecoderLayer
 
     def state_units(self) -> Shard:
-        """Channels."""
+        """Return this rank's shard of the channels."""
         return Shard.of(self.config.hidden_size, self.tp)
 
     def state_shapes(self, units: int) -> tuple[tuple[int, int], tuple[int, int, int]]:
-        """Windows of ``units`` channels; no matrix."""
+        """Return the shapes of the window of ``units`` channels and of an empty matrix."""
         assert self.config.short_conv is not None
         return (units, self.config.short_conv - 1), (0, 0, 0)

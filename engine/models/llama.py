@@ -1,4 +1,4 @@
-"""Families that use the shared decoder unchanged; they differ only in their ModelConfig."""
+"""Families that use the shared decoder unchanged and differ only in their ModelConfig."""
 
 from tapscope.engine.models.decoder import CausalLM
 
@@ -12,7 +12,7 @@ class MistralForCausalLM(CausalLM):
 
 
 class Ministral3ForCausalLM(CausalLM):
-    """Ministral 3: queries scaled by their position; transformers' `modeling_ministral3.py`."""
+    """Ministral 3: position-dependent scaling of queries; transformers' `modeling_ministral3.py`."""
 
 
 class Qwen2ForCausalLM(CausalLM):

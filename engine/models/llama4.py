@@ -1,4 +1,4 @@
-"""Llama 4 text under Hugging Face's names: attention in chunks, layers without rope, experts with scaled inputs."""
+"""Llama 4 text with Hugging Face's module names: chunked attention, layers without rope, experts with scaled inputs."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -24,19 +24,22 @@ from tapscope.engine.models.moe import MoeCausalLM
 
 
 class Llama4L2Norm(UnscaledRMSNorm):
-    """The norm of each head; transformers' Llama4TextL2Norm, whose argument is called ``x``."""
+    """Per-head norm; counterpart of transformers' Llama4TextL2Norm, whose argument is named ``x``."""
 
     def __init__(self, eps: float) -> None:
         super().__init__(eps)
         self.tap_dims = {"in[x]": HEADS, "out": HEADS}
 
     def forward(self, x: Tensor) -> Tensor:
-        """[tokens, heads, dim] -> the same, in the input's dtype."""
+        """Normalize [tokens, heads, dim] over the last axis, in the input's dtype."""
         return super().forward(x)
 
 
 class Llama4Attention(SelfAttention):
-    """transformers' Llama4TextAttention: norms after the rotation; scaled queries in layers without one."""
+    """Attention with q/k norms after the rotary embedding, and scaled queries in layers without rope.
+
+    Counterpart of transformers' Llama4TextAttention.
+    """
 
     has_kernel = False
 
@@ -48,7 +51,9 @@ class Llama4Attention(SelfAttention):
         self.tap_dims |= {"in[position_embeddings]": ANGLES}
 
     def norm_and_rotate(self, query: Tensor, key: Tensor, rotation: Any) -> tuple[Tensor, Tensor]:
-        """Rotary embedding of query and key [tokens, heads, dim], then norms, where the layer has them."""
+        """Apply the rotary embedding and then the norms to query and key [tokens, heads, dim], if the layer has
+        them.
+        """
         if self.has_rope:
             query, key = rotate_complex(query, rotation), rotate_complex(key, rotation)
         if self.qk_norm is not None:
@@ -57,7 +62,7 @@ class Llama4Attention(SelfAttention):
 
 
 class Llama4MLP(GatedMLP):
-    """transformers' Llama4TextMLP."""
+    """Counterpart of transformers' Llama4TextMLP."""
 
     def __init__(self, config: ModelConfig, size: int, tp: TensorParallel, dtype: torch.dtype) -> None:
         super().__init__(config, size, tp, dtype)
@@ -72,10 +77,10 @@ class Llama4MLP(GatedMLP):
 
 
 class Llama4Experts(Experts):
-    """Experts of inputs that are multiplied by their weights; transformers' Llama4TextExperts.
+    """Experts whose inputs are multiplied by the routing weights; counterpart of transformers' Llama4TextExperts.
 
-    transformers computes every token in every expert, with zeros where it is not chosen, so that inputs and outputs
-    cannot be compared; they are not sites.
+    Inputs and outputs are not sites: transformers computes every token in every expert, with zero inputs where the
+    expert is not selected, so they would not be comparable.
     """
 
     scales_inputs = True
@@ -89,13 +94,13 @@ class Llama4Experts(Experts):
         self.partial.tap_ports = ()
 
     def layouts(self, path: str) -> Iterator[list[WeightSlice]]:
-        """Stacks of matrices [in, out], or one matrix per expert."""
+        """Yield the layout with stacked matrices [in, out], then the one with one matrix per expert."""
         yield self.stacked_matrices(path, transposed=True)
         yield self.single_matrices(path)
 
 
 class Llama4Router(Router):
-    """Sigmoid of the ``top_k`` largest logits; transformers' Llama4Router."""
+    """Sigmoid of the ``top_k`` largest logits; counterpart of transformers' Llama4Router."""
 
     def __init__(self, config: MoeConfig, hidden_size: int, dtype: torch.dtype) -> None:
         super().__init__(config, hidden_size, dtype)
@@ -103,7 +108,7 @@ class Llama4Router(Router):
         self.tap_dims = {"in[hidden_states]": WHOLE, "out[0]": scores, "out[1]": scores}
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """[tokens, hidden] -> weights, zero where an expert is not chosen, and logits, [tokens, experts] each."""
+        """Return weights, zero for unselected experts, and logits, [tokens, experts] each, for [tokens, hidden]."""
         logits = linear(hidden_states, self.weight)
         best, self.chosen = self.top(logits)
         scores = torch.full_like(logits, -torch.inf).scatter_(1, self.chosen, best)
@@ -111,7 +116,7 @@ class Llama4Router(Router):
 
 
 class Llama4Moe(nn.Module):
-    """Routed experts plus a shared expert; transformers' Llama4TextMoe."""
+    """Routed experts plus a shared expert; counterpart of transformers' Llama4TextMoe."""
 
     def __init__(self, config: ModelConfig, tp: TensorParallel, dtype: torch.dtype) -> None:
         super().__init__()
@@ -122,7 +127,7 @@ class Llama4Moe(nn.Module):
         self.tap_dims = {"in[hidden_states]": WHOLE, "out[0]": WHOLE, "out[1]": "t e # tp:replicated"}
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        """[tokens, hidden] -> [tokens, hidden] and the router's logits [tokens, experts]."""
+        """Map [tokens, hidden] to the output [tokens, hidden] and the router's logits [tokens, experts]."""
         scores, logits = self.router(hidden_states)
         chosen = self.router.chosen
         assert chosen is not None, "the router has been called"
@@ -131,7 +136,7 @@ class Llama4Moe(nn.Module):
 
 
 class Llama4DecoderLayer(DecoderLayer):
-    """transformers' Llama4TextDecoderLayer."""
+    """Counterpart of transformers' Llama4TextDecoderLayer."""
 
     attention_class = Llama4Attention
     mlp_name = "feed_forward"
@@ -141,13 +146,13 @@ class Llama4DecoderLayer(DecoderLayer):
         self.tap_dims |= {"in[position_embeddings]": ANGLES}
 
     def make_mlp(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> nn.Module:
-        """``feed_forward`` of layer ``layer``."""
+        """Create the ``feed_forward`` module of layer ``layer``."""
         if config.moe is None or layer in config.moe.dense_layers:
             return Llama4MLP(config, config.intermediate_size, tp, dtype)
         return Llama4Moe(config, tp, dtype)
 
     def mlp_summand(self, output: Tensor | tuple[Tensor, Tensor]) -> Tensor:
-        """The hidden states of the experts' output."""
+        """Return the hidden states of the MLP's output, which is a tuple in MoE layers."""
         return output[0] if isinstance(output, tuple) else output
 
 
@@ -159,7 +164,7 @@ class Llama4ForCausalLM(MoeCausalLM):
 
 
 class Llama4ForConditionalGeneration(Llama4ForCausalLM):
-    """The text part of Llama 4, with the sites of Llama4ForCausalLM; transformers' `modeling_llama4.py`."""
+    """The text model of Llama 4, with the sites of Llama4ForCausalLM; transformers' `modeling_llama4.py`."""
 
     checkpoint_prefixes = {"language_model.": ""}  # noqa: RUF012
     skipped_prefixes = ("vision_model.", "multi_modal_projector.")

@@ -1,4 +1,4 @@
-"""Mamba-2 under Hugging Face's names: the mixer, which hybrid models have too, and models of nothing else."""
+"""Mamba-2 with Hugging Face's module names: the mixer, also used by hybrid models, and pure Mamba-2 models."""
 
 from collections.abc import Iterator
 
@@ -22,7 +22,10 @@ from tapscope.engine.models.residual_stream import OnSum
 
 
 class GroupedGatedNorm(CheckpointModule):
-    """RMS norm of each group's features and a gate; transformers' MambaRMSNormGated. Groups may be split over ranks."""
+    """Gated RMS norm over each group of features; groups may span ranks.
+
+    Counterpart of transformers' MambaRMSNormGated.
+    """
 
     def __init__(
         self, config: ModelConfig, features: Shard, num_groups: int, tp: TensorParallel, dtype: torch.dtype
@@ -36,7 +39,7 @@ class GroupedGatedNorm(CheckpointModule):
         self.tap_dims = dict.fromkeys(("in[hidden_states]", "in[gate]", "out"), SHARD)
 
     def forward(self, hidden_states: Tensor, gate: Tensor) -> Tensor:
-        """[tokens, this rank's features] twice -> the same, in float32."""
+        """Map states and gates, [tokens, this rank's features] each, to the same shape in float32."""
         wide, gate = hidden_states.float(), functional.silu(gate.float())
         if not self.norms_before_gate:
             wide = wide * gate
@@ -48,14 +51,14 @@ class GroupedGatedNorm(CheckpointModule):
         return wide * gate if self.norms_before_gate else wide
 
     def weight_slices(self, path: str) -> Iterator[WeightSlice]:
-        """This rank's features."""
+        """Yield this rank's features of the weight."""
         yield WeightSlice(f"{path}.weight", (self.features.total,), self.weight, 0, self.features.start)
 
 
 class Mamba2Mixer(RecurrentLayer, CheckpointModule):
-    """transformers' Mamba2Mixer and FalconH1Mixer, with this rank's heads.
+    """Mamba-2 mixer over this rank's heads; counterpart of transformers' Mamba2Mixer and FalconH1Mixer.
 
-    B and C of all groups are computed on every rank.
+    Every rank computes B and C of all groups.
     """
 
     def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> None:
@@ -77,7 +80,7 @@ class Mamba2Mixer(RecurrentLayer, CheckpointModule):
         self.tap_dims = {"in[hidden_states]": WHOLE, "out": WHOLE}
 
     def forward(self, hidden_states: Tensor, cache_params: StepCache) -> Tensor:
-        """[tokens, hidden] -> [tokens, hidden]; reads and writes the requests' states."""
+        """[tokens, hidden] -> [tokens, hidden]; reads and updates the recurrent states of the requests."""
         gate, x, b, c, step = self._project(hidden_states)
         step = functional.softplus(step + self.dt_bias).clamp(*self.mamba.step_limit).float()
         rows, groups = self.convolve(torch.cat((x, b, c), dim=-1), self.conv1d, cache_params)
@@ -88,24 +91,26 @@ class Mamba2Mixer(RecurrentLayer, CheckpointModule):
         return result
 
     def _project(self, hidden_states: Tensor) -> tuple[Tensor, ...]:
-        """Gate, x, B, C and time step of [tokens, hidden], multiplied by their factors."""
+        """Project [tokens, hidden] to gate, x, B, C and time step, scaled by their multipliers."""
         if not self.mamba.has_multipliers:
             return self.in_proj.split(self.in_proj(hidden_states))
         projected = self.in_proj.split(self.in_proj(hidden_states * self.mamba.in_multiplier))
         return tuple(part * factor for part, factor in zip(projected, self.mamba.part_multipliers, strict=True))
 
     def scan_row(self, parts: tuple[Tensor, ...], matrix: Tensor) -> tuple[Tensor, Tensor]:
-        """See RecurrentLayer; ``parts``: c, b, x and decay."""
+        """Apply one row per request, see :meth:`.RecurrentLayer.scan_row`; ``parts``: c, b, x and decay."""
         c, b, x, decay = parts
         return scan_row(c, b, x, decay, matrix)
 
     def scan_rows(self, parts: tuple[Tensor, ...], matrix: Tensor) -> tuple[Tensor, Tensor]:
-        """See RecurrentLayer."""
+        """Apply several rows of one request, see :meth:`.RecurrentLayer.scan_rows`."""
         c, b, x, decay = parts
         return scan_rows(c, b, x, decay, matrix)
 
     def _parts(self, rows: Tensor, step: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Tensor]:
-        """Convolved channels [n, channels] and steps [n, heads] -> c, b, x and decay of the scan, and D times x."""
+        """Return the scan inputs (c, b, x, decay) and D * x, from convolved channels [n, channels] and steps [n,
+        heads].
+        """
         mamba = self.mamba
         wide = functional.silu(rows).float()
         x, b, c = torch.split(wide, [part.count for part in self.conv1d.parts], dim=-1)
@@ -115,21 +120,21 @@ class Mamba2Mixer(RecurrentLayer, CheckpointModule):
         return (c, b, x * step.unsqueeze(-1), decay), self.D.unsqueeze(-1) * x
 
     def weight_slices(self, path: str) -> Iterator[WeightSlice]:
-        """This rank's heads of the vectors; the submodules yield their own."""
+        """Yield this rank's heads of the per-head vectors; submodules yield their own weights."""
         for name in ("dt_bias", "A_log", "D"):
             yield WeightSlice(f"{path}.{name}", (self.heads.total,), getattr(self, name), 0, self.heads.start)
 
 
 class Mamba2CausalLM(CausalLM):
-    """A causal LM with Mamba-2 layers."""
+    """Causal LM with Mamba-2 layers."""
 
     def state_units(self) -> Shard:
-        """Heads of Mamba-2."""
+        """Return this rank's shard of the Mamba-2 heads."""
         assert self.config.mamba is not None
         return Shard.of(self.config.mamba.num_heads, self.tp)
 
     def state_shapes(self, units: int) -> tuple[tuple[int, int], tuple[int, int, int]]:
-        """Windows and states of ``units`` heads."""
+        """Return the shapes of window and recurrent state for ``units`` heads."""
         mamba = self.config.mamba
         assert mamba is not None
         channels = units * mamba.head_dim + 2 * mamba.num_groups * mamba.state_dim
@@ -137,27 +142,27 @@ class Mamba2CausalLM(CausalLM):
 
 
 class UnrotatedDecoder(Decoder):
-    """A decoder without rotary embedding."""
+    """Decoder without rotary embedding."""
 
     def make_rotary(self, config: ModelConfig) -> None:
-        """None."""
+        """Return None."""
 
 
 class MixerLayer(DecoderLayer):
-    """A layer of one ``mixer`` with one norm before it."""
+    """Layer with a single ``mixer`` behind a norm."""
 
     def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> None:
-        nn.Module.__init__(self)  # not the attention, MLP and norms of a DecoderLayer
+        nn.Module.__init__(self)  # skips the attention, MLP and norms of DecoderLayer
         self.norm = self.norm_class(config.hidden_size, config.rms_norm_eps, dtype)
         self.mixer = self.make_mixer(config, layer, tp, dtype)
         self.tap_dims = {"in[hidden_states]": WHOLE, "out": WHOLE}
 
     def make_mixer(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> nn.Module:
-        """``mixer`` of layer ``layer``."""
+        """Create the ``mixer`` module of layer ``layer``."""
         return Mamba2Mixer(config, layer, tp, dtype)
 
     def mix(self, hidden_states: Tensor, cache: StepCache, position_embeddings: Rotation) -> Tensor:
-        """The mixer's output for normalised states [tokens, hidden]."""
+        """Return the mixer's output for normalized hidden states [tokens, hidden]."""
         output: Tensor = self.mixer(hidden_states, cache_params=cache)
         return output
 
@@ -169,13 +174,13 @@ class MixerLayer(DecoderLayer):
         position_embeddings: Rotation,
         on_input: OnSum | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(output, residual) from (input, residual); see DecoderLayer."""
+        """Return (output, residual), see :meth:`.DecoderLayer.summands`."""
         normalised, residual = add_norm(self.norm, states, residual, on_sum=on_input)
         return self.mix(normalised, past_key_values, position_embeddings), residual
 
 
 class Mamba2Block(MixerLayer):
-    """transformers' Mamba2Block; with ``residual_in_fp32`` the residual stream is in float32."""
+    """Counterpart of transformers' Mamba2Block; with ``residual_in_fp32``, the residual stream is float32."""
 
     def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> None:
         super().__init__(config, layer, tp, dtype)
@@ -189,7 +194,7 @@ class Mamba2Block(MixerLayer):
         position_embeddings: Rotation,
         on_input: OnSum | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(output, residual) from (input, residual); see DecoderLayer."""
+        """Return (output, residual), see :meth:`.DecoderLayer.summands`."""
         if not self.is_wide:
             return super().summands(states, residual, past_key_values, position_embeddings, on_input)
         hidden_states = states.float() if residual is None else residual + states
@@ -200,7 +205,7 @@ class Mamba2Block(MixerLayer):
 
 
 class Mamba2Model(UnrotatedDecoder):
-    """transformers' Mamba2Model."""
+    """Counterpart of transformers' Mamba2Model."""
 
     embedding_name = "embeddings"
     final_norm_name = "norm_f"
@@ -216,5 +221,5 @@ class Mamba2ForCausalLM(Mamba2CausalLM):
     checkpoint_prefixes = {"backbone.embedding.": "backbone.embeddings."}  # noqa: RUF012
 
     def head(self, hidden_states: Tensor, logits_to_keep: Tensor | None = None) -> Tensor:
-        """Last hidden states [tokens, hidden], rounded to the model's dtype -> logits."""
+        """Compute logits from last hidden states [tokens, hidden], rounded to the model's dtype first."""
         return super().head(hidden_states.to(self.lm_head.weight.dtype), logits_to_keep)

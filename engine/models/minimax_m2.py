@@ -1,4 +1,4 @@
-"""MiniMax-M2 under Hugging Face's names: q/k norm over all heads, sigmoid routing with a bias of the choice."""
+"""MiniMax-M2 with Hugging Face's module names: q/k norm over all heads, sigmoid routing with a selection bias."""
 
 from collections.abc import Iterator
 
@@ -18,10 +18,13 @@ from tapscope.engine.models.olmo import Olmo2Attention
 
 
 class MiniMaxM2Router(Router):
-    """Top-k of sigmoid scores plus a bias; the weights are the normalised scores; MiniMaxM2TopKRouter."""
+    """Top-k of sigmoid scores plus a bias, weighted by the normalized scores without the bias.
+
+    Counterpart of transformers' MiniMaxM2TopKRouter.
+    """
 
     def forward(self, hidden_states: Tensor, e_score_correction_bias: Tensor) -> Routed:  # type: ignore[override]
-        """[tokens, hidden] -> logits [tokens, experts], weights and expert ids [tokens, k]."""
+        """Map [tokens, hidden] to logits [tokens, experts], and weights and expert ids, [tokens, k] each."""
         logits = linear(hidden_states, self.weight)
         scores = logits.float().sigmoid()
         weights, self.chosen = self.top(scores + e_score_correction_bias, scores, is_sorted=False)
@@ -29,7 +32,7 @@ class MiniMaxM2Router(Router):
 
 
 class MiniMaxM2SparseMoeBlock(CheckpointModule):
-    """Routed experts; transformers' class of this name."""
+    """Routed experts; counterpart of transformers' class of the same name."""
 
     e_score_correction_bias: Tensor
 
@@ -49,24 +52,24 @@ class MiniMaxM2SparseMoeBlock(CheckpointModule):
         return output
 
     def layouts(self, path: str) -> Iterator[list[WeightSlice]]:
-        """The bias, in float32, under the block's name in the checkpoint or in this model."""
+        """Yield the layouts of the float32 bias, named as in checkpoints and as in this model."""
         name, bias = f"{path}.e_score_correction_bias", self.e_score_correction_bias
         for stored in dict.fromkeys((in_block(name, self.moe.block), name)):
             yield [WeightSlice(stored, tuple(bias.shape), bias)]
 
 
 class MiniMaxM2DecoderLayer(DecoderLayer):
-    """transformers' MiniMaxM2DecoderLayer."""
+    """Counterpart of transformers' MiniMaxM2DecoderLayer."""
 
     attention_class = Olmo2Attention
 
     def make_mlp(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> nn.Module:
-        """``mlp`` of layer ``layer``."""
+        """Create the ``mlp`` module of layer ``layer``."""
         return MiniMaxM2SparseMoeBlock(config, tp, dtype)
 
 
 class MiniMaxM2ForCausalLM(MoeCausalLM):
-    """MiniMax-M2; transformers' `modeling_minimax_m2.py`. Multi-token prediction layers are not computed."""
+    """MiniMax-M2; transformers' `modeling_minimax_m2.py`. Multi-token prediction layers are skipped."""
 
     layer_class = MiniMaxM2DecoderLayer
     skipped_prefixes = ("model.mtp.", "mtp.")

@@ -1,4 +1,4 @@
-"""GatedMLP: the MLP of a dense layer under Hugging Face's names."""
+"""GatedMLP: the MLP of a dense layer, with Hugging Face's module names."""
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from tapscope.engine.layers.probe import SHARD, WHOLE, Probe, is_watched, notify
 
 
 class GatedMLP(nn.Module):
-    """down(act(gate(x)) * up(x)), arXiv:2002.05202, with this rank's share of the intermediate features."""
+    """down(act(gate(x)) * up(x)), arXiv:2002.05202, over this rank's shard of the intermediate features."""
 
     def __init__(self, config: ModelConfig, size: int, tp: TensorParallel, dtype: torch.dtype) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class GatedMLP(nn.Module):
 
     @property
     def first_linear(self) -> FusedLinear:
-        """The layer that takes the input."""
+        """The linear layer that consumes the input."""
         return self.gate_up_proj
 
     def forward(self, x: Tensor) -> Tensor:
@@ -37,7 +37,7 @@ class GatedMLP(nn.Module):
         return output
 
     def _product(self, x: Tensor) -> Tensor:
-        """act(gate(x)) * up(x)."""
+        """Compute act(gate(x)) * up(x)."""
         gate, up = self.gate_up_proj(x)
         if (fused := fused_for(x, self.gate_proj, self.up_proj, self.act_fn)) is not None:
             active = torch.empty_like(gate, memory_format=torch.contiguous_format) if is_watched(self.act_fn) else None
@@ -56,7 +56,9 @@ class GatedMLP(nn.Module):
         return product
 
     def _fused_product(self, x: Tensor) -> Tensor | None:
-        """:meth:`_product` by one kernel; None if it does not apply, or a module that it stands for is watched."""
+        """Compute :meth:`_product` with one kernel; return None if not applicable or if a replaced module is
+        watched.
+        """
         linear, modules = self.gate_up_proj, (self.gate_up_proj, self.gate_proj, self.up_proj, self.act_fn)
         fused = product_kernels(x, *modules) if linear.is_plain else None
         if fused is None or self.act_fn.name not in fused.split_linear.KINDS or any(map(is_watched, modules)):

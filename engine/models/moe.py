@@ -1,4 +1,4 @@
-"""Mixture-of-experts models under Hugging Face's names: the sparse blocks, Mixtral, Qwen2-MoE and Qwen3-MoE."""
+"""Mixture-of-experts models with Hugging Face's module names: sparse blocks, Mixtral, Qwen2-MoE and Qwen3-MoE."""
 
 from typing import ClassVar
 
@@ -35,7 +35,10 @@ class SparseMoeBlock(nn.Module):
 
 
 class Qwen2MoeSparseMoeBlock(nn.Module):
-    """Routed experts plus a shared expert times sigmoid(shared_expert_gate(x)); transformers' class of this name."""
+    """Routed experts plus a shared expert, scaled by sigmoid(shared_expert_gate(x)).
+
+    Counterpart of transformers' class of the same name.
+    """
 
     def __init__(self, config: ModelConfig, router: type[Router], tp: TensorParallel, dtype: torch.dtype) -> None:
         super().__init__()
@@ -56,25 +59,28 @@ class Qwen2MoeSparseMoeBlock(nn.Module):
 
 
 class MoeDecoderLayer(DecoderLayer):
-    """A layer with a sparse MoE block, or a dense MLP in ``config.moe.dense_layers``."""
+    """Layer with a sparse MoE block, or with a dense MLP if in ``config.moe.dense_layers``."""
 
     router: ClassVar[type[Router]] = TopKRouter
     block: ClassVar[type[SparseMoeBlock | Qwen2MoeSparseMoeBlock]] = SparseMoeBlock
 
     def make_mlp(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> nn.Module:
-        """``mlp`` of layer ``layer``."""
+        """Create the ``mlp`` module of layer ``layer``."""
         if config.moe is None or layer in config.moe.dense_layers:
             return super().make_mlp(config, layer, tp, dtype)
         return self.block(config, self.router, tp, dtype)
 
 
 class MoeCausalLM(CausalLM):
-    """A causal LM with mixture-of-experts layers."""
+    """Causal LM with mixture-of-experts layers."""
 
     layer_class: ClassVar[type[DecoderLayer]] = MoeDecoderLayer
 
     def routed_experts(self) -> Tensor | None:
-        """Expert ids of the last step's rows [layers, tokens, k] int64, -1 in dense layers; None before a step."""
+        """Return the expert ids of the last step's rows, [layers, tokens, k] int64; None before the first step.
+
+        Dense layers have ids of -1.
+        """
         chosen = [None if router is None else router.chosen for router in self._routers()]
         seen = next((ids for ids in chosen if ids is not None), None)
         if seen is None:
@@ -83,7 +89,10 @@ class MoeCausalLM(CausalLM):
         return torch.stack([none if ids is None else ids for ids in chosen])
 
     def replay_experts(self, ids: Tensor | None) -> None:
-        """In the next step take these experts [tokens, layers, k] int64, -1: the router's choice; None: all its own."""
+        """Use the experts ``ids`` [tokens, layers, k] int64 in the next step.
+
+        An id of -1 keeps the router's choice; None keeps all of them.
+        """
         for layer, router in enumerate(self._routers()):
             if router is not None:
                 router.replayed = None if ids is None else ids[:, layer]
@@ -92,7 +101,7 @@ class MoeCausalLM(CausalLM):
                 module.may_repeat = ids is not None
 
     def _routers(self) -> list[Router | None]:
-        """The router of each layer."""
+        """Return the router of each layer; None for dense layers."""
         layers = [module for module in self.modules() if isinstance(module, DecoderLayer)]
         return [next((m for m in layer.modules() if isinstance(m, Router)), None) for layer in layers]
 
@@ -102,7 +111,7 @@ class MixtralForCausalLM(MoeCausalLM):
 
 
 class Qwen2MoeDecoderLayer(MoeDecoderLayer):
-    """transformers' Qwen2MoeDecoderLayer."""
+    """Counterpart of transformers' Qwen2MoeDecoderLayer."""
 
     router = Qwen3MoeRouter
     block = Qwen2MoeSparseMoeBlock
@@ -115,7 +124,7 @@ class Qwen2MoeForCausalLM(MoeCausalLM):
 
 
 class Qwen3MoeDecoderLayer(MoeDecoderLayer):
-    """transformers' Qwen3MoeDecoderLayer."""
+    """Counterpart of transformers' Qwen3MoeDecoderLayer."""
 
     router = Qwen3MoeRouter
 

@@ -1,4 +1,6 @@
-"""Text parts of multimodal checkpoints under Hugging Face's names: Gemma 3 and Mistral 3. Images are not supported."""
+"""Text models of multimodal checkpoints with Hugging Face's module names: Gemma 3 and Mistral 3. Images are
+unsupported.
+"""
 
 from typing import ClassVar
 
@@ -15,7 +17,7 @@ from tapscope.engine.models.gemma import Gemma3Decoder, GemmaDecoderLayer
 
 
 class TextModel(nn.Module):
-    """A multimodal model without its vision tower and projector, so that the decoder is ``language_model``."""
+    """A multimodal model without vision tower and projector; the decoder is ``language_model``."""
 
     decoder_class: ClassVar[type[Decoder]] = Decoder
 
@@ -32,22 +34,22 @@ class TextModel(nn.Module):
         return self.language_model.embedding
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, past_key_values: StepCache) -> ModelOutput:
-        """Ids and positions [tokens] -> last hidden state [tokens, hidden]."""
+        """Map token ids and positions [tokens] to the last hidden states [tokens, hidden]."""
         output: ModelOutput = self.language_model(input_ids, position_ids=position_ids, past_key_values=past_key_values)
         return output
 
 
 class Gemma3TextModel(TextModel):
-    """transformers' Gemma3Model."""
+    """Counterpart of transformers' Gemma3Model."""
 
     decoder_class = Gemma3Decoder
 
 
 class MultimodalForConditionalGeneration(CausalLM):
-    """A causal LM on the text part of a multimodal checkpoint; other tensors are skipped.
+    """Causal LM that loads the text model of a multimodal checkpoint and skips other tensors.
 
-    Published checkpoints have the names of transformers 4 (``language_model.model.``), checkpoints that transformers 5
-    saves the names of its modules (``model.language_model.``).
+    Published checkpoints use the names of transformers 4 (``language_model.model.``); checkpoints saved by transformers
+    5 use its module names (``model.language_model.``).
     """
 
     decoder_class = TextModel

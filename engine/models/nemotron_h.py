@@ -1,4 +1,4 @@
-"""Nemotron-H under Hugging Face's names: each layer is Mamba-2, attention, an MLP or experts, behind one norm."""
+"""Nemotron-H with Hugging Face's module names: each layer is Mamba-2, attention, an MLP or experts, behind one norm."""
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from tapscope.engine.models.moe import MoeCausalLM
 
 
 class NemotronHMLP(nn.Module):
-    """down_proj(act(up_proj(x))); transformers' NemotronHMLP."""
+    """down_proj(act(up_proj(x))); counterpart of transformers' NemotronHMLP."""
 
     def __init__(self, config: ModelConfig, size: int, tp: TensorParallel, dtype: torch.dtype) -> None:
         super().__init__()
@@ -38,7 +38,10 @@ class NemotronHMLP(nn.Module):
 
 
 class NemotronHMoE(nn.Module):
-    """Routed experts, of a latent where ``moe_latent_size`` is set, plus a shared one; transformers' NemotronHMoE."""
+    """Routed experts plus a shared one; with ``moe_latent_size``, the routed experts work on a projected latent.
+
+    Counterpart of transformers' NemotronHMoE.
+    """
 
     def __init__(self, config: ModelConfig, tp: TensorParallel, dtype: torch.dtype) -> None:
         super().__init__()
@@ -60,12 +63,12 @@ class NemotronHMoE(nn.Module):
 
 
 class NemotronHBlock(MixerLayer):
-    """transformers' NemotronHBlock."""
+    """Counterpart of transformers' NemotronHBlock."""
 
-    norm_class = Olmo2RMSNorm  # transformers' NemotronHRMSNorm multiplies by the weight in float32 too
+    norm_class = Olmo2RMSNorm  # like transformers' NemotronHRMSNorm, multiplies by the weight in float32
 
     def make_mixer(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> nn.Module:
-        """``mixer`` of layer ``layer``, by its type."""
+        """Create the ``mixer`` module of layer ``layer``, selected by its layer type."""
         self.kind = config.layer_types[layer]
         if self.kind == LINEAR:
             return Mamba2Mixer(config, layer, tp, dtype)
@@ -76,7 +79,7 @@ class NemotronHBlock(MixerLayer):
         return NemotronHMoE(config, tp, dtype)
 
     def mix(self, hidden_states: Tensor, cache: StepCache, position_embeddings: Rotation) -> Tensor:
-        """The mixer's output for normalised states [tokens, hidden]."""
+        """Return the mixer's output for normalized hidden states [tokens, hidden]."""
         if self.kind == LINEAR:
             return super().mix(hidden_states, cache, position_embeddings)
         if self.kind == FULL:
@@ -89,7 +92,7 @@ class NemotronHBlock(MixerLayer):
 
 
 class NemotronHModel(UnrotatedDecoder):
-    """transformers' NemotronHModel."""
+    """Counterpart of transformers' NemotronHModel."""
 
     embedding_name = "embeddings"
     final_norm_name = "norm_f"

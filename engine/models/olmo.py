@@ -1,4 +1,4 @@
-"""OLMo 2 and 3 under Hugging Face's names: norms after attention and MLP, q/k norm over all heads, rope in float32."""
+"""OLMo 2 and 3 with Hugging Face's module names: post-norms, q/k norm over all heads, rope in float32."""
 
 from typing import ClassVar
 
@@ -17,7 +17,7 @@ from tapscope.engine.models.residual_stream import OnSum
 
 
 class Olmo2Attention(SelfAttention):
-    """Attention with RMS norms over all heads of the queries and keys; transformers' Olmo2Attention."""
+    """Attention with RMS norms over all heads of queries and keys; counterpart of transformers' Olmo2Attention."""
 
     has_kernel = False
 
@@ -28,18 +28,18 @@ class Olmo2Attention(SelfAttention):
         self.k_norm = ShardedRMSNorm(keys, config.rms_norm_eps, tp, dtype)
 
     def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[tokens, hidden] -> normalised query and key, and value, [tokens, heads, dim]."""
+        """Project [tokens, hidden] to normalized query and key, and value, [tokens, heads, dim] each."""
         query, key, value = self.qkv_proj(hidden_states)
         query = self._heads(self.q_norm(self.q_proj(query)))
         return query, self._heads(self.k_norm(self.k_proj(key))), self._heads(self.v_proj(value))
 
     def rotate(self, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotary embedding in the dtype of cosines and sines, rounded to that of the states."""
+        """Apply the rotary embedding in the dtype of ``cos`` and ``sin``; return the dtype of ``states``."""
         return rotate(states, cos, sin).to(states.dtype)
 
 
 class Olmo2DecoderLayer(DecoderLayer):
-    """Attention and MLP with post-norms and residual connections; transformers' Olmo2DecoderLayer."""
+    """Attention and MLP with post-norms and residual connections; counterpart of transformers' Olmo2DecoderLayer."""
 
     attention_class = Olmo2Attention
     norm_class = Olmo2RMSNorm
@@ -57,7 +57,7 @@ class Olmo2DecoderLayer(DecoderLayer):
         position_embeddings: Rotation,
         on_input: OnSum | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(output, residual) from (input, residual); see DecoderLayer."""
+        """Return (output, residual), see :meth:`.DecoderLayer.summands`."""
         hidden_states = states if residual is None else residual + states
         if on_input is not None:
             on_input(hidden_states)
@@ -67,25 +67,25 @@ class Olmo2DecoderLayer(DecoderLayer):
 
 
 class Olmo2RotaryEmbedding(RotaryEmbedding):
-    """Cosines and sines in float32; transformers' Olmo2RotaryEmbedding."""
+    """Cosines and sines in float32; counterpart of transformers' Olmo2RotaryEmbedding."""
 
     is_float32: ClassVar[bool] = True
 
 
 class Olmo3RotaryEmbedding(Gemma3RotaryEmbedding):
-    """Cosines and sines per layer type, in float32; transformers' Olmo3RotaryEmbedding."""
+    """Cosines and sines per layer type, in float32; counterpart of transformers' Olmo3RotaryEmbedding."""
 
     is_float32: ClassVar[bool] = True
 
 
 class Olmo2Decoder(Decoder):
-    """transformers' Olmo2Model."""
+    """Counterpart of transformers' Olmo2Model."""
 
     rotary_class = Olmo2RotaryEmbedding
 
 
 class Olmo3Decoder(Gemma3Decoder):
-    """transformers' Olmo3Model: rope scaling applies to layers with full attention only."""
+    """Counterpart of transformers' Olmo3Model: rope scaling applies to layers with full attention only."""
 
     rotary_class = Olmo3RotaryEmbedding
 
@@ -98,7 +98,7 @@ class Olmo2ForCausalLM(CausalLM):
 
 
 class Olmo3ForCausalLM(CausalLM):
-    """OLMo 3: as OLMo 2, with sliding windows; transformers' `modeling_olmo3.py`."""
+    """OLMo 3: OLMo 2 with sliding windows; transformers' `modeling_olmo3.py`."""
 
     decoder_class = Olmo3Decoder
     layer_class = Olmo2DecoderLayer

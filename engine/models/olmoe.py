@@ -1,4 +1,4 @@
-"""OLMoE under Hugging Face's names: q/k norm over all heads, experts in every layer."""
+"""OLMoE with Hugging Face's module names: q/k norm over all heads, experts in every layer."""
 
 from tapscope.engine.layers.routers import Qwen3MoeRouter
 from tapscope.engine.models.moe import MoeCausalLM, MoeDecoderLayer
@@ -6,7 +6,7 @@ from tapscope.engine.models.olmo import Olmo2Attention
 
 
 class OlmoeDecoderLayer(MoeDecoderLayer):
-    """transformers' OlmoeDecoderLayer."""
+    """Counterpart of transformers' OlmoeDecoderLayer."""
 
     attention_class = Olmo2Attention
     router = Qwen3MoeRouter

@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4 under Hugging Face's names: packed projections, partial rotary embedding, longrope."""
+"""Phi-3 and Phi-4 with Hugging Face's module names: packed projections, partial rotary embedding, longrope."""
 
 import torch
 from torch import Tensor, nn
@@ -14,13 +14,17 @@ from tapscope.engine.models.decoder import CausalLM, DecoderLayer
 
 
 class Phi3Attention(SelfAttention):
-    """Attention whose checkpoints have one tensor for query, key and value; transformers' Phi3Attention."""
+    """Attention with query, key and value packed into one checkpoint tensor; counterpart of transformers'
+    Phi3Attention.
+    """
 
     linear_class = PackedLinear
 
 
 class Phi3MLP(nn.Module):
-    """down(up(x) * act(gate(x))) whose checkpoints have one tensor for gate and up; transformers' Phi3MLP."""
+    """down(up(x) * act(gate(x))) with gate and up packed into one checkpoint tensor; counterpart of transformers'
+    Phi3MLP.
+    """
 
     def __init__(self, config: ModelConfig, size: int, tp: TensorParallel, dtype: torch.dtype) -> None:
         super().__init__()
@@ -39,7 +43,7 @@ class Phi3MLP(nn.Module):
 
 
 class Phi3DecoderLayer(DecoderLayer):
-    """A layer with the identity modules of dropout; transformers' Phi3DecoderLayer."""
+    """Layer with dropout modules, which are identities; counterpart of transformers' Phi3DecoderLayer."""
 
     attention_class = Phi3Attention
     mlp_class = Phi3MLP
@@ -49,12 +53,12 @@ class Phi3DecoderLayer(DecoderLayer):
         self.resid_attn_dropout, self.resid_mlp_dropout = Probe(WHOLE), Probe(WHOLE)
 
     def attention_summand(self, output: Tensor) -> Tensor:
-        """See DecoderLayer; dropout is the identity here, and a site."""
+        """Pass the attention output through the dropout module: an identity, but a site."""
         dropped: Tensor = self.resid_attn_dropout(output)
         return dropped
 
     def mlp_summand(self, output: Tensor) -> Tensor:
-        """See DecoderLayer."""
+        """Pass the MLP output through the dropout module: an identity, but a site."""
         dropped: Tensor = self.resid_mlp_dropout(output)
         return dropped
 

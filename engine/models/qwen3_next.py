@@ -1,4 +1,6 @@
-"""Qwen3-Next under Hugging Face's names: gated delta nets in most layers, gated attention in the others, experts."""
+"""Qwen3-Next with Hugging Face's module names: gated delta nets in most layers, gated attention in the others,
+experts.
+"""
 
 from collections.abc import Iterator
 from typing import ClassVar
@@ -25,7 +27,7 @@ from tapscope.engine.models.moe import MoeCausalLM, Qwen2MoeSparseMoeBlock
 
 
 class Qwen3NextAttention(SelfAttention):
-    """Attention whose output is multiplied by the sigmoid of a gate that ``q_proj`` computes too, per head."""
+    """Attention with a sigmoid output gate per head, which ``q_proj`` computes along with the query."""
 
     norm_class = GemmaRMSNorm
 
@@ -38,7 +40,7 @@ class Qwen3NextAttention(SelfAttention):
     def forward(
         self, hidden_states: Tensor, position_embeddings: Rotation, past_key_values: StepCache
     ) -> tuple[Tensor, None]:
-        """[tokens, hidden] -> ([tokens, hidden], None); transformers returns attention weights second."""
+        """[tokens, hidden] -> ([tokens, hidden], None); transformers returns attention weights instead of None."""
         query, key, value = self.project(hidden_states)
         query, gate = query.view(len(query), -1, 2 * self.head_dim).chunk(2, dim=-1)
         core = self.core(query, key, value, position_embeddings, past_key_values)
@@ -46,8 +48,9 @@ class Qwen3NextAttention(SelfAttention):
 
 
 class GatedRMSNorm(CheckpointModule):
-    """x / rms(x) * weight * silu(gate), gated in float32; transformers' Qwen3NextRMSNormGated. Heads are folded into
-    rows, as in transformers.
+    """x / rms(x) * weight * silu(gate), gated in float32. As in transformers, heads are folded into rows.
+
+    Counterpart of transformers' Qwen3NextRMSNormGated.
     """
 
     tap_ports: tuple[str, ...] = ("in", "out")
@@ -57,18 +60,21 @@ class GatedRMSNorm(CheckpointModule):
         self.weight, self.eps = parameter(size, dtype=dtype), eps
 
     def forward(self, hidden_states: Tensor, gate: Tensor) -> Tensor:
-        """[rows, size] twice -> [rows, size], in the input's dtype."""
+        """Map states and gates, [rows, size] each, to [rows, size] in the input's dtype."""
         wide = hidden_states.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return (self.weight * wide.to(hidden_states.dtype) * functional.silu(gate.float())).to(hidden_states.dtype)
 
     def weight_slices(self, path: str) -> Iterator[WeightSlice]:
-        """The whole vector."""
+        """Yield the complete weight."""
         yield WeightSlice(f"{path}.weight", tuple(self.weight.shape), self.weight)
 
 
 class GatedDeltaNet(DeltaLayer, CheckpointModule):
-    """transformers' Qwen3NextGatedDeltaNet, with this rank's key heads and their value heads."""
+    """Gated delta net over this rank's key heads and their value heads.
+
+    Counterpart of transformers' Qwen3NextGatedDeltaNet.
+    """
 
     def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> None:
         super().__init__(config, layer, tp, dtype)
@@ -78,20 +84,22 @@ class GatedDeltaNet(DeltaLayer, CheckpointModule):
         self.make_projections(config, heads, dtype)
         self.dt_bias, self.A_log = parameter(self.values.count, dtype=dtype), parameter(self.values.count, dtype=dtype)
         self.norm = GatedRMSNorm(linear.value_dim, config.rms_norm_eps, dtype)
-        if tp.size > 1:  # its rows are heads of tokens, whose split no dims express
+        if tp.size > 1:  # rows are (token, head) pairs, whose sharding dims cannot express
             self.norm.tap_ports = ()
         self.out_proj = RowParallelLinear(features, config.hidden_size, False, tp, dtype)
         self.tap_dims = {"in[hidden_states]": WHOLE, "out": WHOLE}
 
     def make_projections(self, config: ModelConfig, heads: Shard, dtype: torch.dtype) -> None:
-        """``in_proj_qkvz`` and ``in_proj_ba``, of this rank's key heads."""
+        """Create ``in_proj_qkvz`` and ``in_proj_ba`` for this rank's key heads."""
         of_head = 2 * (self.linear.key_dim + self.linear.group * self.linear.value_dim)
         self.in_proj_qkvz = ColumnParallelLinear(config.hidden_size, heads.scaled(of_head), False, dtype)
         self.in_proj_ba = ColumnParallelLinear(config.hidden_size, heads.scaled(2 * self.linear.group), False, dtype)
 
     def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """[tokens, hidden] -> queries, keys and values [tokens, channels], gates [tokens, value features], and the
-        inputs of beta and decay [tokens, value heads].
+        """Project [tokens, hidden] to the inputs of the delta rule.
+
+        Returns queries, keys and values [tokens, channels], gates [tokens, value features], and the inputs of beta and
+        decay, [tokens, value heads] each.
         """
         linear, count = self.linear, len(hidden_states)
         key_width, value_width = linear.key_dim, linear.group * linear.value_dim
@@ -102,7 +110,7 @@ class GatedDeltaNet(DeltaLayer, CheckpointModule):
         return mixed, gate, rate.flatten(1), step.flatten(1)
 
     def forward(self, hidden_states: Tensor, cache_params: StepCache) -> Tensor:
-        """[tokens, hidden] -> [tokens, hidden]; reads and writes the requests' states."""
+        """[tokens, hidden] -> [tokens, hidden]; reads and updates the recurrent states of the requests."""
         linear, count = self.linear, len(hidden_states)
         mixed, gate, rate, step = self.project(hidden_states)
         beta = torch.sigmoid(rate).float()
@@ -113,13 +121,13 @@ class GatedDeltaNet(DeltaLayer, CheckpointModule):
         return projected
 
     def weight_slices(self, path: str) -> Iterator[WeightSlice]:
-        """This rank's value heads of the vectors; the submodules yield their own."""
+        """Yield this rank's value heads of ``dt_bias`` and ``A_log``; submodules yield their own weights."""
         for name in ("dt_bias", "A_log"):
             yield WeightSlice(f"{path}.{name}", (self.values.total,), getattr(self, name), 0, self.values.start)
 
 
 class Qwen3NextDecoderLayer(HybridDecoderLayer):
-    """transformers' Qwen3NextDecoderLayer: ``linear_attn`` or ``self_attn``, and experts."""
+    """Counterpart of transformers' Qwen3NextDecoderLayer: ``linear_attn`` or ``self_attn``, then experts."""
 
     norm_class = GemmaRMSNorm
     router = Qwen3MoeRouter
@@ -130,15 +138,15 @@ class Qwen3NextDecoderLayer(HybridDecoderLayer):
 
 
 class DeltaCausalLM(MoeCausalLM):
-    """A causal LM with layers of the gated delta rule."""
+    """Causal LM with gated delta rule layers."""
 
     def state_units(self) -> Shard:
-        """Key heads."""
+        """Return this rank's shard of the key heads."""
         assert self.config.linear is not None
         return Shard.of(self.config.linear.num_key_heads, self.tp)
 
     def state_shapes(self, units: int) -> tuple[tuple[int, int], tuple[int, int, int]]:
-        """Windows and matrices of ``units`` key heads."""
+        """Return the shapes of window and recurrent matrix for ``units`` key heads."""
         linear: LinearAttentionConfig | None = self.config.linear
         assert linear is not None
         channels = units * (2 * linear.key_dim + linear.group * linear.value_dim)
@@ -146,7 +154,7 @@ class DeltaCausalLM(MoeCausalLM):
 
 
 class Qwen3NextForCausalLM(DeltaCausalLM):
-    """Qwen3-Next; transformers' `modeling_qwen3_next.py`. The MTP layer is computed for speculation only."""
+    """Qwen3-Next; transformers' `modeling_qwen3_next.py`. The MTP layer is used for speculation only."""
 
     layer_class = Qwen3NextDecoderLayer
     skipped_prefixes: ClassVar[tuple[str, ...]] = ("mtp.",)

@@ -1,4 +1,4 @@
-"""Registry: architecture name in config.json -> model class."""
+"""Registry that maps the architecture name in config.json to a model class."""
 
 import torch
 
@@ -99,9 +99,11 @@ MODELS: dict[str, type[CausalLM]] = {
         Gemma4ForConditionalGeneration,
     )
 }
-"""Architecture name -> class; the same names as ``model_config.FAMILIES``, which can be read without torch."""
+"""Architecture name -> class; same keys as ``model_config.FAMILIES``, which is importable without torch."""
 
 
 def build_model(config: ModelConfig, tp: TensorParallel, dtype: torch.dtype) -> CausalLM:
-    """This rank's shard of the model, without weights; raises UsageError if ``tp`` exceeds the number of heads."""
+    """Build this rank's shard of the model, without weights. Raises UsageError if the model cannot be split over
+    ``tp``.
+    """
     return MODELS[config.architecture](config, tp, dtype)

@@ -1,4 +1,4 @@
-"""ResidualStream: the hidden states from one decoder layer to the next."""
+"""ResidualStream: the hidden states passed between decoder layers."""
 
 from collections.abc import Callable
 from functools import partial
@@ -11,14 +11,14 @@ from tapscope.engine.layers.norm import RMSNorm, add_norm
 from tapscope.engine.layers.probe import notify_inputs, notify_output
 
 OnSum = Callable[[Tensor], None]
-"""Called with a sum of residual and states, [tokens, hidden]."""
+"""Callback that receives the sum of residual and states, [tokens, hidden]."""
 
 
 class ResidualStream:
-    """Hidden states [tokens, hidden], or two summands of them that the next norm adds in its kernel.
+    """Hidden states [tokens, hidden], or two summands of them, which the next norm adds in its kernel.
 
-    With fused kernels a layer is not called: its ``summands`` leave a sum that nobody has computed. Once the next norm
-    has computed it, it is shown to the taps of the layer that it leaves and of the one that it enters.
+    With fused kernels, ``layer.summands`` runs instead of the layer itself and leaves its final sum uncomputed. Once
+    the next norm computes the sum, the taps of the layer before and after it are notified.
     """
 
     def __init__(self, hidden_states: Tensor) -> None:
@@ -27,11 +27,11 @@ class ResidualStream:
 
     @property
     def hidden_states(self) -> Tensor:
-        """[tokens, hidden]."""
+        """The hidden states [tokens, hidden]; adds pending summands."""
         return self._states if self._residual is None else self._residual + self._states
 
     def enter(self, layer: Any, **inputs: Any) -> None:
-        """Compute the decoder layer ``layer``, whose ``forward`` also takes ``inputs``."""
+        """Run decoder layer ``layer`` on the stream; ``inputs`` are the remaining arguments of its ``forward``."""
         if fused_for(self._states, layer) is not None:
             on_input = partial(_enter_layer, self._notify_last, layer, inputs)
             cache, rotation = inputs["past_key_values"], inputs["position_embeddings"]
@@ -44,12 +44,12 @@ class ResidualStream:
         self._states, self._residual, self._notify_last = layer(hidden_states, **inputs), None, None
 
     def normalised(self, norm: RMSNorm) -> Tensor:
-        """The hidden states after the last norm."""
+        """Apply the final norm ``norm`` and return the hidden states."""
         return add_norm(norm, self._states, self._residual, on_sum=self._notify_last)[0]
 
 
 def _enter_layer(notify_last: OnSum | None, layer: nn.Module, inputs: dict[str, Any], hidden_states: Tensor) -> None:
-    """Show ``hidden_states`` to the taps of the layer that has computed it, and to those of the layer that reads it."""
+    """Notify the output taps of the previous layer and the input taps of ``layer`` of ``hidden_states``."""
     if notify_last is not None:
         notify_last(hidden_states)
     notify_inputs(layer, hidden_states, **inputs)

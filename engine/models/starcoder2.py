@@ -1,4 +1,4 @@
-"""Starcoder2 under Hugging Face's names: LayerNorm, biases, an MLP without a gate."""
+"""Starcoder2 with Hugging Face's module names: LayerNorm, biases, an MLP without a gate."""
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from tapscope.engine.models.decoder import CausalLM, DecoderLayer
 
 
 class Starcoder2MLP(nn.Module):
-    """c_proj(act(c_fc(x))); transformers' Starcoder2MLP."""
+    """c_proj(act(c_fc(x))); counterpart of transformers' Starcoder2MLP."""
 
     def __init__(self, config: ModelConfig, tp: TensorParallel, dtype: torch.dtype) -> None:
         super().__init__()
@@ -31,12 +31,12 @@ class Starcoder2MLP(nn.Module):
 
 
 class Starcoder2DecoderLayer(DecoderLayer):
-    """transformers' Starcoder2DecoderLayer."""
+    """Counterpart of transformers' Starcoder2DecoderLayer."""
 
     norm_class = LayerNorm
 
     def make_mlp(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> nn.Module:
-        """``mlp`` of layer ``layer``."""
+        """Create the ``mlp`` module of layer ``layer``."""
         return Starcoder2MLP(config, tp, dtype)
 
 

@@ -1,4 +1,4 @@
-"""Zamba2 under Hugging Face's names: Mamba-2 in every layer, before it in some a block that these layers share."""
+"""Zamba2 with Hugging Face's module names: Mamba-2 layers, some of them preceded by a shared attention block."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -31,14 +31,15 @@ from tapscope.engine.models.mamba2 import Mamba2CausalLM, Mamba2Mixer
 _LAYER_DIMS = ANGLE_INPUTS | dict.fromkeys(
     ("in[hidden_states]", "in[original_hidden_states]", "in[transformer_hidden_states]", "out"), WHOLE
 )
-_MIXER_EPS = 1e-5  # of the norm in a mixer: transformers ignores rms_norm_eps there
+_MIXER_EPS = 1e-5  # for the norm in a mixer, for which transformers ignores rms_norm_eps
 
 
 def _adapters(
     blocks: SharedBlocks, number: int, ins: int, make: Callable[[int], Linear], dtype: torch.dtype
 ) -> nn.ModuleList:
-    """Low-rank adapters of the layers that share the block of layer ``number`` of those with a block, nothing for the
-    others; ``make`` makes the second matrix, given the number of its inputs. Only its own is called.
+    """Create the low-rank adapters of the layers that share a block with hybrid layer ``number``; identities elsewhere.
+
+    ``make`` creates the second matrix, given its number of inputs. Only the layer's own adapter is called and tapped.
     """
     adapters = nn.ModuleList()
     for each in range(len(blocks.layers)):
@@ -55,17 +56,19 @@ def _adapters(
 
 
 def _share(module: nn.Module, source: nn.Module) -> None:
-    """Make the parameters of ``module`` those of ``source``."""
+    """Replace the parameters of ``module`` by those of ``source``."""
     for name, value in list(source.named_parameters()):
         path, _, leaf = name.rpartition(".")
         setattr(module.get_submodule(path), leaf, value)
 
 
 class Zamba2Attention(SelfAttention):
-    """Attention over the layer's input concatenated with the embeddings; transformers' Zamba2Attention."""
+    """Attention over the hidden states concatenated with the embeddings; counterpart of transformers'
+    Zamba2Attention.
+    """
 
     def __init__(self, config: ModelConfig, number: int, tp: TensorParallel, dtype: torch.dtype) -> None:
-        """``number``: which of the layers with a block."""
+        """``number``: index among the layers that have a shared block."""
         blocks = _blocks(config)
         super().__init__(config, blocks.layers[number], tp, dtype)
         self.number, wide = number, 2 * config.hidden_size
@@ -80,7 +83,9 @@ class Zamba2Attention(SelfAttention):
             )
 
     def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[tokens, 2 * hidden] -> query, key and value [tokens, heads, dim], with what the adapters add."""
+        """Project [tokens, 2 * hidden] to query, key and value [tokens, heads, dim], including the adapters'
+        contributions.
+        """
         query, key, value = super().project(hidden_states)
         if self.has_adapters:
             query = query + self._heads(self.linear_q_adapter_list[self.number](hidden_states))
@@ -90,7 +95,9 @@ class Zamba2Attention(SelfAttention):
 
 
 class Zamba2MLP(nn.Module):
-    """down(act(gate(x)) * up(x)) of one projection for both and its adapter; transformers' Zamba2MLP."""
+    """down(act(gate(x)) * up(x)), with gate and up in one projection plus its adapter; counterpart of transformers'
+    Zamba2MLP.
+    """
 
     def __init__(self, config: ModelConfig, number: int, tp: TensorParallel, dtype: torch.dtype) -> None:
         super().__init__()
@@ -112,7 +119,7 @@ class Zamba2MLP(nn.Module):
 
 
 class Zamba2AttentionDecoderLayer(nn.Module):
-    """A shared block without residuals; transformers' Zamba2AttentionDecoderLayer."""
+    """A shared block without residual connections; counterpart of transformers' Zamba2AttentionDecoderLayer."""
 
     def __init__(self, config: ModelConfig, number: int, tp: TensorParallel, dtype: torch.dtype) -> None:
         super().__init__()
@@ -122,7 +129,7 @@ class Zamba2AttentionDecoderLayer(nn.Module):
         self.pre_ff_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         for module in self.modules():
             if isinstance(module, Linear):
-                module.may_stay_quantized = False  # the layers that share a weight would not share its scales
+                module.may_stay_quantized = False  # layers that share a weight would not share its scales
         self.tap_dims = _LAYER_DIMS
 
     def forward(
@@ -132,7 +139,7 @@ class Zamba2AttentionDecoderLayer(nn.Module):
         position_embeddings: Any,
         past_key_values: StepCache,
     ) -> Tensor:
-        """Hidden states and embeddings [tokens, hidden] -> [tokens, hidden]."""
+        """Map hidden states and embeddings, [tokens, hidden] each, to [tokens, hidden]."""
         both = torch.cat((hidden_states, original_hidden_states), dim=-1)
         attended, _ = self.self_attn(
             hidden_states=self.input_layernorm(both),
@@ -144,10 +151,10 @@ class Zamba2AttentionDecoderLayer(nn.Module):
 
 
 class Zamba2MambaDecoderLayer(DecoderLayer):
-    """Mamba-2 behind a norm; transformers' Zamba2MambaDecoderLayer."""
+    """Mamba-2 behind a norm; counterpart of transformers' Zamba2MambaDecoderLayer."""
 
     def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> None:
-        nn.Module.__init__(self)  # not the attention, MLP and norms of a DecoderLayer
+        nn.Module.__init__(self)  # skips the attention, MLP and norms of DecoderLayer
         self.mamba = Mamba2Mixer(config, layer, tp, dtype)
         assert self.mamba.norm is not None
         self.mamba.norm.eps = _MIXER_EPS
@@ -168,7 +175,7 @@ class Zamba2MambaDecoderLayer(DecoderLayer):
 
 
 class Zamba2HybridLayer(nn.Module):
-    """A shared block, a projection of its output, and Mamba-2; transformers' Zamba2HybridLayer."""
+    """A shared block, a projection of its output, and Mamba-2; counterpart of transformers' Zamba2HybridLayer."""
 
     def __init__(self, config: ModelConfig, number: int, tp: TensorParallel, dtype: torch.dtype) -> None:
         super().__init__()
@@ -184,7 +191,7 @@ class Zamba2HybridLayer(nn.Module):
         position_embeddings: Any,
         past_key_values: StepCache,
     ) -> Tensor:
-        """Hidden states and embeddings [tokens, hidden] -> [tokens, hidden]."""
+        """Map hidden states and embeddings, [tokens, hidden] each, to [tokens, hidden]."""
         mixed = self.shared_transformer(
             hidden_states,
             original_hidden_states=original_hidden_states,
@@ -196,14 +203,14 @@ class Zamba2HybridLayer(nn.Module):
 
 
 class Zamba2Model(Decoder):
-    """transformers' Zamba2Model: layers with a block also receive the embeddings."""
+    """Counterpart of transformers' Zamba2Model; hybrid layers also receive the embeddings."""
 
     final_norm_name = "final_layernorm"
 
     def make_layers(
         self, config: ModelConfig, tp: TensorParallel, dtype: torch.dtype, layer_class: type[DecoderLayer]
     ) -> Iterator[nn.Module]:
-        """``layers``; the parameters of a block are those of the first layer that has it."""
+        """Yield the modules of ``layers``; blocks share the parameters of the first layer that has them."""
         blocks, first = _blocks(config), dict[int, nn.Module]()
         for layer in range(config.num_layers):
             if layer not in blocks.layers:
@@ -215,11 +222,11 @@ class Zamba2Model(Decoder):
             yield hybrid
 
     def make_rotary(self, config: ModelConfig) -> Any:
-        """``rotary_emb``; None without ``use_mem_rope``."""
+        """Create ``rotary_emb``; None without ``use_mem_rope``."""
         return None if config.no_rope_layers else super().make_rotary(config)
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, past_key_values: StepCache) -> ModelOutput:
-        """Ids and positions [tokens] -> last hidden state [tokens, hidden]."""
+        """Map token ids and positions [tokens] to the last hidden states [tokens, hidden]."""
         hidden_states = embedded = self.embedding(input_ids)
         rotations = self.rotations(hidden_states, position_ids, past_key_values)
         for number, (layer, rotation) in enumerate(zip(self.layers, rotations, strict=True)):
