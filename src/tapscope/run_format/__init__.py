@@ -1,1 +1,1 @@
-"""The run format (version 2): reading, writing, verifying, repairing and compacting the directory of a run."""
+"""The run format: read, write, verify, repair and compact run directories."""

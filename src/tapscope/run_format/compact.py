@@ -1,4 +1,4 @@
-"""Compact: store the records of a finished run as Parquet tables."""
+"""Compact: replace the record lines of a finished run by Parquet tables."""
 
 import json
 import os
@@ -24,37 +24,38 @@ from tapscope.run_format.record_parser import RecordLines
 from tapscope.run_format.records import Records, joined
 
 _TABLES = 2
-"""Format version that introduced tables."""
+"""Format version that introduced Parquet tables."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compaction:
-    """The result for one rank."""
+    """Result of the compaction of one rank."""
 
     rank: int
     num_records: int
     bytes_before: int
-    """Size of the record lines before."""
+    """Size of ``records.jsonl`` before."""
     bytes_after: int
-    """Size of the remaining lines and of the table."""
+    """Size of ``records.jsonl`` and of the table after."""
 
     def to_json(self) -> dict[str, Any]:
-        """Fields by name."""
+        """Return the fields by name."""
         return {name: getattr(self, name) for name in self.__slots__}
 
 
 def compact_run(path: Path, *, advance: Callable[[int], object] = lambda n: None) -> list[Compaction]:
-    """Compact every rank that has record lines; they are removed after the table was read back and found equal.
+    """Compact every rank that has record lines.
 
-    ``advance`` is called after each rank. Raises MissingExtraError without polars, as :func:`tapscope.open_run`,
-    RunExistsError when the run is being recorded, and RunCorruptError when a table does not reproduce the records
-    (the rank is then unchanged).
+    The record lines of a rank are removed only after its table was read back and compared equal. ``advance(1)`` is
+    called after each rank. Raises MissingExtraError without polars, RunExistsError if the run is being recorded,
+    RunCorruptError if a table does not reproduce the records (the rank is then unchanged), and the errors of
+    :func:`tapscope.open_run`.
     """
     require("table", "compacting a run")
     manifest = read_manifest(path)
     done = []
     with locked(path), gc_paused():
-        if manifest["version"] < _TABLES:  # a reader of version 1 would not find the records
+        if manifest["version"] < _TABLES:  # readers of version 1 do not know about tables and would miss the records
             write_manifest(path, {"hash_version": manifest["version"], **manifest, "version": _TABLES})
         for rank, folder in rank_dirs(path).items():
             try:
@@ -98,7 +99,7 @@ def _compact_rank(folder: Path, rank: int) -> Compaction | None:
 
 
 def _record_of(line: bytes, rank: int) -> tuple[Record, dict[str, Any]] | None:
-    """A record and its line; None for another or unreadable line, which is kept unchanged."""
+    """Parse a record line into (record, JSON object); None for other and unreadable lines, which are kept verbatim."""
     try:
         content = json.loads(line)
         return (from_json(content, rank), content) if content["type"] == "record" else None
@@ -107,14 +108,17 @@ def _record_of(line: bytes, rank: int) -> tuple[Record, dict[str, Any]] | None:
 
 
 def _unused_table(lines: list[bytes]) -> str:
-    """A file name that no line references; a file without a line is left over from a killed compaction."""
+    """Return a table file name that no line references.
+
+    The file may exist: a table without a line is a leftover of a killed compaction, and is overwritten.
+    """
     taken = table_names(_compacted(lines))
     names = (TABLE if n == 1 else TABLE.replace(".", f"-{n}.") for n in range(1, len(taken) + 2))
     return next(name for name in names if name not in taken)
 
 
 def _compacted(lines: list[bytes]) -> Iterator[Event]:
-    """The events of earlier compactions."""
+    """Yield the events of earlier compactions."""
     for line in lines:
         with suppress(ValueError):
             content = json.loads(line) if COMPACTED.encode() in line else None
@@ -136,10 +140,10 @@ def _write_checked(plain: Records, others: list[tuple[Record, dict[str, Any]]], 
 
 
 def _replace(folder: Path, temporary: Path, table: Path, index: Path, rest: bytes) -> None:
-    """Write the table, then atomically replace the lines by those that reference it."""
+    """Move the table into place, then atomically replace ``records.jsonl`` by the lines ``rest`` that reference it."""
     disk = Disk()
     lines = folder / f"{INDEX}.new"
-    lines.unlink(missing_ok=True)  # left by a killed compaction, or a foreign link
+    lines.unlink(missing_ok=True)  # leftover of a killed compaction, or a foreign link
     with lines.open("xb") as file:
         file.write(rest)
         file.flush()
@@ -148,6 +152,6 @@ def _replace(folder: Path, temporary: Path, table: Path, index: Path, rest: byte
     temporary.replace(table)
     disk.sync_path(folder)
     lines.replace(index)
-    with suppress(OSError):  # otherwise it is ignored
+    with suppress(OSError):  # readers ignore an index that does not match its file
         remove_record_index(index)
     disk.sync_path(folder)

@@ -1,4 +1,4 @@
-"""Completeness: compare what the lines of a run announce with what is on disk."""
+"""Completeness: compare the counts that a run's lines report with the records on disk."""
 
 from collections import Counter
 from typing import TYPE_CHECKING
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def audit(run: "Run", rank: int | None = None) -> Ledger:
-    """The ledger of a run, or of one rank (without problems and missing ranks, which only the run has)."""
+    """Build the ledger of ``run``, or of one ``rank``; problems and missing ranks appear only in the run's ledger."""
     account = Ledger(steps=len(run.steps), problems=list(run.problems) if rank is None else [])
     ranks = run.ranks if rank is None else (rank,)
     if rank is None:
@@ -53,7 +53,7 @@ def _account_for_steps(account: Ledger, run: "Run", ranks: tuple[int, ...]) -> N
             account.injected += sum(counts.injected.values())
             account.injected_sites |= dict.fromkeys(counts.injected)
             account.recorded += on_disk
-            # Step by step, so that a surplus in one step never hides a loss in another.
+            # Per step, so that a surplus in one step cannot hide a loss in another.
             account.lost += max(counts.seen - counts.dropped - counts.failed - on_disk - late[rank, step], 0)
 
 
@@ -74,14 +74,14 @@ def _account_for_rank(account: Ledger, run: "Run", rank: int) -> None:
             when = "before the first step" if step is None else f"at step {step}"
             account.budgets.append(f"rank {rank}: {limit} {value} was reached {when}")
     last = max((n for n, e in enumerate(events) if e.kind == "open"), default=0)
-    ending = {e.kind: e for e in events[last:]}  # a rank may have connected to another recorder after it lost one
+    ending = {e.kind: e for e in events[last:]}  # a rank may have connected to a new recorder after losing the first
     if "lost" in ending and ending["lost"].fields.get("cause") == "died":
         account.lost_ranks.append(rank)
     elif "lost" in ending:
         reason = ending["lost"].fields.get("reason", "the reason was not recorded")
         sentence = f"recording ended before rank {rank} did; what it captured later is not counted: {reason}"
         account.cut_off.append(sentence)
-    elif "close" not in ending and "repaired" in ending:  # so no process writes there any more
+    elif "close" not in ending and "repaired" in ending:  # a repair requires that no process writes the rank
         account.cut_off.append(f"rank {rank} did not close: it or its recorder was killed; the run was repaired since")
     elif "close" not in ending:
         (account.killed_ranks if is_abandoned(run.path) else account.open_ranks).append(rank)
@@ -90,14 +90,17 @@ def _account_for_rank(account: Ledger, run: "Run", rank: int) -> None:
 
 
 def _on_all_ranks(run: "Run", ranks: tuple[int, ...]) -> list[str]:
-    """The expressions that were true on no rank."""
+    """Return the expressions of rules and filters that were true on no rank, sorted."""
     closes = [[e for e in run.events(number) if e.kind == "close"] for number in ranks]
     never_held = [set(events[-1].fields.get("never_held", [])) for events in closes if events]
     return sorted(set.intersection(*never_held)) if never_held else []
 
 
 def _why_empty(account: Ledger, run: "Run") -> str | None:
-    """Why the run has no record; None if a rank still records, or holds steps in its flight recorder."""
+    """Return why the run has no records.
+
+    None if it has records, if a rank still records, or if the flight recorder of a rank has unwritten steps.
+    """
     if len(run.records) or account.open_ranks or not run.ranks:
         return None
     closes = [e for e in run.events() if e.kind in ("close", "unreleased")]
@@ -108,7 +111,10 @@ def _why_empty(account: Ledger, run: "Run") -> str | None:
 
 
 def _step_mates(run: "Run", rank: int) -> frozenset[int]:
-    """The ranks that take the same steps as ``rank``: all except those that step independently (``own_steps``)."""
+    """Return the ranks that take the same steps as ``rank``.
+
+    Ranks with a different coordinate along an axis of the manifest's ``own_steps`` step independently.
+    """
     mine = run.coords(rank)
     return frozenset(each for each in run.ranks if _own_place(run, run.coords(each)) == _own_place(run, mine))
 

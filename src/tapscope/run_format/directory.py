@@ -1,4 +1,4 @@
-"""Directory: create, check, clear and remove the directory of a run."""
+"""Directory: create, check, clear, lock and remove run directories."""
 
 import fcntl
 import json
@@ -24,45 +24,45 @@ from tapscope.run_format.manifest import (
 )
 
 RECORDER_FILE = "recorder.json"
-"""Holds the address of a live recorder."""
+"""File with the address of a live recorder."""
 RECORDER_LOG = "recorder.log"
-"""The stderr of the recorder."""
+"""File that captures the stderr of the recorder."""
 _ENDING_S = 30.0
-"""Seconds within which a recorder without ranks writes the record indexes and ends."""
+"""Maximum time in seconds for a recorder without ranks to write the record indexes and exit."""
 
 
 def create_run(path: Path, manifest: dict[str, Any]) -> None:
-    """Write ``run.json`` (atomically) into a directory that has none.
+    """Create the directory ``path`` if needed and write ``run.json`` into it atomically.
 
-    ``manifest`` may hold framework, model, dtype, mesh, world_size, command, seeds, config. Raises OSError, and then
-    leaves no empty directory behind.
+    ``manifest`` may contain framework, model, dtype, mesh, world_size, command, seeds and config. Raises OSError; a
+    failure leaves no empty directory behind.
     """
     path.mkdir(parents=True, exist_ok=True)
     try:
         write_manifest(path, manifest)
     except OSError:
-        with suppress(OSError):  # it holds something else
+        with suppress(OSError):  # the directory is not empty
             path.rmdir()
         raise
 
 
 def remove_empty_run(path: Path) -> None:
-    """Undo a :func:`create_run` before anything was written into it."""
+    """Undo :func:`create_run` for a run that contains no other files yet."""
     (path / MANIFEST).unlink(missing_ok=True)
     path.rmdir()
 
 
 def clear_run(path: Path, *, force: bool) -> None:
-    """Make sure there is no finished run at ``path``.
+    """Make ``path`` available for a new run.
 
-    Without ``force`` an existing run raises RunExistsError; with it the run is removed, see :func:`remove_run`.
+    With ``force`` an existing run is removed, like :func:`remove_run` does; otherwise it raises RunExistsError.
     """
     if check_free(path, force=force):
         _remove_parts(path)
 
 
 def check_free(path: Path, *, force: bool) -> bool:
-    """Whether there is a run that may be replaced; raises like :func:`clear_run` and changes nothing."""
+    """Return whether ``path`` has a run that may be replaced; raise like :func:`clear_run`, but change nothing."""
     if path.is_file():
         raise RunExistsError(f"{path} is a file; choose another directory for the run")
     left_over = (RECORDER_FILE, RECORDER_LOG)  # of a recorder that failed before it created the run
@@ -79,7 +79,7 @@ def check_free(path: Path, *, force: bool) -> bool:
 
 
 def is_run(path: Path) -> bool:
-    """Whether ``path`` is provably the directory of a run: not a link, with a manifest of this format."""
+    """Return whether ``path`` is certainly a run: a directory, not a symbolic link, with a manifest of this format."""
     try:
         if not stat.S_ISDIR(path.lstat().st_mode) or not stat.S_ISREG((path / MANIFEST).lstat().st_mode):
             return False
@@ -90,11 +90,11 @@ def is_run(path: Path) -> bool:
 
 
 def remove_run(path: Path) -> list[Path]:
-    """Remove a run and nothing else; returns the files left because they are not provably part of it.
+    """Remove the files of a run; return the files that were kept because they are not certainly part of the run.
 
-    Raises RunExistsError when ``path`` is not a run (no manifest of our format, or a symbolic link), or one that is
-    being recorded. Links inside are never followed nor removed, and files of other names stay, with the
-    directories that hold them.
+    Raises RunExistsError if ``path`` is not a run (no manifest of this format, or a symbolic link) or is being
+    recorded. Symbolic links inside are neither followed nor removed; files with unknown names and their parent
+    directories stay.
     """
     if not is_run(path):
         raise RunExistsError(f"{path} is not provably a tapscope run; nothing was removed")
@@ -108,11 +108,11 @@ def remove_run(path: Path) -> list[Path]:
 
 @contextmanager
 def locked(run: Path, *, create: bool = True) -> Iterator[None]:
-    """Hold the locks of the run and its ranks against writers; raises RunExistsError if a process writes, and
-    RunCorruptError where one of these is not a regular file.
+    """Context manager: hold the locks of the run and of its ranks, which excludes writers.
 
-    A recorder whose ranks have left still writes the record index: its end is waited for. Without ``create`` missing
-    locks are not created, and the run may be read-only.
+    A recorder whose ranks have all disconnected still writes record indexes; the function waits up to 30 s for it to
+    exit. With ``create=False`` a missing lock file is not created, so the run may be read-only. Raises RunExistsError
+    if a process writes the run, and RunCorruptError if a lock is not a regular file.
     """
     if create and not (run / LOCK).is_symlink():
         os.close(_open(run / LOCK, os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW))
@@ -124,7 +124,7 @@ def locked(run: Path, *, create: bool = True) -> Iterator[None]:
 
 
 def is_abandoned(run: Path) -> bool:
-    """Whether a recorder of this host registered here and ended without closing the run: it was killed."""
+    """Return whether the recorder of the run was killed: it registered from this machine and holds no lock any more."""
     try:
         content = json.loads(read_small(run / RECORDER_FILE, MAX_MANIFEST_BYTES))
         if not isinstance(content, dict) or content.get("host") != os.uname().nodename:
@@ -137,12 +137,15 @@ def is_abandoned(run: Path) -> bool:
 
 
 def may_grow(run: Path) -> bool:
-    """Whether a recorder registered here and is not known to have ended."""
+    """Return whether a recorder may still append to ``run``: one is registered and not known to have been killed."""
     return (run / RECORDER_FILE).is_file() and not is_abandoned(run)
 
 
 def _lock(path: Path, run: Path, stack: ExitStack, ending_s: float) -> None:
-    """Lock a file until the stack ends, within ``ending_s`` if the process that holds it can no longer be joined."""
+    """Lock a file until ``stack`` closes.
+
+    Waits up to ``ending_s`` seconds for a lock holder that is shutting down, i.e. has removed its registration.
+    """
     fd, deadline = _open(path), time.monotonic() + ending_s
     stack.callback(os.close, fd)
     while True:
@@ -165,7 +168,10 @@ def _open(path: Path, flags: int = os.O_RDONLY) -> int:
 
 
 def _remove_parts(run: Path) -> list[Path]:
-    """Remove and return what is left; the manifest goes last, so that an interrupted removal can be repeated."""
+    """Remove the files of a run and return the foreign entries that remain.
+
+    The manifest is removed last, so that an interrupted removal can be repeated.
+    """
     foreign = []
     for entry in sorted(run.iterdir()):
         try:
@@ -176,7 +182,7 @@ def _remove_parts(run: Path) -> list[Path]:
             foreign += _remove_rank(entry)
         elif not stat.S_ISREG(mode) or not _is_top(entry.name):
             foreign.append(entry)
-        elif entry.name not in (MANIFEST, LOCK):  # the lock may be held by the process that replaces the run
+        elif entry.name not in (MANIFEST, LOCK):  # the process that replaces the run may hold the lock
             entry.unlink(missing_ok=True)
     (run / MANIFEST).unlink(missing_ok=True)
     return foreign

@@ -1,11 +1,12 @@
-"""Golden: one small file with the sketches of a run, to check later runs against; small enough for git.
+"""Golden: one file with the sketches of a run, small enough for git, to check later runs against.
 
-A safetensors file. Its metadata has ``format`` (``tapscope-golden``), ``crc32``, ``schema`` and ``manifest`` (the
-run's, as JSON). ``sketches`` [n, 256] float32 holds the counters, and ``lines.RANK`` the rank's lines of run-format.md,
-compressed by zlib. The same run gives the same bytes.
+A golden is a safetensors file. Its metadata has ``format`` (``tapscope-golden``), ``crc32``, ``schema`` and
+``manifest`` (the manifest of the run, as JSON). The tensor ``sketches`` [n, 256] float32 contains the counters;
+``lines.RANK`` contains the lines of a rank (see run-format.md), compressed with zlib. The output is deterministic.
 
-Every byte is covered by a checksum: ``crc32`` is that of the file up to the end of the header, with 00000000 in its own
-place; the lines have zlib's, and each sketch has a CRC-32 in its line. Files of schema 1 lack ``crc32``.
+Every byte is covered by a checksum. ``crc32`` covers the file up to the end of the header, computed with its own digits
+set to 00000000. Lines are covered by zlib's checksum, and each sketch by a CRC-32 in its record line. Files of schema 1
+lack ``crc32``.
 """
 
 import json
@@ -36,14 +37,14 @@ from tapscope.run_format.sketch import NBYTES, RowKeys, SketchIndex, row_keys, s
 Array = np.ndarray[Any, Any]
 GOLDEN_FORMAT = "tapscope-golden"
 SCHEMA = 2
-"""Newest schema of golden files that this reader knows."""
+"""Newest schema of golden files that this version reads."""
 _MAX_BYTES = 1 << 30
 _MAX_LINES = 1 << 30
 _MAX_HEADER = 1 << 24
 _BEGINNING = f'{{"__metadata__":{{"format":"{GOLDEN_FORMAT}"'.encode()
 """First bytes of the header that :func:`write_golden` writes."""
 _CRC32 = re.compile(rb'"crc32":"([0-9a-f]{8})"')
-"""In the header; the manifest, which is a string there, cannot match."""
+"""Matches the checksum in the header; the manifest, an escaped string there, cannot match."""
 _SEGMENT = "seg-000000.safetensors"
 _MEMBERS = ("world_size", "mesh", "own_steps", "framework", "model", "dtype", "kv_cache_dtype", "model_config")
 
@@ -51,10 +52,11 @@ _MEMBERS = ("world_size", "mesh", "own_steps", "framework", "model", "dtype", "k
 def write_golden(
     run: Run, path: Path, chosen: Callable[[str], bool] | None, sketch_of: Callable[[Array, SketchIndex], Array]
 ) -> tuple[int, int]:
-    """Replace ``path`` atomically by the sketches of the sites that ``chosen`` accepts (:func:`is_layer_output`).
+    """Write a golden of ``run`` to ``path``, replacing the file atomically.
 
-    ``sketch_of`` sketches values that were recorded in full. Returns (number of sketches, bytes of the file). Raises
-    DataError if there is nothing to write, and OSError.
+    ``chosen`` selects the sites (default: :func:`is_layer_output`). ``sketch_of`` computes the sketch of values that
+    were recorded in full. Returns (number of sketches, file size in bytes). Raises DataError if there is nothing to
+    write, and OSError.
     """
     accept = chosen or is_layer_output
     counters: list[Array] = []
@@ -95,21 +97,27 @@ def write_golden(
 
 
 def is_layer_output(site: str) -> bool:
-    """Whether it is an output of a layer (``layers.3:out``), of the head, or of the whole model."""
+    """Return whether ``site`` is an output of a layer (``layers.3:out``), of ``lm_head``, or of the whole model."""
     module, _, port = site.rpartition(":")
     name = module.rpartition(".")[2]
     return (port == "out" or port.startswith("out[")) and (name.isdigit() or name in ("", "lm_head"))
 
 
 def is_golden(path: Path) -> bool:
-    """Whether the file is a golden of any schema, even one with a wrong byte, or cut off behind its format."""
+    """Return whether the file is a golden of any schema.
+
+    Accepts a damaged golden whose first bytes have at most one wrong byte, so that reading reports the damage.
+    """
     _, text = _header(path)
     num_wrong = sum(a != b for a, b in zip(text, _BEGINNING, strict=False))
     return (len(text) >= len(_BEGINNING) and num_wrong <= 1) or _metadata(text).get("format") == GOLDEN_FORMAT
 
 
 def read_golden(path: Path) -> Run:
-    """Open a golden as a run; raises RunVersionError for a newer schema, and RunCorruptError for a damaged file."""
+    """Open a golden file as a run, unpacked into a temporary directory.
+
+    Raises RunVersionError for a newer schema, and RunCorruptError for a damaged file.
+    """
     manifest, sketches, lines = _content(path, _checked_metadata(path))
     root = Path(tempfile.mkdtemp(prefix="tapscope-golden-"))
     try:
@@ -133,7 +141,7 @@ def read_golden(path: Path) -> Run:
 
 
 def _checked_metadata(path: Path) -> dict[str, Any]:
-    """The metadata of the header; raises RunVersionError and RunCorruptError."""
+    """Return the verified metadata of the header; raises RunVersionError and RunCorruptError."""
     begin, text = _header(path)
     (size,) = struct.unpack("<Q", begin)
     if size > _MAX_HEADER:
@@ -157,7 +165,7 @@ def _checked_metadata(path: Path) -> dict[str, Any]:
 
 
 def _content(path: Path, metadata: dict[str, Any]) -> tuple[dict[str, Any], bytes, dict[int, bytes]]:
-    """(the manifest, all counters, the lines of each rank); raises RunCorruptError."""
+    """Return (manifest, bytes of all counters, rank -> decompressed lines); raises RunCorruptError."""
     try:
         manifest = check_manifest(json.loads(metadata["manifest"]), path, path)
         tensors = _decode(read_small(path, _MAX_BYTES))
@@ -184,7 +192,7 @@ def _damaged(path: Path, what: object) -> RunCorruptError:
 
 
 def _check_header(begin: bytes, text: bytes, path: Path) -> bool:
-    """Whether the header has a checksum; raises RunCorruptError if that is another one than the header's."""
+    """Return whether the header has a checksum; raise RunCorruptError if the checksum does not match."""
     found = _CRC32.search(text)
     if found is None:
         return False
@@ -194,14 +202,14 @@ def _check_header(begin: bytes, text: bytes, path: Path) -> bool:
 
 
 def _header_crc32(header: bytes) -> int:
-    """CRC-32 of a header, with its size in front, as if its own checksum were 00000000."""
+    """Return the CRC-32 of a header (including its 8-byte size), computed with the checksum field set to 00000000."""
     return zlib.crc32(_CRC32.sub(b'"crc32":"00000000"', header, count=1))
 
 
 def _check_sketch(record: Record, sketches: bytes, path: Path) -> None:
-    """Raise RunCorruptError unless the record's counters have their checksum.
+    """Raise RunCorruptError unless the counters of ``record`` match their checksum.
 
-    A comparison does not read the counters of a tensor whose recorded hash is equal.
+    Checked when the file is opened, because a comparison skips the counters of tensors with equal hashes.
     """
     if record.sketch is None:
         return
@@ -217,7 +225,10 @@ def _sketch_of(
     keys: dict[tuple[int, int], RowKeys | None],
     sketch_of: Callable[[Array, SketchIndex], Array],
 ) -> tuple[bool, Array] | None:
-    """(whether it is indexed by token rows, counters); None if they cannot be known."""
+    """Return the sketch of ``record`` as (whether it is indexed by token rows, counters).
+
+    Computes the sketch from the values if none was recorded. Returns None if that is impossible.
+    """
     if record.sketch is not None:
         return record.sketch.by_rows, np.array(run.sketch(record))
     if record.entry is None or record.dtype in dtypes.COMPLEX or (record.slice is not None and record.rows is None):
@@ -236,7 +247,7 @@ def _sketch_of(
 
 
 def _lines(run: Run, rank: int, records: list[Record]) -> Iterator[bytes]:
-    """The lines of one rank of the golden: what alignment and naming need."""
+    """Yield the lines of one rank of the golden: those required to align and name records."""
     opened = {"rank": rank, "world_size": run.world_size, "mesh": run.mesh, "coords": run.coords(rank)}
     yield encode_line({"type": "event", "kind": "open", "time": 0.0, **opened})
     sites = {record.key.site for record in records}
@@ -264,14 +275,14 @@ def _recorded(run: Run, rank: int) -> Iterator[dict[str, Any]]:
             if text.startswith((b'{"type":"site"', b'{"type":"step"')):
                 try:
                     yield json.loads(text)
-                except ValueError:  # the reader of the run reports it
+                except ValueError:  # reading the run reports the malformed line
                     continue
 
 
 def _header(path: Path) -> tuple[bytes, bytes]:
-    """(its 8 bytes of size, the header as far as the file has it); 8 zeros and b"" where there is none.
+    """Return (the 8 bytes of the header size, the header or the part of it that the file has).
 
-    Of a header that would be larger than 16 MiB, only the beginning.
+    Only the beginning of a header larger than 16 MiB is read. Returns 8 zeros and b"" if the file has no header.
     """
     try:
         with reading(path) as file:

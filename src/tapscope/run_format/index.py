@@ -1,4 +1,4 @@
-"""Index: the typed lines of one rank's ``records.jsonl``, parsed."""
+"""Index: parse the lines of a rank's ``records.jsonl`` into typed objects."""
 
 import json
 import os
@@ -22,30 +22,30 @@ if TYPE_CHECKING:
     from tapscope.run_format.record_parser import RecordLines
 
 MAX_REPORTED = 8
-"""Maximum number of unreadable lines of a rank that are reported one by one; the rest is counted."""
+"""Maximum number of unreadable lines of a rank that are reported individually; the others are only counted."""
 
 
 MAX_LINE_BYTES = 16 << 20
-"""Longer lines are skipped: parsed JSON may take fifty times as much memory."""
+"""Maximum length of a line; longer ones are skipped, because parsed JSON can need 50 times as much memory."""
 _MAX_SKIPPED = 1 << 28
 _BLOCK = 1 << 20
-"""Bytes of lines read at a time."""
+"""Read size in bytes."""
 
 
 class SiteInfo(Struct, frozen=True):
-    """The properties of a site, from its ``site`` line."""
+    """Properties of a site, from its ``site`` line."""
 
     site: str
     cls: str
     """Class name of the module, e.g. ``LlamaRMSNorm``."""
     params: dict[str, tuple[int, ...]]
-    """The module's own parameters and their local shapes."""
+    """Name -> local shape of the module's direct parameters."""
     parent: str | None = None
-    """Class name of the parent module; None for the root, or if unknown."""
+    """Class name of the parent module; None for the root or if unknown."""
     dims: str | None = None
-    """The dims that the module declares for this port, see :mod:`tapscope.core.dims`; None if undeclared."""
+    """Dims that the module declares for this port, see :mod:`tapscope.core.dims`; None if undeclared."""
     no_inputs: bool = False
-    """Of an output: whether the calls of its module brought no tensors. False if that is unknown."""
+    """For an output port: whether the module was called without tensor inputs. False if unknown."""
 
 
 class Metric(Struct, frozen=True):
@@ -58,7 +58,7 @@ class Metric(Struct, frozen=True):
 
 
 class Event(Struct, frozen=True):
-    """Something that happened: ``open``, ``close``, ``config``, ``failed``, ``dropped``, ..."""
+    """An event of a rank's recording, of kind ``open``, ``close``, ``config``, ``failed``, ``dropped``, ..."""
 
     rank: int
     kind: str
@@ -66,7 +66,7 @@ class Event(Struct, frozen=True):
 
 
 class RankIndex(Struct):
-    """The parsed lines of one rank."""
+    """Parsed lines of one rank."""
 
     records: Records = field(default_factory=Records)
     sites: dict[str, SiteInfo] = field(default_factory=dict)
@@ -77,15 +77,15 @@ class RankIndex(Struct):
     events: list[Event] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
-    """What the source does not record or omits, one sentence each."""
+    """Information that the source does not record, one sentence each."""
 
     def add_step(self, step: int, num_values: int) -> None:
-        """Add the lines of a complete step, for a source without such lines: all its values are records."""
+        """Add a complete step with ``num_values`` recorded values, for a source that has no step lines."""
         self.begins[step] = begin_line(StepInfo(step=step), 0)
         self.ends[step] = end_line(step, StepCounts(num_values, num_values))
 
     def take_records(self) -> Records:
-        """Take the records, sorted by seq; they are released here, because there may be millions."""
+        """Return the records sorted by ``seq``, and drop the reference to them: there may be millions."""
         records, self.records = self.records.in_order(), Records()
         return records
 
@@ -94,7 +94,7 @@ _decode = json.JSONDecoder().decode
 
 
 def read_index(folder: Path, rank: int) -> RankIndex:
-    """Parse the lines in a rank's directory; unreadable ones are skipped and named in ``problems``."""
+    """Parse the lines in a rank's directory; unreadable lines are skipped and reported in ``problems``."""
     from tapscope.run_format.record_parser import RecordLines, read_site  # imported here: not every process reads a run
 
     index = RankIndex()
@@ -120,7 +120,7 @@ def read_index(folder: Path, rank: int) -> RankIndex:
     for name, fields in _tables(index.events).items():
         _add_table(index, folder / name, rank, fields)
     undeclared = set(index.records.distinct_sites()).difference(index.sites)
-    if 0 < len(undeclared) < len(index.sites):  # a writer that declares its sites declares all of them
+    if 0 < len(undeclared) < len(index.sites):  # a writer declares either all of its sites or none
         index.problems.append(
             f"{path}: records of {plural(len(undeclared), 'site')} that no line declares, e.g. {min(undeclared)!r}"
         )
@@ -128,7 +128,7 @@ def read_index(folder: Path, rank: int) -> RankIndex:
 
 
 class Steps(dict[int, dict[int, StepLine]]):
-    """step -> rank -> line, with a short repr: it may hold a million token ids."""
+    """Mapping of step -> rank -> step line, with a short repr because steps may have a million token ids."""
 
     def __repr__(self) -> str:
         ranks = {rank for by_rank in self.values() for rank in by_rank}
@@ -138,11 +138,14 @@ class Steps(dict[int, dict[int, StepLine]]):
 
 
 def steps_of(ranks: dict[int, RankIndex], problems: list[str]) -> Steps:
-    """step -> rank -> line, of all ranks; consumes the lines of steps, and adds errors in them to ``problems``."""
+    """Build step -> rank -> step line from the parsed lines of all ranks.
+
+    Consumes ``begins`` of each index to save memory. Malformed steps are skipped and reported in ``problems``.
+    """
     steps: dict[int, dict[int, StepLine]] = {}
     for rank, index in sorted(ranks.items()):
         for step in list(index.begins):
-            begin = index.begins.pop(step)  # may hold a million token ids, which the step stores in less memory
+            begin = index.begins.pop(step)  # may have a million token ids, which StepInfo stores in less memory
             try:
                 line = step_from_lines(begin, index.ends.get(step), index.lates.get(step, ()))
                 steps.setdefault(step, {})[rank] = line
@@ -152,12 +155,12 @@ def steps_of(ranks: dict[int, RankIndex], problems: list[str]) -> Steps:
 
 
 def table_names(events: Iterable[Event]) -> set[str]:
-    """The Parquet tables of a rank that its lines reference."""
+    """Return the file names of the Parquet tables that the lines of a rank reference."""
     return set(_tables(events))
 
 
 def _tables(events: Iterable[Event]) -> dict[str, dict[str, Any]]:
-    """Name of each table -> its event."""
+    """Return table file name -> fields of its ``compacted`` event."""
     return {Path(str(e.fields.get("file"))).name: e.fields for e in events if e.kind == COMPACTED}
 
 
@@ -178,8 +181,11 @@ def _add_table(index: RankIndex, path: Path, rank: int, fields: dict[str, Any]) 
 
 
 class _Lines:
-    """The lines of a rank that are not plain records: first those that its record index keeps, then those of the rest
-    of the file. Writes an index of a finished run that has none."""
+    """Reads the lines of a rank, by columns for plain records and one by one for all other lines.
+
+    The record index, if any, provides the records and other lines of a prefix of the file. :meth:`finish` writes an
+    index for a finished run without one.
+    """
 
     def __init__(self, path: Path, index: RankIndex, known: "record_index.RecordIndex | None") -> None:
         self._path, self._index, self._known = path, index, known
@@ -187,14 +193,14 @@ class _Lines:
         self._kept: list[record_index.OtherLine] = []
         self._size, self._num_lines = (known.size, known.num_lines) if known else (0, 0)
         self._is_sound = True
-        """Whether every byte so far belongs to a whole line."""
+        """Whether all lines so far are complete: none was torn or too long."""
         self._places: list[int] = []
-        """Indices of the records that were added from these lines."""
+        """Indices of the records that were added while parsing other lines."""
         if known is not None:
             index.records = known.records
 
     def others(self, records: "RecordLines") -> Iterator[tuple[int, bytes]]:
-        """(number, line) of the lines that are not plain records, which are added to ``records``."""
+        """Yield (line number, line) of all lines that are not plain records; add plain records to ``records``."""
         index = self._index
         if self._known is not None and self._known.others:
             columns, index.records = index.records, Records()
@@ -224,7 +230,7 @@ class _Lines:
         self._is_sound = len(index.problems) == num_problems
 
     def finish(self) -> None:
-        """Write the index, if the run is finished and has many records."""
+        """Write the record index if the rank closed and has many records."""
         index = self._index
         is_worth_it = self._known is None and len(index.records) >= index_limits.MIN_RECORDS
         if is_worth_it and self._is_sound and index.events and index.events[-1].kind == "close":
@@ -234,7 +240,7 @@ class _Lines:
 
 
 def _others(records: "RecordLines", first: int, block: bytes, num_lines: int) -> Iterator[tuple[int, bytes]]:
-    """(number, line) of the lines of a block, from number ``first`` on, that are not records."""
+    """Yield (line number, line) of the non-record lines of a block; ``first`` is the number of its first line."""
     others = records.read_block(block, num_lines)
     if others is not None and not others:
         return
@@ -246,15 +252,18 @@ def _others(records: "RecordLines", first: int, block: bytes, num_lines: int) ->
 
 
 def _blocks(path: Path, index: RankIndex, start_at: int = 0, number: int = 1) -> Iterator[tuple[int, bytes, int]]:
-    """(number of the first line, whole lines, how many) in blocks from byte ``start_at``, which begins line ``number``;
-    a torn last line, left by a killed writer, is reported."""
+    """Yield blocks as (number of the first line, complete lines, number of lines).
+
+    Reads from byte ``start_at``, the start of line ``number``. A torn last line (left by a killed writer) and lines
+    that are too long are omitted and reported in ``index.problems``.
+    """
     try:
         with reading(path) as file:
             file.seek(start_at)
             while block := file.read(_BLOCK):
                 if not block.endswith(b"\n"):
                     block += file.readline(MAX_LINE_BYTES)
-                start = block.rfind(b"\n", 0, len(block) - 1) + 1  # of the last line
+                start = block.rfind(b"\n", 0, len(block) - 1) + 1  # start of the last line
                 is_whole, length = block.endswith(b"\n"), len(block) - start
                 whole = block if is_whole and length <= MAX_LINE_BYTES else block[:start]
                 num_lines = whole.count(b"\n")
@@ -276,7 +285,7 @@ def _blocks(path: Path, index: RankIndex, start_at: int = 0, number: int = 1) ->
 
 
 def _skip_line(file: BinaryIO) -> bool:
-    """Skip to the end of a line; whether it ends within the limit."""
+    """Skip to the end of the current line; return False if it is longer than 256 MiB."""
     for _ in range(_MAX_SKIPPED // _BLOCK):
         part = file.read(_BLOCK)
         if end := part.find(b"\n") + 1:
@@ -310,7 +319,7 @@ def _add(index: RankIndex, line: Any, rank: int) -> None:
 
 
 def _add_site(index: RankIndex, site: SiteInfo) -> None:
-    """Add a site; one announced again, by a new configuration or by another model, is without inputs if both say so."""
+    """Add a site; if it is declared again (new configuration, other model), ``no_inputs`` requires both to be True."""
     known = index.sites.get(site.site)
     if site.no_inputs and known is not None and not known.no_inputs:
         site = structs.replace(site, no_inputs=False)

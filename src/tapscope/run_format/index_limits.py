@@ -1,6 +1,6 @@
-"""Sizes of runs for which a record index is written; without numpy, which a recorder loads only to write one."""
+"""Limits for writing a record index; in a module without numpy, which a recorder loads only to write an index."""
 
 MIN_RECORDS = 50_000
-"""Fewer records are read as fast without."""
+"""Minimum number of records; fewer load as fast without an index."""
 MAX_AT_CLOSE = 2_000_000
-"""More lines are not indexed when their writer closes, because that would take too much memory on the host of a job."""
+"""Maximum number of lines that a closing writer indexes; more would need too much memory on the host of a job."""

@@ -1,6 +1,6 @@
-"""The system calls that write a run, in one place, so that tests can observe their order or make one fail.
+"""The system calls that write a run, in one place, so that tests can observe their order or inject failures.
 
-Every call raises OSError that names the file.
+Every call raises an OSError that names the file.
 """
 
 import ctypes
@@ -18,15 +18,17 @@ MAX_PARTS = 1024
 
 
 class Disk:
-    """The file system as a writer uses it."""
+    """File system operations of a writer."""
 
     def create(self, path: Path, flags: int) -> int:
-        """Open a file for writing, created if necessary; returns its descriptor. A symbolic link is an error: its
-        target is a foreign file."""
+        """Open a file for writing, creating it if necessary, and return the descriptor.
+
+        A symbolic link raises OSError, because its target is a foreign file.
+        """
         return os.open(path, flags | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
 
     def write(self, fd: int, path: Path, parts: Sequence[Any], offset: int | None) -> None:
-        """Write all ``parts`` (bytes-like, one after the other) at ``offset``, or at the end when None."""
+        """Write all ``parts`` (bytes-like, concatenated) at ``offset``; with None, append (``fd`` has O_APPEND)."""
         with naming(path):
             for first in range(0, len(parts), MAX_PARTS):
                 some = parts[first : first + MAX_PARTS]
@@ -37,9 +39,9 @@ class Disk:
                 offset = None if offset is None else offset + total
 
     def reserve(self, fd: int, path: Path, size: int, begin: int = 0) -> None:
-        """Reserve space for ``size`` bytes, if the file system supports it; the file's length is unchanged.
+        """Reserve disk space for ``size`` bytes if the file system supports it; the file length does not change.
 
-        The first ``begin`` bytes are reserved or written already: tmpfs would visit each of their pages again.
+        The first ``begin`` bytes are already reserved or written; skipping them saves tmpfs from visiting their pages.
         """
         if _LIBC.fallocate(fd, _KEEP_SIZE, ctypes.c_longlong(begin), ctypes.c_longlong(size - begin)):
             number = ctypes.get_errno()
@@ -74,7 +76,7 @@ class Disk:
         path.unlink()
 
     def _finish(self, fd: int, parts: Sequence[Any], written: int, offset: int | None) -> None:
-        """The buffers that a short write did not write."""
+        """Complete a short write: write the bytes of ``parts`` after the first ``written`` ones."""
         skip = written
         for part in parts:
             view = memoryview(part).cast("B") if memoryview(part).nbytes else memoryview(b"")
@@ -88,7 +90,7 @@ class Disk:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add the path to the OSError of a descriptor, which does not name it."""
+    """Context manager: add ``path`` to an OSError of a descriptor operation, which lacks a file name."""
     try:
         yield
     except OSError as error:

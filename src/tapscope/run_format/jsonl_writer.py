@@ -1,4 +1,4 @@
-"""LineWriter: the open ``records.jsonl`` of a rank's writer."""
+"""LineWriter: append to the ``records.jsonl`` of a rank."""
 
 import fcntl
 import json
@@ -13,16 +13,19 @@ from tapscope.run_format.record import Entry
 from tapscope.run_format.segment import check_present
 
 SPARE_BYTES = 16 * 1024
-"""Space that record lines leave free, so that an event can still report a full disk."""
+"""Reserved bytes that record lines may not use, so that an event line can still report a full disk."""
 RESERVED_BYTES = 256 * 1024
-"""Space that is reserved at a time."""
+"""Number of bytes reserved at a time."""
 
 
 class LineWriter:
-    """Appends whole lines to a locked file; raises OSError that names the file."""
+    """Appends complete lines to a locked file. Methods raise an OSError that names the file."""
 
     def __init__(self, path: Path, disk: Disk, owner: str) -> None:
-        """``owner`` names what the file belongs to, for the RunExistsError raised if another process holds it."""
+        """Open and lock ``path``, creating it if necessary.
+
+        Raises RunExistsError if another process holds the lock; its message names ``owner``, e.g. "rank 0 of RUN".
+        """
         self.path = path
         self._disk = disk
         self._fd = disk.create(path, os.O_RDWR | os.O_APPEND)
@@ -39,18 +42,18 @@ class LineWriter:
 
     @property
     def size(self) -> int:
-        """Bytes in the file."""
+        """Size of the file in bytes."""
         return os.fstat(self._fd).st_size
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed."""
+        """Whether the file was closed."""
         return self._fd < 0
 
     def append(self, parts: list[bytes], *, spare: bool = False) -> None:
-        """Append ``parts`` (whole lines when joined); with ``spare`` the reserved space may be used.
+        """Append ``parts``, which concatenate to complete lines; ``spare`` permits use of the :data:`SPARE_BYTES`.
 
-        Raises FileNotFoundError when the file was removed: writes would be lost.
+        Raises FileNotFoundError if the file was removed, because the data would be lost.
         """
         if self._broken is not None:
             raise self._broken
@@ -60,7 +63,7 @@ class LineWriter:
         self._disk.write(self._fd, self.path, parts, None)
 
     def roll_back(self, size: int) -> None:
-        """Truncate to ``size`` bytes; if that fails, nothing is appended any more."""
+        """Truncate the file to ``size`` bytes; if that fails, later appends raise the error."""
         try:
             if self.size > size:
                 self._disk.truncate(self._fd, self.path, size)
@@ -69,11 +72,11 @@ class LineWriter:
             self.give_up(error)
 
     def give_up(self, error: OSError) -> None:
-        """Stop appending: the file or a segment could not be rolled back."""
+        """Make later appends raise ``error``, because the file or a segment could not be rolled back."""
         self._broken = error
 
     def sync(self) -> None:
-        """Sync everything appended to disk."""
+        """Sync all appended data to disk."""
         self._disk.sync(self._fd, self.path)
 
     def close(self) -> None:
@@ -93,14 +96,14 @@ class LineWriter:
 
 
 def without_bytes(line: bytes, number: int) -> bytes:
-    """The event that reports why a record has no entry."""
+    """Return the ``failed`` event for a record without entry: it shares payload ``number``, which never arrived."""
     about = json.loads(line)
     reason = f"it shares the bytes of payload {number}, which never arrived"
     return encode_line(event_line("failed", where=about.get("site"), reason=reason, step=about.get("step"), late=True))
 
 
 def with_entries(lines: list[bytes], numbers: Sequence[int], first: Entry) -> None:
-    """Add entries to these lines, of payloads of equal size, one after the other from ``first`` on."""
+    """Add entries to ``lines`` at indices ``numbers``: payloads of equal size, stored back to back from ``first``."""
     file, offset, nbytes = first
     head, tail = b',"entry":["%b",' % file.encode(), b",%d]}" % nbytes
     for place, number in enumerate(numbers):
@@ -108,5 +111,5 @@ def with_entries(lines: list[bytes], numbers: Sequence[int], first: Entry) -> No
 
 
 def with_entry(line: bytes, entry: Entry) -> bytes:
-    """A record's line with its entry added."""
+    """Return a record line with ``entry`` added as its last field."""
     return b'%b,"entry":["%b",%d,%d]}' % (line[:-1], entry.file.encode(), entry.offset, entry.nbytes)

@@ -1,4 +1,4 @@
-"""Ledger: the values expected, seen, sent, dropped and failed, so that missing data are never taken for equal data."""
+"""Ledger: counts of values seen, sent, dropped and failed, so that missing data is never mistaken for equal data."""
 
 import functools
 import json
@@ -17,32 +17,32 @@ from tapscope.core.observe import DRAFT_PHASE, RowSpan, StepInfo, with_draft_nam
 from tapscope.run_format import validation
 
 ROOT = "the model itself"
-"""The name of the root module in messages."""
+"""Name of the root module in messages."""
 REMEDY = "call torch.compiler.reset() once the Dumper is open: the next call compiles the taps in"
-"""The remedy for modules that torch.compile compiled before they were to be recorded."""
+"""Advice for modules that torch.compile compiled before the taps were placed."""
 
 
 class StepCounts(Struct):
-    """The counts of one rank in one step."""
+    """Counts of one rank in one step."""
 
     seen: int = 0
-    """Selected values that fired."""
+    """Selected values that were observed."""
     sent: int = 0
-    """Handed to the pipeline."""
+    """Values passed to the pipeline."""
     dropped: int = 0
-    """Discarded because the pipeline was full or the recorder was lost."""
+    """Values discarded because the pipeline was full or the recorder was lost."""
     failed: int = 0
-    """Could not be captured; an ``event`` line gives the reason."""
+    """Values that could not be captured; an ``event`` line gives the reason."""
     aborted: str | None = None
     """Name of the exception that ended the step, or None."""
     left_out: int = 0
-    """Selected values omitted after a budget was reached within the step; not counted as seen."""
+    """Selected values omitted after a budget was reached within the step; not included in ``seen``."""
     accepted: Mapping[str, int] = field(default_factory=dict)
-    """Request id -> how many of its draft rows were accepted; empty where the host did not report it."""
+    """Request id -> number of accepted draft rows; empty if the host did not report it."""
     accepted_branches: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    """Request id -> which of its draft rows were accepted, from 0, of the requests whose drafts were a tree."""
+    """Request id -> indices of the accepted draft rows, from 0, for requests with a draft tree."""
     injected: Mapping[str, int] = field(default_factory=dict)
-    """Site -> number of its tensors that were overwritten by stored values (setting ``inject``)."""
+    """Site -> number of tensors overwritten by stored values (setting ``inject``)."""
 
     def add(self, other: "StepCounts") -> None:
         """Add the counts of ``other``."""
@@ -59,9 +59,9 @@ class StepLine(Struct, frozen=True):
     info: StepInfo
     epoch: int = 0
     counts: StepCounts | None = None
-    """None if the step has not ended or was cut off; late values are included."""
+    """Counts including late values; None if the step did not end."""
     skipped: bool = False
-    """Whether the step was skipped: the host had marked it as a warm-up or a dummy."""
+    """Whether the step was not recorded because the host marked it as a warm-up or dummy step."""
 
     def __repr__(self) -> str:
         how = "skipped" if self.skipped else "ended" if self.ended else "not ended"
@@ -74,19 +74,22 @@ class StepLine(Struct, frozen=True):
 
     @property
     def rows(self) -> tuple[RowSpan, ...]:
-        """The valid rows as readers name them: requests of a draft model are ``draft/NAME``, and a draft that was
-        accepted is a row of its request, of no branch."""
+        """Valid rows with the request names that readers use.
+
+        Requests of a draft model are named ``draft/NAME``; an accepted draft of a tree becomes a row of its request
+        (branch 0).
+        """
         if self.counts is None or not self.counts.accepted_branches:
             return with_draft_names(self.info).rows
         kept = self._kept_rows()
         return tuple(structs.replace(span, branch=0) if span.branch and count else span for span, count in kept)
 
     def own_rows(self) -> Iterator[tuple[RowSpan, Sequence[int]]]:
-        """The rows that hold tokens of their request, with their ids if these are known: none of a draft model, and of
-        the drafts that the step verified the accepted ones.
+        """Yield the spans whose rows belong to the final token sequence of their request, with token ids if known.
 
-        Where the host did not report which these are, all drafts of a chain count (a later step computes the positions
-        of rejected ones again), and none of a tree.
+        Excludes all rows of a draft model, and the rejected drafts of a verify step. If the host did not report which
+        drafts were accepted, all drafts of a chain are included (later steps recompute rejected positions) and none of
+        a tree.
         """
         if self.info.phase == DRAFT_PHASE:
             return
@@ -97,9 +100,9 @@ class StepLine(Struct, frozen=True):
             start += span.count
 
     def _kept_rows(self) -> Iterator[tuple[RowSpan, int]]:
-        """Each span, and how many of its rows are of tokens that the request has: the first ones."""
+        """Yield (span, n): the first n rows of the span belong to the final token sequence of the request."""
         counts, drafts = self.counts or StepCounts(), self.info.drafts
-        next_row: Counter[str] = Counter()  # of each request, counted from its first draft: 0
+        next_row: Counter[str] = Counter()  # request -> next row, later counted such that its first draft is row 0
         for span in self.info.rows if drafts else ():
             next_row[span.request] -= span.count
         for span in self.info.rows:
@@ -115,7 +118,7 @@ class StepLine(Struct, frozen=True):
 
 
 def begin_line(info: StepInfo, epoch: int, *, skipped: bool = False) -> dict[str, Any]:
-    """The ``step`` line that opens a step; ``skipped`` if nothing is captured because of its kind."""
+    """Return the ``step`` line that opens a step; ``skipped`` marks a step that is not recorded due to its kind."""
     line = {
         "type": "step",
         "at": "begin",
@@ -145,12 +148,15 @@ def begin_line(info: StepInfo, epoch: int, *, skipped: bool = False) -> dict[str
 
 
 def encoded_begin_line(info: StepInfo, epoch: int, *, skipped: bool = False) -> bytes:
-    """As :func:`begin_line`, encoded in a tenth of the time that :func:`encode_line` takes: it has no fractions."""
+    """Encode :func:`begin_line` as JSON, 10 times faster than :func:`encode_line`.
+
+    This encoder is usable because the line contains no floating-point numbers.
+    """
     return msgspec.json.encode(begin_line(info, epoch, skipped=skipped))
 
 
 def end_line(step: int, counts: StepCounts) -> dict[str, Any]:
-    """The ``step`` line that closes a step."""
+    """Return the ``step`` line that closes a step."""
     line = _counts_line("end", step, counts) | ({"aborted": counts.aborted} if counts.aborted else {})
     more = {"accepted": counts.accepted, "injected": counts.injected}
     if counts.accepted_branches:
@@ -159,9 +165,9 @@ def end_line(step: int, counts: StepCounts) -> dict[str, Any]:
 
 
 def late_line(step: int, counts: StepCounts) -> dict[str, Any]:
-    """A ``step`` line with the counts of values that came after their step had ended (gradients, recomputation).
+    """Return the ``step`` line with the counts of values captured after their step ended (gradients, recomputation).
 
-    A step may have several; they add up, and with those of its end.
+    A step may have several late lines; readers add all counts to those of the end line.
     """
     return _counts_line("late", step, counts)
 
@@ -180,13 +186,13 @@ def _counts_line(at: str, step: int, counts: StepCounts) -> dict[str, Any]:
 
 
 def event_line(kind: str, **fields: Any) -> dict[str, Any]:
-    """An ``event`` line, stamped with the time."""
+    """Return an ``event`` line with the current UTC time."""
     now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     return {"type": "event", "kind": kind, "time": now, **fields}
 
 
 def metric_line(step: int, name: str, value: float) -> bytes:
-    """The line of a metric, encoded; a value that is not finite becomes null."""
+    """Encode a ``metric`` line as JSON; a non-finite value becomes null."""
     number = repr(float(value)) if math.isfinite(value) else "null"
     return f'{{"type":"metric","step":{step},"name":{_quoted(name)},"value":{number}}}'.encode()
 
@@ -197,7 +203,7 @@ def _quoted(name: str) -> str:
 
 
 def encode_line(line: dict[str, Any]) -> bytes:
-    """A line that is not a record, without its newline; raises ValueError for a number that JSON cannot hold."""
+    """Encode a line other than a record as JSON, without newline; raises ValueError for a non-finite number."""
     return _ENCODER.encode(line).encode()
 
 
@@ -205,7 +211,7 @@ _ENCODER = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False, allow_nan
 
 
 def step_from_lines(begin: dict[str, Any], end: dict[str, Any] | None, late: Iterable[dict[str, Any]] = ()) -> StepLine:
-    """Join the lines of a step; raises KeyError, TypeError or ValueError when malformed."""
+    """Combine the begin, end and late lines of a step; raises KeyError, TypeError or ValueError if malformed."""
     rows = tuple(_row_run(run) for run in begin["rows"])
     total, ids = sum(run.count for run in rows), begin["token_ids"]
     if total > validation.MAX_ROWS or total != validation.count(begin, "num_rows", total):
@@ -256,7 +262,7 @@ _COUNTS = "a count for each name"
 
 
 def _by_name(line: dict[str, Any], name: str, is_valid: Callable[[Any], bool], what: str) -> dict[str, Any]:
-    """The object that a line has under this name, empty without; raises ValueError unless all its values are valid."""
+    """Return the JSON object in field ``name``, empty if missing; raises ValueError unless all values are valid."""
     given = line.get(name, {})
     if type(given) is not dict or not all(map(is_valid, given.values())):
         raise ValueError(f"{name} are {validation.short(given)}, not {what}")
@@ -276,32 +282,32 @@ def _counts(line: dict[str, Any]) -> StepCounts:
 
 
 class Ledger(Struct):
-    """The ledger of a whole run, or of one rank."""
+    """Completeness ledger of a run, or of one rank."""
 
     seen: int = 0
     recorded: int = 0
-    """Record lines found on disk in steps that ended."""
+    """Records on disk that belong to ended steps."""
     dropped: int = 0
     failed: int = 0
     left_out: int = 0
     """Values omitted from the step in which a budget was reached."""
     lost: int = 0
-    """Values that were seen, but are neither on disk nor counted as dropped or failed."""
+    """Values that were seen but are neither on disk nor counted as dropped or failed."""
     injected: int = 0
     """Tensors overwritten by stored values (setting ``inject``)."""
     injected_sites: dict[str, None] = field(default_factory=dict)
-    """Their sites, in order."""
+    """Sites of the injected tensors, in order; used as an ordered set."""
     steps: int = 0
     unfinished_steps: list[tuple[int, int]] = field(default_factory=list)
-    """(rank, step) that began and never ended."""
+    """(rank, step) of steps that began but did not end."""
     aborted_steps: list[tuple[int, int, str]] = field(default_factory=list)
-    """(rank, step, exception) ended by an exception."""
+    """(rank, step, exception name) of steps that ended with an exception."""
     skipped_steps: list[tuple[int, int]] = field(default_factory=list)
-    """(rank, step) skipped: warm-up or dummy."""
+    """(rank, step) of skipped warm-up and dummy steps."""
     budgets: list[str] = field(default_factory=list)
-    """Limits that ended the capture early, one sentence each."""
+    """Budgets that ended the capture early, one sentence each."""
     uneven_ranks: list[int] = field(default_factory=list)
-    """Ranks that closed and lack some of the steps of others."""
+    """Closed ranks that lack steps of other ranks."""
     cut_off: list[str] = field(default_factory=list)
     """Ranks whose recording ended early without a known death, one sentence each."""
     lost_ranks: list[int] = field(default_factory=list)
@@ -309,36 +315,36 @@ class Ledger(Struct):
     never_fired: list[str] = field(default_factory=list)
     """Sites with a tap that never fired."""
     compiled: list[str] = field(default_factory=list)
-    """Modules that ran compiled, without taps: some of ``never_fired`` are inside."""
+    """Modules that ran as compiled code without taps; they may contain sites of ``never_fired``."""
     never_held: list[str] = field(default_factory=list)
-    """Expressions of rules and filters that were evaluated and true for no value."""
+    """Expressions of rules and filters that were evaluated but never true."""
     empty: str | None = None
-    """Why the run has no record; None if it has any, or may still get some."""
+    """Why the run has no records; None if it has records or may still receive some."""
     outside_step: int = 0
-    """Firings outside any step, which were not recorded."""
+    """Number of firings outside any step, which were not recorded."""
     interrupted_ranks: list[int] = field(default_factory=list)
     """Ranks that closed because of an exception or a signal."""
     open_ranks: list[int] = field(default_factory=list)
     """Ranks without a close message: still running, or killed together with their recorder."""
     killed_ranks: list[int] = field(default_factory=list)
-    """Those whose recorder is known to have been killed."""
+    """Ranks without a close message whose recorder is known to have been killed."""
     missing_ranks: list[int] = field(default_factory=list)
     """Ranks of the world that never connected."""
     unknown: list[str] = field(default_factory=list)
-    """What a source does not record, one sentence each; this does not make it incomplete."""
+    """Information that the source does not record, one sentence each; does not make the run incomplete."""
     problems: list[str] = field(default_factory=list)
-    """What the reader could not parse."""
+    """Errors of the reader, e.g. unparsable lines and missing files, one sentence each."""
 
     @property
     def complete(self) -> bool:
-        """Whether everything that was selected is on disk, on every rank."""
+        """Whether every selected value is on disk, on every rank."""
         values = self.dropped or self.failed or self.lost
         steps = self.unfinished_steps or self.aborted_steps or self.uneven_ranks or self.budgets
         ranks = self.cut_off or self.lost_ranks or self.killed_ranks or self.missing_ranks or self.interrupted_ranks
         return not (values or steps or ranks or self.problems or self.empty)
 
     def sentences(self) -> list[str]:
-        """The missing data, one short sentence each."""
+        """Return one short sentence per kind of missing or unusual data."""
         facts = [
             (self.empty, f"no records: {self.empty}"),
             (self.dropped, f"{self.dropped:,} values dropped (the pipeline was full, or the recorder had ended)"),
@@ -370,5 +376,5 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def compiled_sentence(paths: list[str]) -> str:
-    """A sentence on modules that are not recorded because they are compiled, with the remedy."""
+    """Return a sentence that names compiled modules whose taps do not fire, and the remedy."""
     return f"compiled before the taps were placed, which do not fire there: {listed(paths)}; {REMEDY}"

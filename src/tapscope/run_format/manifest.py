@@ -1,4 +1,4 @@
-"""Manifest: ``run.json`` and the paths of a run's files (docs/reference/run-format.md is normative)."""
+"""Manifest: read and write ``run.json``, and name the files of a run (docs/reference/run-format.md is normative)."""
 
 import json
 import os
@@ -13,37 +13,37 @@ from tapscope.core.regular_files import read_small
 
 FORMAT = "tapscope-run"
 CHECKPOINT_FORMAT = "checkpoint"
-"""Format that a manifest states when the weights of a checkpoint are read as a run."""
+"""Value of ``format`` in the manifest of a checkpoint that is read as a run."""
 VERSION = 3
-"""Newest format version this reader knows."""
+"""Newest format version that this reader supports."""
 HASH_VERSION = 2
-"""Version of the hash that this tapscope computes; hashes of other versions cannot be compared with it."""
+"""Version of the hash function of this tapscope; hashes of different versions are not comparable."""
 MANIFEST = "run.json"
 MAX_MANIFEST_BYTES = 16 << 20
-"""Longer manifests, and other JSON files of the run, are rejected."""
+"""Size limit of the manifest and of other JSON files of a run; larger files are rejected."""
 INDEX = "records.jsonl"
 MAX_RANKS = 1_000_000
-"""Manifests with a larger value are damaged."""
+"""Upper limit of ranks and versions in a manifest; a larger value is treated as corruption."""
 TABLE = "records.parquet"
-"""The records of a compacted rank; a second compaction makes ``records-2.parquet``, and so on."""
+"""Table of a compacted rank; further compactions create ``records-2.parquet``, and so on."""
 COMPACTED = "compacted"
-"""Kind of the event that names a table."""
+"""Kind of the event that references a table."""
 LOCK = ".lock"
-"""Locked while a recorder writes the run."""
+"""File that a recorder locks while it writes the run."""
 
 
 def rank_dir(run: Path, rank: int) -> Path:
-    """The directory of a rank's lines and segments."""
+    """Return the directory with the lines and segments of ``rank``."""
     return run / f"rank-{rank:05d}"
 
 
 def segment_path(run: Path, rank: int, name: str) -> Path:
-    """The path of a segment; never outside the rank's directory, whatever a line contains."""
+    """Return the path of a segment; only the last component of ``name`` counts, so it is in the rank's directory."""
     return rank_dir(run, rank) / Path(name).name
 
 
 def rank_dirs(run: Path) -> dict[int, Path]:
-    """The directories of ranks that wrote lines, by rank; anything else is not part of the format."""
+    """Return rank -> directory for every rank directory that contains lines; other directories are ignored."""
     folders = {}
     for folder in run.glob("rank-*"):
         number = folder.name.removeprefix("rank-")
@@ -53,7 +53,10 @@ def rank_dirs(run: Path) -> dict[int, Path]:
 
 
 def _has_lines(folder: Path) -> bool:
-    """Unreadable directories count: the reader reports them, so that the rank does not look absent."""
+    """Return whether a rank directory contains lines.
+
+    True for an unreadable directory, so that the reader reports it instead of treating the rank as absent.
+    """
     try:
         return (folder / INDEX).exists()
     except PermissionError:
@@ -61,7 +64,7 @@ def _has_lines(folder: Path) -> bool:
 
 
 def write_manifest(run: Path, content: dict[str, Any]) -> None:
-    """Write ``run.json`` atomically; format, version and time are added."""
+    """Write ``run.json`` atomically, adding defaults for ``format``, ``version`` and ``created``."""
     created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     content = {"format": FORMAT, "version": VERSION, "created": created, **content}
     temporary = run / f".{MANIFEST}.{os.getpid()}"
@@ -76,10 +79,10 @@ def write_manifest(run: Path, content: dict[str, Any]) -> None:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The checked content of ``run.json``.
+    """Read and validate ``run.json`` of the run at ``path``.
 
-    Raises RunNotFoundError when there is none, RunVersionError when it was written by a newer format, and
-    RunCorruptError when it cannot be read or has another format.
+    Raises RunNotFoundError if there is no manifest, RunVersionError if its format version is too new, and
+    RunCorruptError if it cannot be read or has another format.
     """
     file = path / MANIFEST
     try:
@@ -98,7 +101,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def check_manifest(manifest: Any, file: Path, path: Path) -> dict[str, Any]:
-    """``manifest``, read from ``file`` of the run ``path``; raises as :func:`read_manifest`."""
+    """Validate and return ``manifest``, read from ``file`` of the run ``path``; raises like :func:`read_manifest`."""
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise RunCorruptError(f'{file} is not the manifest of a tapscope run: missing "format": "{FORMAT}"')
     version = manifest.get("version")
@@ -115,7 +118,7 @@ def check_manifest(manifest: Any, file: Path, path: Path) -> dict[str, Any]:
 
 
 def _instead(path: Path) -> str:
-    """Why this is not a run, and where one is: below, above, or nowhere."""
+    """Return why ``path`` is not a run, with a hint: a run in its subdirectories or parent, or how to capture one."""
     if not path.exists():
         return f"it does not exist; capture a run with: tapscope dump MODEL -o {path}"
     if (path.resolve().parent / MANIFEST).exists():
@@ -127,16 +130,17 @@ def _instead(path: Path) -> str:
     if not any(path.iterdir()):
         way = f"capture a run with: tapscope dump MODEL -o {path}, or with SGLang's dumper"
         return f"it is empty; {way}"
-    return f"it contains no {MANIFEST}; capture a run with: tapscope dump MODEL -o RUN"  # not among foreign files
+    # The hint does not suggest ``path``: a run must not be written among foreign files.
+    return f"it contains no {MANIFEST}; capture a run with: tapscope dump MODEL -o RUN"
 
 
 def runs_within(path: Path) -> list[str]:
-    """Names of the runs directly below a directory, sorted."""
+    """Return the names of the runs directly inside ``path``, sorted."""
     return sorted(manifest.parent.name for manifest in path.glob(f"*/{MANIFEST}"))
 
 
 def is_mesh(value: object) -> bool:
-    """Whether it gives the size of each axis of a mesh."""
+    """Return whether ``value`` is a valid mesh: a dict of axis -> size."""
     return isinstance(value, dict) and all(_is_count(size) for size in value.values())
 
 
@@ -164,4 +168,4 @@ _MEMBERS: dict[str, tuple[Callable[[object], bool], str]] = {
     "own_steps": (_is_texts, 'a list of mesh axes, e.g. ["dp"]'),
     **dict.fromkeys(("framework", "model", "dtype", "kv_cache_dtype", "created", "tapscope"), (_is_text, "a string")),
 }
-"""Member of the manifest that readers rely on -> its check, and a description of valid values."""
+"""Manifest field that readers rely on -> (validator, description of valid values)."""

@@ -1,7 +1,7 @@
 """Parquet: records as typed columns, one table per compaction of a rank (columns: docs/reference/run-format.md).
 
-Numbers that are not finite are null (the counts give the number of such elements), as are absent members. A record
-that the columns cannot reproduce exactly keeps its line in the column ``line``.
+Missing fields and non-finite numbers are null. A record that the columns cannot represent exactly keeps its JSON line
+in the column ``line``.
 """
 
 import io
@@ -29,21 +29,21 @@ if TYPE_CHECKING:
 _STATS = tuple(field.name for field in fields(Stats))
 _FLOATS = ("min", "max", "absmax", "sum", "sumsq")
 _OF_KIND = ("occurrence", "micro", "pass", "model", "dtype", "shape", "dims", "file")
-"""The fields of :class:`Kind` except the rank."""
+"""Fields of :class:`Kind` except the rank."""
 _ODD = ("line", "rows", "slice_rows", "slice_shape", "cap", "tags", "value")
-"""Columns that few records have."""
+"""Columns that are null for most records."""
 _ROWS = 1 << 15
-"""Rows of a row group, and read at a time."""
+"""Rows per row group and per read."""
 _INT64 = 1 << 63
 _BLOCK = 1 << 20
 _MAGIC = b"PAR1"
-"""The last bytes of every Parquet file."""
+"""Last bytes of every Parquet file."""
 _MAX_PACKED = 4
-"""Maximum number of records per byte of a table: a few bytes can encode billions of nulls."""
+"""Maximum plausible number of records per byte of a table; a few bytes can encode billions of nulls."""
 
 
 def schema() -> dict[str, Any]:
-    """Column -> polars type, in order."""
+    """Return column name -> polars dtype, in column order."""
     import polars as pl
 
     whole, text, real = pl.Int64, pl.String, pl.Float64
@@ -56,7 +56,10 @@ def schema() -> dict[str, Any]:
 
 
 def write_table(plain: Records, others: Iterable[tuple[Record, dict[str, Any]]], path: Path) -> None:
-    """Write ``plain`` records, which the columns reproduce, and others, each with the line it was read from."""
+    """Write records to a Parquet table at ``path``.
+
+    ``plain`` records must be representable by columns; ``others`` are pairs of a record and its parsed JSON line.
+    """
     import polars as pl
 
     if plain.irregular_places:
@@ -67,15 +70,15 @@ def write_table(plain: Records, others: Iterable[tuple[Record, dict[str, Any]]],
     series = [pl.Series(name, column, types[name]) for name, column in zip(types, columns, strict=True)]
     file = io.BytesIO()  # not the path: polars does not report a full disk
     pl.concat([_frame(plain), pl.DataFrame(series)]).write_parquet(file, compression="zstd", row_group_size=_ROWS)
-    path.unlink(missing_ok=True)  # left by a killed compaction, or a foreign link
+    path.unlink(missing_ok=True)  # leftover of a killed compaction, or a foreign link
     with path.open("xb") as out:
         out.write(file.getbuffer())
 
 
 def checksum(path: Path) -> int:
-    """CRC-32 of a table, as in its event.
+    """Return the CRC-32 of a table file, as stored in its ``compacted`` event.
 
-    Raises OSError, and ValueError for a file that does not end as a table does, whose other bytes are not read.
+    Raises OSError, and ValueError for a file without the final magic bytes of Parquet, whose content is not read.
     """
     crc = 0
     with reading(path) as file:
@@ -89,15 +92,15 @@ def checksum(path: Path) -> int:
 
 
 def read_table(path: Path, rank: int) -> Records:
-    """The records of a table.
+    """Read the records of a table.
 
-    Raises OSError if the file cannot be read, ValueError if it is not such a table, and MissingExtraError without
-    polars.
+    Raises OSError if the file cannot be read, ValueError if it is not a table of records, and MissingExtraError
+    without polars.
     """
     with requiring(f"the compacted run at {path}", "table"):
         import polars as pl
 
-    with reading(path) as file:  # reports what an invalid file is
+    with reading(path) as file:  # rejects special files with a clear error
         limit = _MAX_PACKED * os.fstat(file.fileno()).st_size
     try:
         num_rows = int(pl.scan_parquet(path).select(pl.len()).collect().item())
@@ -106,7 +109,7 @@ def read_table(path: Path, rank: int) -> Records:
         table, records = pl.scan_parquet(path).select(list(schema())), Records()
         is_ours = dict(table.collect_schema()) == schema()
         has_odd = table.select(pl.any_horizontal(pl.col(_ODD).is_not_null().any())).collect().item()
-        plain = table if has_odd else table.drop(_ODD)  # which most runs have not
+        plain = table if has_odd else table.drop(_ODD)  # null in most runs
         for start in range(0, num_rows, _ROWS):
             if not (is_ours and _take(plain.slice(start, _ROWS).collect(), rank, records)):
                 records.extend(_records(table.slice(start, _ROWS).collect(), rank))
@@ -116,7 +119,7 @@ def read_table(path: Path, rank: int) -> Records:
 
 
 def _frame(records: Records) -> "pl.DataFrame":
-    """Records that the columns of :class:`Records` hold completely."""
+    """Convert regular records to a frame with the columns of :func:`schema`."""
     import polars as pl
 
     codes, nothing = pl.Series(records.kind), pl.Series([None] * len(records))
@@ -149,12 +152,15 @@ def _has_file(kind: Kind) -> bool:
 
 
 def _take(rows: "pl.DataFrame", rank: int, into: Records) -> bool:
-    """Add the records of some rows by columns; False if one has a member without a column in :class:`Records`."""
+    """Append ``rows`` to ``into`` column by column.
+
+    Returns False, with nothing appended, if any record has a field without a column in :class:`Records`.
+    """
     import polars as pl
 
     has_stats, has_entry = pl.col("count").is_not_null(), pl.col("file").is_not_null()
     lengths = {"hash": len(NO_HASH), "bag": len(NO_BAG)}
-    lacking = [  # in one query: each costs as much as some thousand rows
+    lacking = [  # evaluated in one query, because a query costs as much as thousands of rows
         *(pl.col(name).is_null() for name in ("seq", "site", "step")),
         *(pl.col(name).is_not_null() for name in _ODD if name in rows.columns),
         *(pl.col(name).is_null() & has_stats for name in _FLOATS[:3]),
@@ -172,7 +178,7 @@ def _take(rows: "pl.DataFrame", rank: int, into: Records) -> bool:
     sites, site_of = _numbered(rows.select("site"))
     whole = rows.select(pl.col("step", "seq", "offset", "nbytes", *_STATS[:6]).fill_null(0))
     step, seq, offset, nbytes = (whole.get_column(name).to_numpy() for name in ("step", "seq", "offset", "nbytes"))
-    # sums that are null are infinite; what has no statistics has zeros
+    # a null sum means infinity; records without statistics get zeros
     sums = [pl.when(has_stats).then(pl.col(name).fill_null(math.inf)).otherwise(0.0) for name in _FLOATS[3:]]
     into.add_columns(
         [(rank, *kind[:5], tuple(kind[5]), *kind[6:]) for kind in kinds.rows()],
@@ -191,7 +197,7 @@ def _take(rows: "pl.DataFrame", rank: int, into: Records) -> bool:
 
 
 def _numbered(rows: "pl.DataFrame") -> "tuple[pl.DataFrame, np.ndarray[Any, Any]]":
-    """Distinct rows in order of their first occurrence, and the number of each row's."""
+    """Return the distinct rows in order of first occurrence, and the index of each row's distinct row ([rows] int)."""
     keys = [_comparable(column) for column in rows.iter_columns() if not _is_constant(column)]
     if not keys:
         return rows.head(1), np.zeros(len(rows), np.int32)
@@ -204,7 +210,7 @@ def _numbered(rows: "pl.DataFrame") -> "tuple[pl.DataFrame, np.ndarray[Any, Any]
 
 
 def _is_constant(column: "pl.Series") -> bool:
-    """Whether all values are known to be equal; of lists only where none is empty."""
+    """Return whether all values are certainly equal; always False for a column of lists with an empty or null list."""
     import polars as pl
 
     if not isinstance(column.dtype, pl.List):
@@ -217,7 +223,7 @@ def _is_constant(column: "pl.Series") -> bool:
 
 
 def _comparable(column: "pl.Series") -> "pl.Series":
-    """The column as one that can be grouped by: some versions of polars cannot group by lists."""
+    """Convert a column of lists to strings, because some versions of polars cannot group by lists."""
     import polars as pl
 
     return column.cast(pl.List(pl.String)).list.join(",") if isinstance(column.dtype, pl.List) else column
@@ -226,7 +232,7 @@ def _comparable(column: "pl.Series") -> "pl.Series":
 def _row(record: Record, line: dict[str, Any]) -> tuple[object, ...]:
     exact = line.keys() <= _MEMBERS and _fits(record)
     key, part, stats, entry = record.key, record.slice, record.stats, record.entry
-    if not exact:  # the line is complete; the columns are for queries
+    if not exact:  # the column ``line`` has the whole record; the other columns serve queries only
         key, stats, part, entry = key._replace(step=_whole(key.step)), None, None, None
     where = (_whole(record.seq), key.site, key.step, *(_whole(n) for n in (key.occurrence, key.micro)))
     tensor = (record.dtype, list(map(_whole, record.shape)), record.dims, record.rows if exact else None)
@@ -243,7 +249,7 @@ _MEMBERS = {"type", "seq", "tags", "value"} | _KEY | _TENSOR
 
 
 def _fits(record: Record) -> bool:
-    """Whether the columns hold every member exactly."""
+    """Return whether the columns represent every field of ``record`` exactly."""
     stats = record.stats
     whole = [record.seq, *record.key[1:5], *record.shape, *(record.entry or ())[1:]]
     whole += [n for run in record.rows or () for n in run] + [record.cap or 0]
@@ -273,7 +279,7 @@ def _json(value: Any) -> str | None:
 
 
 def _records(frame: "pl.DataFrame", rank: int) -> Iterator[Record]:
-    first = 18  # of the statistics' columns
+    first = 18  # index of the first statistics column
     count, file = first, first + len(_STATS)
     for row in frame.iter_rows():
         if row[-1] is not None:
@@ -301,7 +307,7 @@ def _records(frame: "pl.DataFrame", rank: int) -> Iterator[Record]:
 
 
 def _stats(numbers: tuple[Any, ...]) -> Stats:
-    """Raises ValueError for counts that no record has."""
+    """Build :class:`.Stats` from its columns; raises ValueError for missing or negative counts."""
     if any(type(number) is not int or number < 0 for number in numbers[:6]):
         raise ValueError(f"the counts of statistics are {numbers[:6]}")
     sums = tuple(math.inf if number is None else number for number in numbers[-2:])

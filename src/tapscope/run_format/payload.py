@@ -1,4 +1,4 @@
-"""Payloads: the bytes of records, mapped from the files of a source."""
+"""Payloads: access to the bytes of records, memory-mapped from the files of a source."""
 
 import mmap
 from math import prod
@@ -18,48 +18,57 @@ from tapscope.run_format.validation import MAX_COUNT
 
 Array = np.ndarray[Any, Any]
 TAIL = 256
-"""Bytes of the end of a payload that :meth:`Payloads.tail` gives, a multiple of every element size."""
+"""Maximum number of bytes that :meth:`Payloads.tail` returns, a multiple of every element size."""
 
 
 class Payloads(Protocol):
-    """The source of a :class:`~tapscope.run_format.run.Run`'s values."""
+    """Source of the tensor values of a :class:`~tapscope.run_format.run.Run`.
+
+    A ``record`` argument must have an entry.
+    """
 
     damaged: list[str]
-    """The error of each file that could not be read when the run was opened."""
+    """One error message per file that could not be read when the run was opened."""
     has_checksums: bool
-    """Whether :meth:`flaw` may find anything."""
+    """Whether :meth:`flaw` can detect corruption, i.e. the source stores checksums for some of its files."""
 
     def array(self, record: Record) -> Array:
-        """The values of a record with an entry, read-only; raises RunCorruptError if they are missing."""
+        """Return the values of ``record`` as a read-only array; raises RunCorruptError if they are missing."""
         ...
 
     def file(self, record: Record, end: int) -> Array | None:
-        """All bytes of the file that holds the payload of a record with an entry; None if the payload is not stored
-        in one piece. Raises RunCorruptError if there are fewer than ``end``."""
+        """Memory-map the whole file that contains the payload of ``record``.
+
+        Returns None if the payload is not one contiguous range of a local file. Raises RunCorruptError if the file has
+        fewer than ``end`` bytes.
+        """
         ...
 
     def tail(self, record: Record) -> bytes | None:
-        """The last :data:`TAIL` bytes of the payload, or all of a shorter one, if they need not be read; else None."""
+        """Return the last :data:`TAIL` bytes of the payload (all bytes of a shorter one).
+
+        Returns None if these bytes are not available without reading the whole payload.
+        """
         ...
 
     def lacks(self, record: Record) -> str:
-        """Why the bytes of a record with an entry cannot be in the file, without reading it; empty if they may be."""
+        """Return why the file cannot contain the payload of ``record``, judged by metadata only; empty if it can."""
         ...
 
     def suspects(self, records: Records) -> Array:
-        """Indices of records for which :meth:`lacks` may find something."""
+        """Return the indices of the records for which :meth:`lacks` may report a defect."""
         ...
 
     def flaw(self, record: Record) -> str | None:
-        """How the bytes of a record with an entry violate a checksum of their file, as the end of a sentence: empty
-        if they do not, None without a checksum.
+        """Check the payload of ``record`` against a checksum stored in its file; reads the payload.
 
-        Reads the file; raises RunCorruptError if it cannot.
+        Returns the mismatch as the end of a sentence ("its bytes ..."), an empty string if the checksum matches, or
+        None if there is no checksum. Raises RunCorruptError if the file cannot be read.
         """
         ...
 
     def missing(self, records: Records) -> list[str]:
-        """Files that are missing or too short for their records, one sentence each."""
+        """Return one sentence per file that is missing or too short for ``records``."""
         ...
 
     def close(self) -> None:
@@ -68,13 +77,13 @@ class Payloads(Protocol):
 
 
 class MappedFiles:
-    """Files, mapped on first use."""
+    """Cache of memory-mapped files; each file is mapped on first use."""
 
     def __init__(self) -> None:
         self._maps: dict[Path, Array] = {}
 
     def bytes_of(self, path: Path, end: int) -> Array:
-        """The file as bytes; raises RunCorruptError when it has fewer than ``end``."""
+        """Return the whole file as a uint8 array; raises RunCorruptError if it has fewer than ``end`` bytes."""
         mapped = self._maps.get(path)
         if mapped is None or mapped.nbytes < end:
             try:
@@ -88,12 +97,12 @@ class MappedFiles:
         return mapped
 
     def close(self) -> None:
-        """Release the maps; arrays in use keep theirs."""
+        """Release the memory maps; arrays that are still referenced keep theirs alive."""
         self._maps.clear()
 
 
 class SegmentPayloads:
-    """The segments of a tapscope run."""
+    """Payload source of a tapscope run: its segment files."""
 
     def __init__(self, run: Path) -> None:
         self._run = run
@@ -102,9 +111,9 @@ class SegmentPayloads:
         self._sizes: dict[tuple[int, str], int] = {}
         self._mapped: dict[tuple[int, str], Array] = {}
         self.has_checksums = False
-        """Records have hashes."""
+        """False: payloads are verified with the hashes of the records."""
         self.damaged: list[str] = []
-        """None: each file is checked when its values are read."""
+        """Always empty: files are checked when values are read."""
 
     def array(self, record: Record) -> Array:
         """See :class:`Payloads`."""
@@ -119,7 +128,10 @@ class SegmentPayloads:
         return np.ndarray(record.shape, dtype, data, entry.offset)
 
     def sketch(self, record: Record) -> Array:
-        """The counters of a record with a sketch, read-only; raises RunCorruptError if they are missing."""
+        """Return the counters of a record with a sketch: [256] float32, read-only.
+
+        Raises RunCorruptError if they are missing.
+        """
         assert record.sketch is not None
         entry = record.sketch.entry
         if entry.offset < 0:
@@ -138,7 +150,7 @@ class SegmentPayloads:
         return data
 
     def tail(self, record: Record) -> None:
-        """None: records have hashes."""
+        """Return None: comparisons use the hashes of the records instead."""
 
     def lacks(self, record: Record) -> str:
         """See :class:`Payloads`."""
@@ -155,7 +167,7 @@ class SegmentPayloads:
         return self._misfit(record)
 
     def _misfit(self, record: Record) -> str:
-        """The error in the entry of a record itself."""
+        """Return the inconsistency between the entry of ``record`` and its dtype and shape; empty if there is none."""
         entry = record.entry
         assert entry is not None
         try:
@@ -177,10 +189,10 @@ class SegmentPayloads:
         return np.flatnonzero(odd & records.of_kinds(_has_payload))
 
     def flaw(self, record: Record) -> None:
-        """None: records have hashes."""
+        """Return None: segments have no checksums, records have hashes."""
 
     def _size(self, kind: Kind) -> int:
-        """Bytes of the file; -1 without one."""
+        """Return the size in bytes of the file of ``kind``; -1 if there is no file."""
         if kind.file is None:
             return -1
         place = kind.rank, kind.file
@@ -190,7 +202,7 @@ class SegmentPayloads:
         return self._sizes[place]
 
     def missing(self, records: Records) -> list[str]:
-        """Segments that are missing or shorter than their records require; one stat per file."""
+        """Return one sentence per segment that is missing or too short for ``records``; calls stat once per file."""
         problems = []
         for place, end in records.ends().items():
             file = segment_path(self._run, *place)
@@ -219,7 +231,7 @@ def _has_payload(kind: Kind) -> bool:
 
 
 def _num_bytes(kind: Kind) -> int:
-    """Size of a payload; -1 for an unknown type or an impossible size."""
+    """Return the payload size in bytes that dtype and shape imply; -1 for an unknown dtype or an impossible size."""
     try:
         num_bytes = prod(kind.shape) * dtypes.itemsize(kind.dtype or "")
     except RunCorruptError:

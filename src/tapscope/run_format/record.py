@@ -11,127 +11,134 @@ from tapscope.run_format import validation
 from tapscope.run_format.stats import Stats as Stats
 
 COUNTERS = 256
-"""Counters of a sketch."""
+"""Number of counters of a sketch."""
 FORWARD = "forward"
-"""The pass of an ordinary forward."""
+"""Pass of values observed in a regular forward."""
 RECOMPUTE = "recompute"
-"""The pass of a forward that is recomputed for its backward (activation checkpointing)."""
+"""Pass of values observed when activation checkpointing recomputes the forward during the backward."""
 BACKWARD = "backward"
-"""The pass of gradients."""
+"""Pass of gradients."""
 LINE_START = b'{"type":"record"'
-"""How the lines of records begin, unlike those of steps, sites and events."""
+"""First bytes of every record line; distinguishes record lines from step, site and event lines."""
 
 
 class Key(NamedTuple):
-    """A record's identity within its run."""
+    """The identity of a record within its run."""
 
     site: str
     """``PATH:PORT``, see :mod:`tapscope.core.site`."""
     step: int
     rank: int = 0
     occurrence: int = 0
-    """Index of the firing of the site in this step, micro and pass, recorded or not."""
+    """Index of the firing within its site, step, microbatch and pass; unrecorded firings count."""
     micro: int = 0
+    """Index of the microbatch."""
     pass_: str = FORWARD
     model: str = ""
-    """Name of the model, if a process has several (actor, draft); empty for the only one."""
+    """Name of the model if a process has several, e.g. actor or draft; empty if there is only one."""
 
     @property
     def tensor_name(self) -> str:
-        """The name of the payload in its segment; unique within one rank."""
+        """Name of the payload in its segment, unique within a rank."""
         return tensor_name(self.site, self.step, self.occurrence, self.micro, self.pass_, self.model)
 
 
 def virtual_stage(number: int) -> str:
-    """The name, as :attr:`Key.model`, of one of the virtual pipeline stages of a process: parts of one model."""
+    """Return the :attr:`Key.model` of a virtual pipeline stage (model chunk) of a process, e.g. ``vp0``."""
     return f"vp{number}"
 
 
 def is_virtual_stage(model: str) -> bool:
-    """Whether a model has such a name."""
+    """Return whether ``model`` is the name of a virtual pipeline stage."""
     return model[:2] == "vp" and model[2:].isdecimal()
 
 
 def virtual_stages(models: Iterable[str]) -> dict[str, int]:
-    """Name -> number of the virtual stages of one model; empty if ``models`` are something else."""
+    """Map the names of virtual pipeline stages to their numbers.
+
+    Returns an empty dict unless ``models`` are exactly ``vp0`` to ``vpN`` with at least two stages.
+    """
     names = set(models)
     numbers = {virtual_stage(number): number for number in range(len(names))}
     return numbers if len(names) > 1 and names == set(numbers) else {}
 
 
 def tensor_name(site: str, step: int, occurrence: int, micro: int, pass_: str, model: str) -> str:
-    """The :attr:`Key.tensor_name` of a key with these members."""
+    """Return the :attr:`Key.tensor_name` for the given key fields."""
     prefix = f"{model}/" if model else ""
     return f"{prefix}{step}.{micro}.{pass_}/{site}#{occurrence}"
 
 
 class Entry(NamedTuple):
-    """Location of a record's bytes; several records may share one entry."""
+    """Location of a payload on disk; several records may share one entry."""
 
     file: str
-    """Segment file, relative to the rank's directory."""
+    """Name of the segment file, relative to the rank's directory."""
     offset: int
-    """First byte, counted from the start of the file."""
+    """Offset of the first byte from the start of the file."""
     nbytes: int
 
 
 class Slice(NamedTuple):
-    """The part of a tensor that a record holds; its shape, statistics, hash and bytes are of that part."""
+    """The slice of a tensor that a record covers: its shape, statistics, hash and payload describe only this slice."""
 
     rows: tuple[int, int, int]
-    """(start, stop, step) along the token axes (flattened, if the grid has two), else along the first axis."""
+    """(start, stop, step) along the token axes (flattened if the grid has two), otherwise along the first axis."""
     shape: tuple[int, ...]
-    """Local shape of the whole tensor."""
+    """Local shape of the unsliced tensor."""
 
 
 class StoredSketch(NamedTuple):
-    """Where the counters of a record's sketch are; see :mod:`tapscope.run_format.sketch`."""
+    """Location of the sketch of a record; see :mod:`tapscope.run_format.sketch`."""
 
     by_rows: bool
-    """Whether its elements are identified by token row and column; otherwise by their place in the tensor alone."""
+    """Whether elements are hashed by token row and column; otherwise by their position in the tensor alone."""
     crc32: int
-    """Checksum of the counters."""
+    """CRC-32 of the counters."""
     entry: Entry
-    """256 float32 counters."""
+    """Location of the 256 float32 counters."""
 
 
 class Record(NamedTuple):
-    """One observation."""
+    """One observation of a tensor (or of another value): key, metadata, digests, and the location of its payload."""
 
     key: Key
     seq: int
-    """Order within the rank, from 0."""
+    """Sequence number within the rank, from 0."""
     dtype: str | None
-    """Element type, see :mod:`tapscope.core.dtypes`; None for a value that is not a tensor."""
+    """Dtype name, see :mod:`tapscope.core.dtypes`; None if the value is not a tensor."""
     shape: tuple[int, ...]
+    """Local shape."""
     dims: str | None = None
     """Axis names and sharding, see :mod:`tapscope.core.dims`; None if undeclared."""
     rows: tuple[tuple[int, int], ...] | None = None
-    """Which slots of the step's token grid the token axis holds, as (first, count); None for all of them."""
+    """Spans (first, count) of slots in the step's token grid that the token axis covers; None for the whole grid."""
     stats: Stats | None = None
     hash: str | None = None
-    """128 bits over the bytes, order-sensitive, see docs/reference/run-format.md."""
+    """128-bit, order-sensitive hash of the bytes in hexadecimal; see docs/reference/run-format.md."""
     bag: str | None = None
-    """64 bits over the elements, order-free and additive over shards, see docs/reference/run-format.md."""
+    """64-bit, order-independent hash of the elements in hexadecimal, additive over shards; see
+    docs/reference/run-format.md."""
     entry: Entry | None = None
+    """Location of the values; None if they were not stored."""
     value: Any = None
     """A non-tensor value as ``{"type": ..., "value": ...}``."""
     slice: Slice | None = None
-    """None when the whole tensor was taken."""
+    """None if the record covers the whole tensor."""
     cap: int | None = None
-    """The rule's size cap in bytes, if the tensor was larger and only its statistics were kept; else None."""
+    """Size cap of the rule in bytes if the tensor exceeded it, so that only statistics were kept; otherwise None."""
     tags: dict[str, Any] | None = None
     """Tags of an explicit dump: name -> JSON value."""
     sketch: StoredSketch | None = None
-    """Its sketch, of a record without values; None without one."""
+    """Stored sketch of a record without values; None if there is no sketch."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the payload on disk; 0 if only statistics were kept."""
+        """Size of the stored values in bytes; 0 if they were not stored."""
         return self.entry.nbytes if self.entry else 0
 
     def _repr_html_(self) -> str:
-        """A small table for notebooks: what the tensor is, and its statistics."""
+        """Return the metadata and statistics of the record as an HTML table for notebooks."""
         key, stats = self.key, self.stats
         facts = [("step", str(key.step)), ("rank", str(key.rank)), ("dtype", self.dtype or "value")]
         facts += [("shape", shape(self.shape)), ("dims", self.dims or "")]
@@ -142,14 +149,14 @@ class Record(NamedTuple):
 
     @property
     def payload(self) -> tuple[Entry, str, tuple[int, ...]] | None:
-        """(entry, dtype, shape) of what is stored: the values or the counters of a sketch; None without any."""
+        """(entry, dtype, shape) of the stored payload, i.e. of the values or of the sketch; None if there is none."""
         if self.sketch is not None:
             return self.sketch.entry, "float32", (COUNTERS,)
         return None if self.entry is None or self.dtype is None else (self.entry, self.dtype, self.shape)
 
 
 def to_json(record: Record) -> dict[str, Any]:
-    """The ``record`` line of docs/reference/run-format.md; fields at their default are left out."""
+    """Return the ``record`` line of docs/reference/run-format.md; fields with default values are omitted."""
     key = record.key
     line: dict[str, Any] = {"type": "record", "seq": record.seq, "site": key.site, "step": key.step}
     if key.occurrence:
@@ -185,12 +192,15 @@ def to_json(record: Record) -> dict[str, Any]:
 
 
 def from_json(line: dict[str, Any], rank: int) -> Record:
-    """The inverse of :func:`to_json`; raises KeyError, TypeError or ValueError for a malformed line."""
+    """Parse a ``record`` line, the inverse of :func:`to_json`.
+
+    Raises KeyError, TypeError or ValueError for a malformed line.
+    """
     get = line.get
     site, step, seq, dtype = line["site"], line["step"], line["seq"], get("dtype")
     occurrence, micro, pass_, model = get("occurrence", 0), get("micro", 0), get("pass", FORWARD), get("model", "")
     dims, hash_, bag, shape = get("dims"), get("hash"), get("bag"), get("shape", _SCALAR)
-    # A fast check for the common case: runs hold hundreds of thousands of records.
+    # Fast check for the common case, because runs have hundreds of thousands of records.
     if not (
         type(site) is type(pass_) is type(model) is str
         and type(step) is type(seq) is type(occurrence) is type(micro) is int
@@ -229,7 +239,7 @@ _TEXT = {str, type(None)}
 
 
 def _check(line: dict[str, Any]) -> None:
-    """Raise ValueError for a member that is not a string or a count; not if only the site is not ASCII."""
+    """Raise ValueError for a field that must be a string or a count and is not; a non-ASCII site is valid."""
     for name, default in (("site", ()), ("pass", (FORWARD,)), ("model", ("",))):
         validation.text(line, name, *default)
     for name in ("dims", "hash", "bag"):
@@ -260,7 +270,7 @@ def _slice_from_json(part: dict[str, Any]) -> Slice:
 
 
 def encode(record: Record) -> bytes:
-    """One JSON line without its newline, UTF-8."""
+    """Encode a record as one line of UTF-8 JSON, without the newline."""
     return _ENCODER.encode(to_json(record)).encode()
 
 

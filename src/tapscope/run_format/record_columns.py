@@ -1,4 +1,4 @@
-"""Parts: a record split into the columns of :class:`~tapscope.run_format.records.Records`."""
+"""Parts: convert records to and from the columns of :class:`~tapscope.run_format.records.Records`."""
 
 from collections.abc import Iterable, Sequence
 from operator import add, attrgetter
@@ -11,7 +11,7 @@ from tapscope.run_format.record import Entry, Record
 from tapscope.run_format.stats import Stats
 
 HASH, DIGESTS = 16, 24
-"""Bytes of a hash, and of a hash and a bag."""
+"""Size in bytes of a hash, and of a hash followed by a bag."""
 NO_COUNTS, NO_SUMS = (0,) * 6, (0.0,) * 5
 NO_HASH, NO_BAG = "00" * HASH, "00" * (DIGESTS - HASH)
 _INT64 = 1 << 63
@@ -21,7 +21,7 @@ _NO_ROW = _row(*NO_COUNTS, *NO_SUMS)
 
 
 class Kind(NamedTuple):
-    """The members that many records share."""
+    """Record fields that many records share; stored once per distinct combination."""
 
     rank: int
     occurrence: int
@@ -32,32 +32,32 @@ class Kind(NamedTuple):
     shape: tuple[int, ...]
     dims: str | None
     file: str | None
-    """File of the payload; None without one."""
+    """Segment file of the payload; None without a payload."""
     has_hash: bool
     has_bag: bool
     has_stats: bool
 
 
 class Parts(NamedTuple):
-    """A record; members that its kind lacks are zero."""
+    """A record split into columns; fields that the record lacks (see :class:`Kind`) are zero."""
 
     kind: Kind
     site: str
     step: int
     seq: int
     offset: int
-    """First byte of the payload."""
+    """Offset of the payload in its file."""
     nbytes: int
     digests: bytes
-    """Hash and bag."""
+    """Hash followed by bag, 24 bytes."""
     counts: tuple[int, ...]
-    """Counts of the statistics, in their order."""
+    """The six counts of the statistics, in the field order of :class:`.Stats`."""
     sums: tuple[float, ...]
-    """Minimum, maximum, and the sums."""
+    """Minimum, maximum, largest magnitude, sum and sum of squares."""
 
 
 def parts_of(record: Record) -> Parts | None:
-    """A record's parts; None if they cannot reproduce it."""
+    """Split a record into columns; return None if the columns cannot represent the record exactly."""
     key, stats, entry = record.key, record.stats, record.entry
     digests, (counts, sums) = digests_of(record.hash, record.bag), numbers_of(stats)
     file, offset, nbytes = (None, 0, 0) if entry is None else entry
@@ -72,7 +72,10 @@ def parts_of(record: Record) -> Parts | None:
 
 
 def bare(record: Record) -> Record:
-    """The parts of a record; without a payload its offset is -1."""
+    """Return a copy of ``record`` reduced to fields that columns can represent.
+
+    Digests become zeros, and an offset outside int64 becomes -1.
+    """
     entry = record.entry
     if entry is not None and not -_INT64 <= entry.offset < _INT64:
         entry = Entry(entry.file, -1, entry.nbytes)
@@ -81,7 +84,10 @@ def bare(record: Record) -> Record:
 
 
 def digests_of(hash_: str | None, bag: str | None) -> bytes | None:
-    """The bytes of a hash and a bag, zeros for None; None if they are not in canonical form."""
+    """Convert a hexadecimal hash and bag to bytes, zeros for a missing one.
+
+    Returns None if either is not in canonical form, i.e. lower case and of full length.
+    """
     text = (NO_HASH if hash_ is None else hash_) + (NO_BAG if bag is None else bag)
     try:
         digests = bytes.fromhex(text)
@@ -92,7 +98,10 @@ def digests_of(hash_: str | None, bag: str | None) -> bytes | None:
 
 
 def joined_digests(hashes: Sequence[str | None], bags: Sequence[str | None]) -> bytes | None:
-    """As :func:`digests_of`, of many concatenated; None if one is not in canonical form."""
+    """Convert the hashes and bags of many records like :func:`digests_of`, and concatenate the results.
+
+    Returns None if any digest is not in canonical form.
+    """
     ours = [NO_HASH if one is None else one for one in hashes], [NO_BAG if one is None else one for one in bags]
     if {*map(len, ours[0])} - {len(NO_HASH)} or {*map(len, ours[1])} - {len(NO_BAG)}:
         return None
@@ -100,7 +109,7 @@ def joined_digests(hashes: Sequence[str | None], bags: Sequence[str | None]) -> 
 
 
 def digests_from(text: str) -> bytes | None:
-    """The bytes of hexadecimal digits; None if they are not in canonical form."""
+    """Convert hexadecimal digits to bytes; return None if they are invalid or not in lower case."""
     try:
         digests = bytes.fromhex(text)
     except ValueError:
@@ -109,17 +118,20 @@ def digests_from(text: str) -> bytes | None:
 
 
 def numbers_of(stats: Any) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """Counts and sums of :class:`~tapscope.run_format.stats.Stats`, as :class:`Parts` has them."""
+    """Return the ``counts`` and ``sums`` of :class:`Parts` for the given :class:`.Stats`; zeros for None."""
     return (NO_COUNTS, NO_SUMS) if stats is None else (_counts(stats), _sums(stats))
 
 
 def joined_numbers(stats: Iterable[Any]) -> tuple[bytes, bytes]:
-    """As :func:`numbers_of`, of many: int64 and float64. Counts must be below 2**63."""
+    """Return the concatenated counts (int64 bytes) and sums (float64 bytes) of many :class:`.Stats`.
+
+    Counts must be below 2**63.
+    """
     rows = b"".join([_NO_ROW if one is None else _row(*_numbers(one)) for one in stats])
     table = np.frombuffer(rows, np.int64).reshape(-1, len(NO_COUNTS) + len(NO_SUMS))
     return table[:, : len(NO_COUNTS)].tobytes(), table[:, len(NO_COUNTS) :].tobytes()
 
 
 def _fit(counts: tuple[int, ...], sums: tuple[float, ...]) -> bool:
-    """Whether these are 64-bit integers and floats: a minimum may be None, a sum written as ``0``."""
+    """Return whether the columns can store these numbers: a count may exceed 64 bits, a sum may be None or an int."""
     return max(counts) < _INT64 and {*map(type, sums)} == {float}

@@ -1,9 +1,9 @@
-"""Record index: the records of one file as the columns of :class:`.Records`, stored next to it so that it opens fast.
+"""Record index: a cache of the records of ``records.jsonl`` as the columns of :class:`.Records`, for fast opening.
 
-``records.jsonl.index`` covers a prefix of ``records.jsonl``, whose size and SHA-256 it states: lines appended later are
-read as usual, and an index of other bytes is ignored and replaced. Lines that are not plain records are kept verbatim,
-so that opening finds the same events, steps and problems. The recorder writes an index after the last rank has left,
-and the first reader does where there is none and the directory may be written; nothing depends on its presence.
+``records.jsonl.index`` covers a prefix of ``records.jsonl`` and states its size and SHA-256: lines appended later are
+parsed as usual, and an index that does not match is ignored and replaced. Lines that are not plain records are kept
+verbatim, so that opening yields the same events, steps and problems. The recorder writes an index after the last rank
+disconnected; otherwise the first reader does, if the directory is writable. The index is optional.
 """
 
 import hashlib
@@ -29,52 +29,52 @@ _VERSION = 1
 _MAX_HEADER = 256 << 20
 _BLOCK = 1 << 20
 _CHECK = 9
-"""Bytes of the CRC-32 in front of the header."""
+"""Length of the CRC-32 prefix of the header in bytes: 8 hexadecimal digits and a space."""
 _SCALARS = {"_kind": np.int32, "_step": np.int64, "_seq": np.int64, "_offset": np.int64, "_nbytes": np.int64}
 _NUMBERS = {"_counts": np.int64, "_sums": np.float64}
 _KIND = tuple[
     int, int, str, str, str | None, tuple[int, ...], str | None, str | None, bool, bool, bool
-]  # of Kind, without the rank
+]  # the fields of Kind without the rank
 
 
 class OtherLine(Struct, frozen=True, array_like=True):
-    """A line that is not read by columns: not a record, or one that they cannot reproduce, or unreadable."""
+    """A line that the columns do not represent: not a record, an irregular record, or unreadable."""
 
     number: int
-    """From 1."""
+    """Line number, from 1."""
     text: str
-    """Decoded as Latin-1, so that any bytes fit."""
+    """The line decoded as Latin-1, which is valid for any bytes."""
     num_records: int
-    """Records in columns before it."""
+    """Number of records in the columns that precede the line."""
 
 
 class _Header(Struct, frozen=True):
     version: int
     size: int
-    """Bytes of the file that are covered, whole lines."""
+    """Size of the covered prefix of the file in bytes; a prefix consists of whole lines."""
     sha256: str
-    """Of these bytes."""
+    """SHA-256 of the covered prefix."""
     num_lines: int
     num_records: int
     kinds: list[_KIND]
     sites: list[str]
     others: list[OtherLine]
     crc32: int
-    """Of the columns, which follow this header."""
+    """CRC-32 of the columns, which follow this header."""
 
 
 class RecordIndex(Struct, frozen=True):
-    """The covered part of a file."""
+    """Parsed content of the covered prefix of a ``records.jsonl``."""
 
     records: Records
     others: list[OtherLine]
     size: int
-    """Bytes of the file that are covered."""
+    """Size of the covered prefix in bytes."""
     num_lines: int
 
 
 def read_record_index(path: Path, rank: int) -> RecordIndex | None:
-    """The index of a file of lines; None without one, and for one that does not match the file."""
+    """Read the index of the ``records.jsonl`` at ``path``; None if missing, damaged or not matching the file."""
     try:
         with reading(f"{path}{SUFFIX}") as file:
             head = file.readline(_MAX_HEADER)
@@ -93,7 +93,7 @@ def read_record_index(path: Path, rank: int) -> RecordIndex | None:
 
 
 def state_of(path: Path) -> tuple[int, ...] | None:
-    """A file's state, which changes when it is replaced or written to; None if there is none."""
+    """Return (device, inode, size, mtime) of a file, which changes if it is replaced or written; None if missing."""
     try:
         status = os.stat(path)
     except OSError:
@@ -102,10 +102,10 @@ def state_of(path: Path) -> tuple[int, ...] | None:
 
 
 def write_record_index(path: Path, index: RecordIndex, state: tuple[int, ...] | None) -> None:
-    """Write an index next to a file; where that fails, the reason is logged at debug level, and nothing is written.
+    """Write ``index`` next to the file at ``path``; a failure is logged at debug level and leaves no file.
 
-    ``state`` is that of the file before it was read: where it has changed since, nothing is written, because the index
-    would hold the records of some bytes and the SHA-256 of others.
+    ``state`` is the :func:`state_of` the file before it was read. If the state has changed, nothing is written, because
+    the records and the SHA-256 would describe different content.
     """
     try:
         with replacing(Path(f"{path}{SUFFIX}")) as file:
@@ -118,7 +118,7 @@ def write_record_index(path: Path, index: RecordIndex, state: tuple[int, ...] | 
 
 
 def _write(file: BinaryIO, path: Path, index: RecordIndex) -> None:
-    """Raises ValueError if the file became shorter."""
+    """Write the header and columns of ``index`` to ``file``; raises ValueError if the file at ``path`` shrank."""
     records, sha256 = index.records, digest_of(path, index.size)
     if sha256 is None:
         raise ValueError(f"the file has fewer than {index.size:,} bytes")
@@ -140,7 +140,7 @@ def _check(text: bytes) -> bytes:
 
 
 def digest_of(path: Path, size: int) -> str | None:
-    """SHA-256 of the first bytes of a file; None if it has fewer. Raises OSError."""
+    """Return the SHA-256 of the first ``size`` bytes of a file; None if it has fewer. Raises OSError."""
     hasher, room = hashlib.sha256(), memoryview(bytearray(_BLOCK))
     with reading(path) as file:
         left = size
@@ -151,12 +151,12 @@ def digest_of(path: Path, size: int) -> str | None:
 
 
 def _row_size() -> int:
-    """Bytes of a record."""
+    """Return the number of bytes per record in the columns."""
     return 4 + DIGESTS + sum(np.dtype(kind).itemsize for kind in _SCALARS.values()) + 8 * len((*NO_COUNTS, *NO_SUMS))
 
 
 def _records(header: _Header, file: BinaryIO, rank: int) -> Records:
-    """Raises ValueError for columns that no lines give, or that are damaged."""
+    """Read the columns after the header; raises ValueError if they are damaged or contain impossible values."""
     records, num = Records(), header.num_records
     for kind in header.kinds:
         if (kind[4] is not None and kind[4] not in NAMES) or len(kind[5]) > MAX_AXES:
@@ -194,17 +194,17 @@ def _records(header: _Header, file: BinaryIO, rank: int) -> Records:
 
 
 def remove_record_index(path: Path) -> None:
-    """Remove the index of a file that is replaced; raises OSError."""
+    """Remove the index of the file at ``path``, if any; raises OSError."""
     Path(f"{path}{SUFFIX}").unlink(missing_ok=True)
 
 
 def without(records: Records, places: list[int]) -> Records:
-    """The records except those at some indices."""
+    """Return ``records`` without those at the indices ``places``."""
     return records.take(np.delete(np.arange(len(records)), places)) if places else records
 
 
 def with_others(records: Records, others: Records, before: list[int]) -> Records:
-    """``records`` with others inserted; ``before``: how many of the records are before each of them."""
+    """Insert ``others`` into ``records``; ``before`` is the number of ``records`` that precede each of them."""
     if not len(others):
         return records
     num = len(records)

@@ -1,7 +1,7 @@
-"""Parses and checks record lines, nearly all lines of a run, in one step.
+"""Fast parser of record lines: parses and validates in one pass.
 
-There are hundreds of thousands of records, and parsing a line and then checking each member takes several times as
-long. Unusual and invalid lines are left to :func:`.record.from_json`, which also reports the error.
+Nearly all lines of a run are record lines, often hundreds of thousands; parsing a line and then checking each field
+takes several times as long. Unusual and invalid lines are left to :func:`.record.from_json`, which also reports errors.
 """
 
 from operator import attrgetter
@@ -41,12 +41,12 @@ class _Entry(NamedTuple):
 
 
 class _Line(Struct, tag_field="type", tag="record", gc=False):
-    """The members that are read here, see docs/reference/run-format.md."""
+    """Fields of a record line that this parser supports, see docs/reference/run-format.md."""
 
     seq: _Count
     site: str
     step: _Count
-    dtype: Literal[*NAMES]  # type: ignore[valid-type]  # which are not literals to a type checker
+    dtype: Literal[*NAMES]  # type: ignore[valid-type]  # not literals to a type checker
     shape: Annotated[tuple[_Count, ...], Meta(max_length=MAX_AXES)] = ()
     occurrence: _Count = 0
     micro: _Count = 0
@@ -66,7 +66,7 @@ class _Line(Struct, tag_field="type", tag="record", gc=False):
 
 
 class _Site(Struct, tag_field="type", tag="site"):
-    """In a block: a line that is not a record, parsed elsewhere; likewise the classes below."""
+    """A line in a block that is not a record and is parsed elsewhere, like the following classes."""
 
 
 class _Step(Struct, tag_field="type", tag="step"):
@@ -82,11 +82,11 @@ class _Event(Struct, tag_field="type", tag="event"):
 
 
 class _Exact(_Line, tag_field="type", tag="record", forbid_unknown_fields=True, gc=False):
-    """A line without other members."""
+    """A record line without unknown fields."""
 
 
 class SiteLine(Struct, tag_field="type", tag="site", gc=False):
-    """The members of a ``site`` line."""
+    """Fields of a ``site`` line."""
 
     site: str
     cls: str = msgspec.field(name="class")
@@ -103,23 +103,26 @@ _about = attrgetter(*Kind._fields[1:8])
 
 
 class RecordLines:
-    """Reads the record lines of one rank."""
+    """Parser of the record lines of one rank; appends to a :class:`.Records`."""
 
     __slots__ = ("_decode", "_into", "_rank")
 
     def __init__(self, rank: int, into: Records, *, exact: bool = False) -> None:
-        """``exact``: :meth:`read` accepts only lines that the record reproduces exactly."""
+        """Append parsed records to ``into``; with ``exact``, :meth:`read` rejects lines with unknown fields."""
         self._rank = rank
         self._into = into
         self._decode = _decode_exact if exact else _decode
 
     def into(self, records: Records) -> None:
-        """Add further records to others."""
+        """Append all further records to ``records``."""
         self._into = records
 
     def read_block(self, block: bytes, num_lines: int) -> list[int] | None:
-        """Read the records among ``num_lines`` whole lines. Returns the numbers of the other lines, from 0, or None,
-        with nothing read, if the lines must be parsed one by one."""
+        """Parse the records in a block of ``num_lines`` complete lines.
+
+        Returns the indices of the other lines, from 0. Returns None, with nothing appended, if the lines must be parsed
+        one by one.
+        """
         if not block.isascii():  # invalid UTF-8 goes unnoticed in skipped members
             return None
         try:
@@ -135,7 +138,7 @@ class RecordLines:
         return others if self._take(own) else None
 
     def _take(self, lines: list[_Line]) -> bool:
-        """Add them; False if digests are not in canonical form."""
+        """Append the records of ``lines``; return False, with nothing appended, if a digest is not canonical."""
         digests = joined_digests([line.hash for line in lines], [line.bag for line in lines])
         if digests is None:
             return False
@@ -159,7 +162,7 @@ class RecordLines:
         return True
 
     def read(self, line: bytes) -> bool:
-        """Whether the line is a record that this parser handles."""
+        """Parse one line and append its record; return False if it is not a record that this parser supports."""
         if not line.isascii():  # invalid UTF-8 goes unnoticed in skipped members
             return False
         try:
@@ -178,7 +181,7 @@ class RecordLines:
 
 
 def read_site(line: bytes) -> SiteLine | None:
-    """A ``site`` line; None for others, and for unusual ones, which are left to the careful reader."""
+    """Parse a ``site`` line; None for other lines and for unusual ones, which are left to the general parser."""
     if not line.isascii():
         return None
     try:

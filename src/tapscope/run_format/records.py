@@ -1,7 +1,7 @@
-"""Records: the records of a run as columns, a fifth of the memory of objects.
+"""Records: a columnar sequence of records that needs a fifth of the memory of record objects.
 
-A :class:`.Record` is created on access. Rare members (a non-tensor value, rows, a slice, tags) have no column: such a
-record is also kept as an object.
+A :class:`.Record` is created on access. Rare fields (non-tensor value, rows, slice, tags, ...) have no column: a record
+that uses one is "irregular" and is additionally stored as an object.
 """
 
 from array import array
@@ -19,17 +19,20 @@ Array = np.ndarray[Any, Any]
 _COUNTS, _SUMS = len(NO_COUNTS), len(NO_SUMS)
 _INT64 = 1 << 63
 _NO_DIGESTS = bytes(DIGESTS)
-_make = tuple.__new__  # as NamedTuple's, in half the time
+_make = tuple.__new__  # creates a NamedTuple in half the time of its constructor
 
 
 class Records(Sequence[Record]):
-    """A sequence of records, equal to any sequence of equal records. Readers append; afterwards it does not change."""
+    """A sequence of records, stored as columns.
+
+    Compares equal to any sequence of equal records. Readers append records; after loading, the sequence is immutable.
+    """
 
     def __init__(self, records: Iterable[Record] = ()) -> None:
         self.kinds: list[Kind] = []
-        """Distinct kinds, possibly some without a record."""
+        """Distinct kinds; some may be unused by any record."""
         self.site_names: list[str] = []
-        """Distinct sites, possibly some without a record."""
+        """Distinct sites; some may be unused by any record."""
         self._codes: dict[tuple[Any, ...], int] = {}
         self._site_codes: dict[str, int] = {}
         self._site, self._kind, self._step, self._seq, self._offset, self._nbytes = (
@@ -39,7 +42,7 @@ class Records(Sequence[Record]):
         )
         self._digests, self._counts, self._sums = bytearray(), array("q"), array("d")
         self._odd: dict[int, Record] = {}
-        """Records that the columns cannot reproduce, by index."""
+        """Index -> record, for the irregular records, which the columns cannot represent."""
         self.extend(records)
 
     def extend(self, records: Iterable[Record]) -> None:
@@ -67,13 +70,13 @@ class Records(Sequence[Record]):
         offset: int,
         nbytes: int,
     ) -> None:
-        """As :meth:`append`, of a record with a payload and nothing else."""
+        """Append a record with a payload but without digests, statistics or irregular fields."""
         site, step, rank, occurrence, micro, pass_, model = key
         kind = (rank, occurrence, micro, pass_, model, dtype, shape, dims, file, False, False, False)
         self.add(kind, site, step, seq, offset, nbytes, _NO_DIGESTS, NO_COUNTS, NO_SUMS)
 
     def join(self, other: "Records") -> None:
-        """Append all records of others."""
+        """Append all records of ``other``."""
         self._odd.update((len(self) + at, record) for at, record in other._odd.items())
         kinds, sites = [self._code(kind) for kind in other.kinds], self._codes_of(other.site_names)
         self._kind.frombytes(_bytes(np.array(kinds or [0], np.int32)[other.kind]))
@@ -94,7 +97,7 @@ class Records(Sequence[Record]):
         return code
 
     def _codes_of(self, sites: Iterable[str]) -> list[int]:
-        """Their indices in :attr:`site_names`, which those that are new join."""
+        """Return the index of each site in :attr:`site_names`, appending sites seen for the first time."""
         codes = self._site_codes
         return [code if (code := codes.get(site)) is not None else self._site_code(site) for site in sites]
 
@@ -110,7 +113,7 @@ class Records(Sequence[Record]):
         counts: tuple[int, ...],
         sums: tuple[float, ...],
     ) -> None:
-        """As :meth:`append`, of the :class:`~tapscope.run_format.record_columns.Parts` of one."""
+        """Append a record given as the fields of :class:`~tapscope.run_format.record_columns.Parts`."""
         code, site_code = self._codes.get(kind), self._site_codes.get(site)
         self._site.append(self._site_code(site) if site_code is None else site_code)
         self._kind.append(self._code(kind) if code is None else code)
@@ -134,7 +137,10 @@ class Records(Sequence[Record]):
         counts: bytes,
         sums: bytes,
     ) -> None:
-        """As :meth:`add`, of many; ``digests``, ``counts`` (int64) and ``sums`` (float64) are those of all in a row."""
+        """Append many records given as columns of the fields of :meth:`add`.
+
+        ``digests``, ``counts`` (int64) and ``sums`` (float64) are the concatenated bytes of all records.
+        """
         codes = self._codes
         self._kind.extend([code if (code := codes.get(kind)) is not None else self._code(kind) for kind in kinds])
         self._site.extend(self._codes_of(sites))
@@ -160,7 +166,7 @@ class Records(Sequence[Record]):
         counts: Array,
         sums: Array,
     ) -> None:
-        """As :meth:`add_many`, from arrays; ``kind_of`` and ``site_of`` are indices of ``kinds`` and ``sites``."""
+        """Append many records given as arrays; ``kind_of`` and ``site_of`` index into ``kinds`` and ``sites``."""
         self._kind.frombytes(_bytes(np.array([*map(self._code, kinds)] or [0], np.int32)[kind_of]))
         self._site.frombytes(_bytes(np.array(self._codes_of(sites) or [0], np.int32)[site_of]))
         whole = (self._step, step), (self._seq, seq), (self._offset, offset), (self._nbytes, nbytes)
@@ -217,32 +223,32 @@ class Records(Sequence[Record]):
 
     @property
     def sites(self) -> list[str]:
-        """The site of each record; created at each access."""
+        """Site of each record; the list is built on every access."""
         names = self.site_names
         return [names[code] for code in self._site]
 
     def places_of(self, site: str) -> Array:
-        """Indices of the records of a site."""
+        """Return the indices of the records of ``site``."""
         return np.flatnonzero(self.site == self._site_codes.get(site, -1))
 
     def site_at(self, place: int) -> str:
-        """The site of one record."""
+        """Return the site of the record at index ``place``."""
         return self.site_names[self._site[place]]
 
     def kind_at(self, place: int) -> Kind:
-        """The kind of one record."""
+        """Return the kind of the record at index ``place``."""
         return self.kinds[self._kind[place]]
 
     def hashes_at(self, places: Sequence[int]) -> list[str | None]:
-        """The hashes of some records, None where there is none."""
+        """Return the hash of each record at ``places``; None for a record without a hash."""
         return self._digests_at(places, slice(0, HASH), lambda kind: kind.has_hash, lambda record: record.hash)
 
     def bags_at(self, places: Sequence[int]) -> list[str | None]:
-        """The multiset hashes of some records, None where there is none."""
+        """Return the bag (multiset hash) of each record at ``places``; None for a record without a bag."""
         return self._digests_at(places, slice(HASH, DIGESTS), lambda kind: kind.has_bag, lambda record: record.bag)
 
     def digest_words(self, places: Array, what: Literal["hashes", "bags"]) -> Array:
-        """[places, words] uint64: the columns of hashes or multiset hashes; zeros for a record without one."""
+        """Return the hashes or bags at ``places`` as [places, words] uint64; zeros for a record without one."""
         part = slice(0, HASH) if what == "hashes" else slice(HASH, DIGESTS)
         return np.ascontiguousarray(np.asarray(self._digests).reshape(-1, DIGESTS)[places, part]).view(np.uint64)
 
@@ -262,14 +268,16 @@ class Records(Sequence[Record]):
         return digests
 
     def hash_bytes(self, places: Array) -> list[bytes]:
-        """The hashes at some indices, 16 bytes each; zeros for a record without one."""
+        """Return the hash of each record at ``places`` as 16 bytes; zeros for a record without a hash."""
         chosen = np.asarray(self._digests).reshape(-1, DIGESTS)[places, :HASH].tobytes()
         return [chosen[at : at + HASH] for at in range(0, len(chosen), HASH)]
 
     @property
     def forms(self) -> Array:
-        """[records] int64: equal for records that differ only in site, order, digests, statistics and where their
-        payload is stored; -1 for records that the columns cannot reproduce."""
+        """[records] int64: group id of each record; -1 for irregular records.
+
+        Records of a group differ only in site, sequence number, digests, statistics and payload location.
+        """
         _, steps = np.unique(self.step, return_inverse=True)
         known: dict[Kind, int] = {}
         placeless = (kind if kind.file is None else kind._replace(file="") for kind in self.kinds)
@@ -279,7 +287,7 @@ class Records(Sequence[Record]):
         return forms
 
     def seq_at(self, place: int) -> int:
-        """The seq of one record."""
+        """Return the ``seq`` of the record at index ``place``."""
         return self._seq[place]
 
     @property
@@ -294,67 +302,75 @@ class Records(Sequence[Record]):
 
     @property
     def step(self) -> Array:
-        """[records] int64: step of each."""
+        """[records] int64: step of each record."""
         return np.asarray(self._step)
 
     @property
     def offset(self) -> Array:
-        """[records] int64: first byte of the payload; -1 without one."""
+        """[records] int64: offset of the payload in its file; 0 for a record without payload."""
         return np.asarray(self._offset)
 
     @property
     def nbytes(self) -> Array:
-        """[records] int64: bytes of the payload; 0 without one."""
+        """[records] int64: size of the payload in bytes; 0 for a record without payload."""
         return np.asarray(self._nbytes)
 
     @property
     def seq(self) -> Array:
-        """[records] int64: order within the rank."""
+        """[records] int64: sequence number within the rank."""
         return np.asarray(self._seq)
 
     @property
     def counts(self) -> Array:
-        """[records, 6] int64: the counts of the statistics in the order of :class:`.Stats`; zeros for a
-        record without statistics and for one of :attr:`irregular_places`."""
+        """[records, 6] int64: counts of the statistics, in the field order of :class:`.Stats`.
+
+        Zeros for records without statistics and for irregular records.
+        """
         return np.asarray(self._counts).reshape(-1, _COUNTS)
 
     @property
     def sums(self) -> Array:
-        """[records, 5] float64: minimum, maximum, largest magnitude, sum and sum of squares; as :attr:`counts`."""
+        """[records, 5] float64: minimum, maximum, largest magnitude, sum and sum of squares.
+
+        Zeros for records without statistics and for irregular records.
+        """
         return np.asarray(self._sums).reshape(-1, _SUMS)
 
     @property
     def irregular_places(self) -> list[int]:
-        """Indices of the records that the columns cannot reproduce: their statistics and digests are not in them."""
+        """Indices of the irregular records, whose statistics and digests are not in the columns."""
         return list(self._odd)
 
     def hashes(self) -> tuple[list[str | None], list[str | None]]:
-        """Hash and bag of each, without creating the records."""
+        """Return the hashes and the bags of all records, without creating record objects."""
         places = range(len(self))
         return self.hashes_at(places), self.bags_at(places)
 
     def which(self, holds: Callable[[Kind], Any]) -> Array:
-        """Indices of the records whose kind satisfies ``holds``, in order."""
+        """Return the ascending indices of the records whose kind satisfies the predicate ``holds``."""
         return np.flatnonzero(self.of_kinds(holds))
 
     def of_kinds(self, tell: Callable[[Kind], Any]) -> Array:
-        """[records]: ``tell`` of each record's kind."""
+        """Return ``tell(kind)`` of each record as a [records] array; ``tell`` is called once per distinct kind."""
         return np.array([tell(kind) for kind in self.kinds] or [0])[self.kind]
 
     def of_sites(self, tell: Callable[[str], Any], kind: type = bool) -> Array:
-        """[records] bool, or another ``kind``: ``tell`` of each record's site."""
+        """Return ``tell(site)`` of each record as a [records] array of dtype ``kind``, calling it once per site."""
         codes = self._site_first()[0]
         values: Array = np.zeros(len(self.site_names), kind)
         values[codes] = np.fromiter(map(tell, map(self.site_names.__getitem__, codes.tolist())), kind, len(codes))
         return values[self.site]
 
     def distinct_sites(self) -> list[str]:
-        """In order of their first records."""
+        """Return the distinct sites in order of their first records."""
         return [self.site_names[code] for code in self._site_first()[0].tolist()]
 
     def _site_first(self, places: Array | None = None) -> tuple[Array, Array]:
-        """Indices into :attr:`site_names` of those that occur, in order of their first records, and the indices of
-        these records; among the records at some ascending indices, or all."""
+        """Find the distinct sites among the records at ``places`` (ascending; default: all records).
+
+        Returns their indices in :attr:`site_names`, ordered by first record, and the position of that first record in
+        ``places``.
+        """
         site = self.site if places is None else self.site[places]
         first = np.full(len(self.site_names), len(site))
         np.minimum.at(first, site, np.arange(len(site)))
@@ -362,7 +378,7 @@ class Records(Sequence[Record]):
         return codes, first[codes]
 
     def ends(self) -> dict[tuple[int, str], int]:
-        """(rank, file) -> end of its last payload."""
+        """Return (rank, file) -> end offset of the last payload in that file."""
         places: dict[tuple[int, str], int] = {}
         at = self.of_kinds(lambda k: -1 if k.file is None else places.setdefault((k.rank, k.file), len(places)))
         wide = object if np.max([self.offset, self.nbytes], initial=0) >= _INT64 // 2 else np.int64
@@ -372,11 +388,11 @@ class Records(Sequence[Record]):
         return {place: int(ends[code]) for place, code in places.items() if code in used}
 
     def per_step(self) -> Counter[tuple[int, int]]:
-        """(rank, step) -> number of records."""
+        """Return (rank, step) -> number of records."""
         return Counter({(rank, step): len(places) for (step, rank), places in self.by_step().items()})
 
     def by_step(self) -> dict[tuple[int, int], Array]:
-        """(step, rank) -> indices of its records, in order."""
+        """Return (step, rank) -> indices of the records of that step and rank, ascending."""
         if not len(self):
             return {}
         ranks = self.of_kinds(lambda kind: kind.rank)
@@ -388,21 +404,27 @@ class Records(Sequence[Record]):
         return dict(zip(keys, np.split(order, starts), strict=True))
 
     def site_codes(self) -> tuple[dict[str, int], Array]:
-        """Distinct sites by their number, in order of their first records; [records] int32: the number of each."""
+        """Number the distinct sites in order of their first records.
+
+        Returns site -> number, and the number of each record's site as [records] int32.
+        """
         codes, _ = self._site_first()
         number_of = np.zeros(len(self.site_names), np.int32)
         number_of[codes] = np.arange(len(codes))
         return {self.site_names[code]: number for number, code in enumerate(codes.tolist())}, number_of[self.site]
 
     def first_seqs(self, places: Array | None = None) -> dict[str, int]:
-        """Site -> ``seq`` of its first record, in order; of the records at some ascending indices, or of all."""
+        """Return site -> ``seq`` of its first record, in that order.
+
+        ``places`` (ascending indices) restricts the records that are considered.
+        """
         codes, first = self._site_first(places)
         seqs = self.seq[first if places is None else places[first]].tolist()
         return dict(zip([self.site_names[code] for code in codes.tolist()], seqs, strict=True))
 
     @property
     def nonfinite(self) -> Array:
-        """[records] int64: values that are not finite; 0 without statistics."""
+        """[records] int64: number of NaN and infinite elements; 0 without statistics."""
         counts: Array = self.counts[:, 1:4].sum(1)
         for place, record in self._odd.items():
             counts[place] = record.stats.nonfinite if record.stats else 0
@@ -410,7 +432,7 @@ class Records(Sequence[Record]):
 
     @property
     def absmax(self) -> Array:
-        """[records] float64: the largest finite magnitude; nan without statistics or a finite value."""
+        """[records] float64: largest finite magnitude; NaN without statistics or without a finite element."""
         values = np.where(self.of_kinds(lambda kind: kind.has_stats).astype(bool), self.sums[:, 2], np.nan)
         for place, record in self._odd.items():
             largest = record.stats.absmax if record.stats else None
@@ -419,7 +441,7 @@ class Records(Sequence[Record]):
 
     @property
     def rms(self) -> Array:
-        """[records] float64: root mean square of the finite elements; nan without statistics or a finite element."""
+        """[records] float64: root mean square of the finite elements; NaN without statistics or a finite element."""
         finite = (self.counts[:, 0] - self.counts[:, 1:4].sum(1)).astype(np.float64)
         finite[finite == 0] = np.nan
         values: Array = np.sqrt(np.maximum(self.sums[:, 4], 0.0) / finite)
@@ -429,7 +451,7 @@ class Records(Sequence[Record]):
         return values
 
     def largest_first(self) -> Array:
-        """Indices by magnitude, records with values that are not finite before all."""
+        """Return the record indices by descending :attr:`absmax`, records with non-finite values first."""
         order: Array = np.lexsort((-np.nan_to_num(self.absmax), self.nonfinite == 0))
         return order
 
@@ -439,7 +461,7 @@ class Records(Sequence[Record]):
         ranks: Iterable[int] | None = None,
         sites: Collection[str] | None = None,
     ) -> "Records":
-        """The records of some steps, ranks and sites; None: all."""
+        """Return the records of the given steps, ranks and sites; None means no restriction."""
         kept = np.ones(len(self), bool)
         if steps is not None:
             kept &= np.isin(self.step, [step for step in steps if abs(step) < _INT64])
@@ -451,7 +473,7 @@ class Records(Sequence[Record]):
         return self if kept.all() else self.take(np.flatnonzero(kept))
 
     def take(self, places: Array) -> "Records":
-        """The records at some indices, in their order."""
+        """Return the records at the indices ``places``, in the order of ``places``."""
         taken = Records()
         taken.kinds, taken._codes = self.kinds, self._codes
         taken.site_names, taken._site_codes = self.site_names, self._site_codes
@@ -465,18 +487,18 @@ class Records(Sequence[Record]):
         return taken
 
     def in_order(self) -> "Records":
-        """Sorted by seq."""
+        """Return the records sorted by ``seq``."""
         seq = np.asarray(self._seq)
         return self if (seq[1:] >= seq[:-1]).all() else self.take(np.argsort(seq, kind="stable"))
 
 
 def _bytes(values: Array) -> memoryview:
-    """As ``array.frombytes`` takes them, without a copy."""
+    """Return the bytes of a contiguous array as a memoryview for ``array.frombytes``, without a copy."""
     return values.view(np.uint8).data
 
 
 def joined(parts: Sequence[Records]) -> Records:
-    """The records of all of them, concatenated."""
+    """Concatenate the records of all ``parts``."""
     if len(parts) == 1:
         return parts[0]
     records = Records()

@@ -1,8 +1,8 @@
-"""Repair: complete the run of a killed recorder from its lines; nothing is ever discarded.
+"""Repair: complete the run of a killed recorder from its lines, without discarding data.
 
-A rank is repaired in three steps: bytes after the last whole line go to a side file, segments that were not sealed
-get their header from the record lines, and an ``event`` line reports it. Bytes that no line references become
-``__orphan`` tensors, so that the file is valid and they stay accounted for.
+A rank is repaired in three steps: bytes after the last complete line move to a side file, unsealed segments get a
+header built from the record lines, and an ``event`` line reports the repair. Bytes that no line references become
+``__orphan`` tensors, so that the file is valid and every byte remains accounted for.
 """
 
 import errno
@@ -26,43 +26,43 @@ from tapscope.run_format.record import Record
 from tapscope.run_format.segment import ALIGNMENT, SEGMENTS, describe, read_head, unused_name
 
 TORN = f"{INDEX}.torn"
-"""The bytes after the last whole line of a rank, one file per repair: ``records.jsonl.torn``, ``….torn~2``, …"""
+"""Side file for the bytes after the last complete line, one per repair: ``records.jsonl.torn``, ``….torn~2``, …"""
 _TAIL = 1 << 16
 _MAX_TORN = 1 << 30
-"""No writer leaves more after its last whole line."""
+"""Maximum size of a torn line in bytes; no writer leaves more after its last complete line."""
 
 
 @dataclass(slots=True)
 class Repair:
-    """The repairs of one rank, made or proposed."""
+    """Repairs of one rank, applied or (with ``check``) only determined."""
 
     rank: int
     torn_bytes: int = 0
-    """Bytes after the last whole line, kept in a side file."""
+    """Number of bytes after the last complete line, which move to a side file."""
     sealed: list[str] = field(default_factory=list)
-    """Segments that got their header."""
+    """Segments that received a header."""
     orphans: dict[str, int] = field(default_factory=dict)
-    """Segment -> its bytes that no line references."""
+    """Segment -> number of bytes that no line references."""
     removed: list[str] = field(default_factory=list)
-    """Segments without a single payload byte."""
+    """Segments without payload bytes, which are deleted."""
     problems: list[str] = field(default_factory=list)
-    """What could not be repaired, one sentence each."""
+    """Defects that could not be repaired, one sentence each."""
 
     @property
     def needed(self) -> bool:
-        """Whether there was anything to repair."""
+        """Whether the rank required a repair."""
         return bool(self.torn_bytes or self.sealed or self.removed)
 
     def to_json(self) -> dict[str, Any]:
-        """Fields by name."""
+        """Return the fields by name."""
         return {name: getattr(self, name) for name in self.__slots__}
 
 
 def repair_run(path: Path, *, check: bool = False, advance: Callable[[int], object] = lambda n: None) -> list[Repair]:
-    """Repair every rank of the run; with ``check`` nothing is changed.
+    """Repair every rank of a run; with ``check``, only report the necessary repairs.
 
-    Raises as :func:`tapscope.open_run`, RunExistsError when the run is being recorded, and RunCorruptError on an I/O
-    error. A second repair finds nothing to do. ``advance`` is called after each rank.
+    Idempotent. ``advance(1)`` is called after each rank. Raises RunExistsError if the run is being recorded,
+    RunCorruptError on an I/O error, and the errors of :func:`tapscope.open_run`.
     """
     read_manifest(path)
     with locked(path, create=not check):
@@ -74,13 +74,13 @@ def repair_run(path: Path, *, check: bool = False, advance: Callable[[int], obje
                 raise RunCorruptError(f"{folder} cannot be repaired: {error}; nothing was lost") from None
             advance(1)
         if not check:
-            with suppress(OSError):  # which is not part of the run
-                (path / RECORDER_FILE).unlink(missing_ok=True)  # no process listens there
+            with suppress(OSError):  # the file is not part of the run
+                (path / RECORDER_FILE).unlink(missing_ok=True)  # no process listens at this address any more
     return done
 
 
 def repair_rank(folder: Path, *, check: bool = False) -> Repair:
-    """Repair one rank, whose lock the caller holds."""
+    """Repair the rank in ``folder``, or with ``check`` only report the repairs; the caller must hold its lock."""
     repair = Repair(int(folder.name.removeprefix("rank-")))
     flags = os.O_RDONLY if check else os.O_RDWR | os.O_NOFOLLOW
     with os.fdopen(open_regular(folder / INDEX, flags), "rb" if check else "r+b") as index:
@@ -100,9 +100,10 @@ def repair_rank(folder: Path, *, check: bool = False) -> Repair:
 
 
 def seal_segments(folder: Path, records_in: Callable[[str], Iterable[Record]], repair: Repair, *, check: bool) -> None:
-    """Write the header of every unsealed segment of a rank; ``repair`` collects the results.
+    """Write the header of every unsealed segment of a rank, and add the results to ``repair``.
 
-    ``records_in`` gives the records whose payloads are in the named file; it is called for unsealed files.
+    ``records_in`` returns the records with payloads in the named file; it is called for unsealed files only. With
+    ``check``, no file is changed.
     """
     for path in sorted(folder.glob(SEGMENTS)):
         _seal(path, records_in, repair, check=check)
@@ -186,7 +187,7 @@ def _remove_empty(path: Path, repair: Repair, *, check: bool) -> None:
 
 
 def _header(path: Path, records: list[Record], start: int, size: int, repair: Repair) -> tuple[bytes, int]:
-    """The header that describes every byte of the file, and the number of unreferenced bytes."""
+    """Return a safetensors header that covers every byte of the file, and the number of unreferenced bytes."""
     names: dict[str, None] = {}
     pieces: list[str] = []
     orphans = 0
@@ -210,7 +211,7 @@ def _header(path: Path, records: list[Record], start: int, size: int, repair: Re
 
 
 def _payloads(records: Iterable[Record]) -> list[Record]:
-    """One record per entry, in file order."""
+    """Return one record per distinct entry, in file order."""
     unique: dict[tuple[int, int], Record] = {}
     for rec in records:
         if (stored := rec.payload) is not None:
@@ -219,7 +220,7 @@ def _payloads(records: Iterable[Record]) -> list[Record]:
 
 
 def _cover(pieces: list[str], at: int, begin: int, start: int) -> int:
-    """Describe a gap; returns the number of its bytes that are not padding."""
+    """Add a header entry for the gap from ``at`` to ``begin``; return its size in bytes, or 0 if it is padding."""
     gap = begin - at
     if gap <= 0:
         return 0

@@ -1,4 +1,4 @@
-"""Run: read the directory of one observed execution (docs/reference/run-format.md is normative)."""
+"""Run: the reader of a run directory (docs/reference/run-format.md is normative)."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,9 +26,10 @@ if TYPE_CHECKING:
 
 
 class Run:
-    """One run, read-only. Use :func:`tapscope.open_run`.
+    """One run, read-only; create instances with :func:`tapscope.open_run`.
 
-    The index is read when the run is opened; payloads are mapped on demand. A run may be read while it is written.
+    Opening a run parses its record lines; payloads are memory-mapped on demand. A run can be read while a recorder
+    still writes to the directory.
     """
 
     def __init__(
@@ -40,21 +41,25 @@ class Run:
         *,
         name: str | None = None,
     ) -> None:
-        """``payloads``: where its values are, unless in segments; ``name``: unless it is the last part of the path."""
+        """Create a run from its parsed lines.
+
+        ``payloads`` is the source of tensor values (default: the run's segments); ``name`` defaults to the last
+        component of ``path``.
+        """
         self.path = path
         self.name = path.name if name is None else name
-        """Last part of the path, unless the source names it otherwise."""
+        """Display name: the last component of the path, unless the source provides another one."""
         self.manifest = manifest
         self._ranks = ranks
         self.ranks = tuple(sorted(ranks))
-        """Ranks that wrote anything."""
+        """Ranks that wrote at least one line, ascending."""
         self.payloads: Payloads = payloads or SegmentPayloads(path)
-        """Where the values are read from."""
+        """Source of tensor values."""
         self.quantized: Mapping[str, Callable[[], Any]] = {}
-        """Site of a weight that was multiplied out -> measures the error that its quantizer explains."""
+        """Site of a dequantized weight -> function that measures the error explained by its quantizer."""
         self.records = joined([ranks[rank].take_records() for rank in sorted(ranks)])
-        """Every record, by rank and then in recording order. Each access creates a record in 2 us: convert them to a
-        list to iterate many times."""
+        """All records, ordered by rank, then by recording order. Record objects are created on access (about 2 us
+        each): convert the sequence to a list before iterating many times."""
         self.sites: dict[str, SiteInfo] = {}
         for rank in sorted(ranks, reverse=True):
             self.sites.update(ranks[rank].sites)
@@ -62,11 +67,11 @@ class Run:
         self.unknown: list[str] = list(
             dict.fromkeys(sentence for rank in sorted(ranks) for sentence in ranks[rank].unknown)
         )
-        """What the source of the run does not record; see :class:`~tapscope.run_format.ledger.Ledger`."""
+        """Information that the source of the run does not record; see :attr:`.Ledger.unknown`."""
         self.problems += self.payloads.missing(self.records)
         self._assumed: dict[str, int] = {}
         self.steps: dict[int, dict[int, StepLine]] = steps_of(ranks, self.problems)
-        """step -> rank -> line."""
+        """step -> rank -> step line."""
 
     def __enter__(self) -> "Run":
         return self
@@ -80,7 +85,7 @@ class Run:
         return f"<Run {self.path}: {counts}{'' if self.closed else ', still open'}>"
 
     def _repr_html_(self) -> str:
-        """A small table for notebooks."""
+        """Return a summary of the run as an HTML table for notebooks."""
         mesh = " ".join(f"{axis}={size}" for axis, size in self.mesh.items())
         facts = {name: str(self.manifest.get(name) or "") for name in ("model", "framework", "dtype", "created")}
         facts |= {"mesh": mesh, "steps": f"{len(self.steps):,}", "records": f"{len(self.records):,}"}
@@ -89,27 +94,27 @@ class Run:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks the job had."""
+        """Number of ranks of the recorded job."""
         return int(self.manifest.get("world_size") or len(self._ranks))
 
     @property
     def hash_version(self) -> int:
-        """Version of the hash of its records; hashes of different versions cannot be compared."""
+        """Version of the hash function used for the records; hashes of different versions are not comparable."""
         return int(self.manifest.get("hash_version") or min(self.manifest["version"], HASH_VERSION))
 
     @property
     def mesh(self) -> dict[str, int]:
-        """Mesh axis -> size, e.g. ``{"tp": 2}``."""
+        """Mesh axis -> size, e.g. ``{"tp": 2}``; empty if unknown."""
         later = next((e.fields.get("mesh") for e in self.events() if e.kind == "mesh"), None)
         return dict(self.manifest.get("mesh") or later or self._assumed)
 
     @property
     def model_config(self) -> dict[str, int | float]:
-        """Hyperparameters under Hugging Face's names, e.g. ``num_key_value_heads``; empty if unknown."""
+        """Model hyperparameters under their Hugging Face names, e.g. ``num_key_value_heads``; empty if unknown."""
         return dict(self.manifest.get("model_config") or {})
 
     def coords(self, rank: int) -> dict[str, int]:
-        """Mesh axis -> coordinate of the rank."""
+        """Return the mesh coordinates of ``rank``: axis -> coordinate."""
         opened = [e.fields for e in self.events(rank) if e.kind in ("open", "mesh")]
         coords = dict(opened[-1].get("coords", {})) if opened else {}
         if coords or not self._assumed:
@@ -118,10 +123,10 @@ class Run:
         return {axis: int(at) for axis, at in zip(self._assumed, place, strict=True)}
 
     def assume_mesh(self, mesh: Mapping[str, int]) -> None:
-        """Set the mesh of a run that records none: axis -> size, ranks in C order, the last axis fastest (as torch's
-        ``init_device_mesh``).
+        """Set the mesh (axis -> size) of a run that does not record one.
 
-        Raises ConfigError if the run has another mesh, or the mesh another number of ranks.
+        Ranks are laid out in C order, last axis fastest, as in torch's ``init_device_mesh``. Raises ConfigError if the
+        run records a different mesh, or if the size of the mesh differs from the number of ranks.
         """
         if self.mesh and {a: n for a, n in self.mesh.items() if n > 1} != {a: n for a, n in mesh.items() if n > 1}:
             has = ", ".join(f"{axis}={size}" for axis, size in self.mesh.items())
@@ -133,16 +138,16 @@ class Run:
         self._assumed = dict(mesh)
 
     def events(self, rank: int | None = None) -> list[Event]:
-        """Events of one rank or all."""
+        """Return the events of ``rank``, or of all ranks."""
         return [e for r in self.ranks if rank in (None, r) for e in self._ranks[r].events]
 
     def metrics(self, rank: int | None = None) -> list[Metric]:
-        """Metrics of one rank or all, in order."""
+        """Return the metrics of ``rank``, or of all ranks, in recording order per rank."""
         return [m for r in self.ranks if rank in (None, r) for m in self._ranks[r].metrics]
 
     @property
     def closed(self) -> bool:
-        """Whether every rank has sent its close message."""
+        """Whether every rank sent its close message."""
         return all(any(e.kind == "close" for e in self.events(rank)) for rank in self.ranks)
 
     def select(
@@ -154,9 +159,10 @@ class Run:
         steps: Iterable[int] | None = None,
         ranks: Iterable[int] | None = None,
     ) -> list[Record]:
-        """Records that match any of ``globs`` (all when empty) and none of ``skip``; raises as :meth:`matching`.
+        """Return the records whose site matches any of ``globs`` (all sites if empty) and none of ``skip``.
 
-        A string is one glob.
+        A plain string counts as a single glob. ``layers``, ``steps`` and ``ranks`` restrict the result further. Raises
+        RuleError like :meth:`matching`.
         """
         return list(self.matching(globs, skip=skip, layers=layers, steps=steps, ranks=ranks))
 
@@ -169,9 +175,9 @@ class Run:
         steps: Iterable[int] | None = None,
         ranks: Iterable[int] | None = None,
     ) -> Records:
-        """As :meth:`select`, as columns: records are created on access.
+        """Like :meth:`select`, but return columnar :class:`.Records`, which create record objects on access.
 
-        Raises RuleError for a glob that matches no site of the run: a typing error must not look like absence.
+        Raises RuleError for a glob that matches no site of the run, so that a typo does not look like missing data.
         """
         wanted, unwanted = (
             [site_pattern(text) for text in ((given,) if isinstance(given, str) else given)] for given in (globs, skip)
@@ -192,16 +198,15 @@ class Run:
         return self.records if chosen == sites and steps is ranks is None else self.records.of(steps, ranks, chosen)
 
     def table(self) -> "pl.DataFrame":
-        """Every record as a row of a polars frame, see :func:`tapscope.run_format.table.table`."""
+        """Return a polars DataFrame with one row per record; see :func:`tapscope.run_format.table.table`."""
         return table(self.records)
 
     def array(self, rec: Record | str) -> np.ndarray[Any, Any]:
-        """The payload as a read-only array of the record's shape, memory-mapped. ``rec`` may be the name of a site
-        that has only one record.
+        """Return the payload of a record as a read-only, memory-mapped array of the record's shape.
 
-        bf16 and fp8 are ml_dtypes types. Raises DataError if the record has no payload (only statistics were kept, or
-        its value is not a tensor), RunCorruptError if its bytes are missing, RuleError for a site that has no record or
-        several.
+        ``rec`` may also be the name of a site with exactly one record. bf16 and fp8 arrays have ml_dtypes dtypes.
+        Raises DataError if the record has no payload (only statistics were kept, or the value is not a tensor),
+        RunCorruptError if the bytes are missing, and RuleError for a site with no record or with several.
         """
         if isinstance(rec, str):
             rec = self._only_record(rec)
@@ -226,48 +231,58 @@ class Run:
         return matches[0]
 
     def sketch(self, rec: Record) -> np.ndarray[Any, Any]:
-        """The 256 float32 counters of a record's sketch. Raises DataError if it has none, RunCorruptError if they are
-        missing."""
+        """Return the sketch of a record: [256] float32 counters.
+
+        Raises DataError if the record has no sketch, and RunCorruptError if its bytes are missing.
+        """
         read = getattr(self.payloads, "sketch", None)
         if rec.sketch is None or read is None:
             raise DataError(f"{rec.key.site} at step {rec.key.step} has no sketch: capture with keep=sketch")
         return read(rec)  # type: ignore[no-any-return]
 
     def file(self, rec: Record, end: int) -> np.ndarray[Any, Any] | None:
-        """All bytes of the file that holds the payload of a record, mapped; None if the payload is not stored in one
-        piece. Raises RunCorruptError when there are fewer than ``end``."""
+        """Memory-map the whole file that contains the payload of ``rec``.
+
+        Returns None if the payload is not one contiguous range of a local file. Raises RunCorruptError if the file has
+        fewer than ``end`` bytes.
+        """
         return self.payloads.file(rec, end)
 
     @property
     def damaged(self) -> list[str]:
-        """The error of each file that could not be read; part of :attr:`problems`."""
+        """One error message per unreadable file; included in :attr:`problems`."""
         return self.payloads.damaged
 
     def lacks(self, rec: Record) -> str:
-        """Why the file cannot contain the bytes of a record with a payload, without reading it; empty if it may."""
+        """Return why the file cannot contain the payload of ``rec``, judged by metadata only; empty if it can."""
         return self.payloads.lacks(rec)
 
     def suspects(self, records: Records) -> Sequence[Record]:
-        """The records for which :meth:`lacks` may find something, without creating all of them."""
+        """Return the records for which :meth:`lacks` may report a defect, without creating the other records."""
         return records.take(self.payloads.suspects(records))
 
     def suspect_places(self, records: Records) -> np.ndarray[Any, Any]:
-        """As :meth:`suspects`: the indices of these records in ``records``."""
+        """Return the indices in ``records`` of the records that :meth:`suspects` returns."""
         return self.payloads.suspects(records)
 
     @property
     def has_checksums(self) -> bool:
-        """Whether :meth:`flaw` may find anything."""
+        """Whether :meth:`flaw` can detect corruption: the source stores checksums for some of its files."""
         return self.payloads.has_checksums
 
     def flaw(self, record: Record) -> str | None:
-        """How the bytes of a record with an entry violate a checksum of their file, as the end of a sentence: empty
-        if they do not, None without a checksum. Reads the file. Raises RunCorruptError."""
+        """Check the payload of ``record`` against a checksum stored in its file; reads the payload.
+
+        Returns the mismatch as the end of a sentence ("its bytes ..."), an empty string if the checksum matches, or
+        None if there is no checksum. ``record`` must have an entry. Raises RunCorruptError if the file is unreadable.
+        """
         return self.payloads.flaw(record)
 
     def tokens(self) -> dict[str, dict[int, int]]:
-        """Token ids known from the steps, see :meth:`.StepLine.own_rows`: request -> position -> id (the latest visit
-        wins)."""
+        """Return the known token ids as request -> position -> token id, where later steps overwrite earlier ones.
+
+        Rows of rejected drafts are excluded, see :meth:`.StepLine.own_rows`.
+        """
         table: dict[str, dict[int, int]] = {}
         for line in self.step_lines():
             for span, ids in line.own_rows():
@@ -276,11 +291,11 @@ class Run:
         return table
 
     def step_lines(self) -> Iterator[StepLine]:
-        """Each rank's steps, in the order of steps."""
+        """Yield the step lines of all ranks in step order."""
         return (line for step in sorted(self.steps) for line in self.steps[step].values())
 
     def prompts(self) -> dict[str, list[int]]:
-        """The prompt of each request: the tokens computed in its first step."""
+        """Return request -> prompt token ids, taken to be the tokens computed in the request's first step."""
         prompts: dict[str, list[int]] = {}
         for step in sorted(self.steps):
             line = self.steps[step][min(self.steps[step])]
@@ -293,9 +308,9 @@ class Run:
         return prompts
 
     def ledger(self) -> Ledger:
-        """The completeness ledger: what was expected, and what is on disk."""
+        """Return the completeness ledger, which compares the values expected with the values on disk."""
         return audit(self)
 
     def close(self) -> None:
-        """Close the mapped files (arrays in use keep theirs)."""
+        """Release the memory maps; arrays that are still referenced keep theirs alive."""
         self.payloads.close()

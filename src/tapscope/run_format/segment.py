@@ -1,8 +1,8 @@
-"""Segment: a file of many payloads that becomes a valid safetensors file when it is sealed.
+"""Segment: a file of many payloads that becomes a valid safetensors file when sealed.
 
-A segment begins with an 8-byte header length and a reserved, blank header; payloads are appended, each at a
-64-byte boundary, the gaps covered by ``__pad`` tensors because safetensors allows no holes. Sealing writes the header
-into the reserved space. Before that, only the record lines describe the content.
+A segment begins with an 8-byte header length and a reserved, blank header. Payloads are appended at 64-byte
+boundaries; ``__pad`` tensors cover the gaps, because safetensors does not allow holes. Sealing writes the header into
+the reserved space. Until then, only the record lines describe the content.
 """
 
 import errno
@@ -24,24 +24,24 @@ from tapscope.run_format.io_syscalls import Disk
 
 ALIGNMENT = 64
 HEADER_BYTES = 128 * 1024
-"""Reserved for the header; a segment is full when its header is."""
+"""Default number of bytes reserved for the header; a segment is full once its header is."""
 MAX_HEADER_BYTES = 4 * 1024 * 1024
-"""If payloads are small, the next segment reserves twice as much, up to this."""
+"""Upper limit for the header reservation, which doubles from segment to segment while payloads are small."""
 SEGMENT_BYTES = 256 * 1024 * 1024
-"""A segment is full at this size; one larger tensor gets a segment of its own."""
+"""Maximum size of a segment in bytes; a larger tensor gets its own segment."""
 
 SEGMENTS = "seg-*.safetensors"
 """Glob of segment names."""
 _SLACK = 256
-"""Header bytes kept free for entries that a repair may add."""
+"""Number of header bytes kept free for entries that a repair may add."""
 MAX_NAME = 1000
-"""Maximum length of a tensor name; longer ones are cut, because the record line has the full name."""
+"""Maximum length of a tensor name; longer names are truncated, because the record line has the full name."""
 
 _PADS = [b"\0" * n for n in range(ALIGNMENT)]
 
 
 class Mark(NamedTuple):
-    """A state of a segment to roll back to."""
+    """Snapshot of the state of a segment, for a rollback."""
 
     num_names: int
     num_pieces: int
@@ -52,7 +52,7 @@ class Mark(NamedTuple):
 class SegmentWriter:
     """Appends payloads to a new file: :meth:`place` assigns offsets, :meth:`flush` writes the placed payloads.
 
-    Raises OSError that names the file.
+    I/O failures raise an OSError that names the file.
     """
 
     def __init__(
@@ -78,10 +78,11 @@ class SegmentWriter:
             raise
 
     def place(self, name: str, dtype: str, shape: Sequence[int], payload: Any) -> int | None:
-        """Add a payload (a contiguous bytes-like object that must not change until :meth:`flush`).
+        """Assign an offset to a payload and queue it for :meth:`flush`.
 
-        Returns its offset from the start of the file, or None if the segment is full; the first payload always fits.
-        Raises RecorderError if the number of bytes does not match dtype and shape.
+        ``payload`` is a contiguous bytes-like object that must not change until then. Returns the offset from the start
+        of the file, or None if the segment is full; the first payload always fits. Raises RecorderError if the number
+        of bytes does not match ``dtype`` and ``shape``.
         """
         nbytes = memoryview(payload).nbytes
         form, needed = _form(dtype, tuple(shape))
@@ -108,10 +109,10 @@ class SegmentWriter:
         return self.header_bytes + begin
 
     def place_packed(self, names: Sequence[str], dtype: str, shape: Sequence[int], payload: Any) -> int | None:
-        """As :meth:`place`, for many payloads of one type and shape, one after the other in ``payload``.
+        """Place many payloads of equal dtype and shape, stored back to back in the buffer ``payload``.
 
-        Returns the offset of the first. None, with nothing added, where :meth:`place` has to add each of them: not all
-        fit, there would be gaps between them, or a name is not usable as it is.
+        Returns the offset of the first payload. Returns None, with nothing queued, if the payloads must be placed one
+        by one with :meth:`place`: not all fit, they need padding, or a name is reserved, too long or taken.
         """
         form, nbytes = _form(dtype, tuple(shape))
         if memoryview(payload).nbytes != nbytes * len(names):
@@ -142,12 +143,12 @@ class SegmentWriter:
 
     @property
     def num_waiting(self) -> int:
-        """Number of buffers placed and not yet written."""
+        """Number of placed buffers that are not yet written."""
         return len(self._queue)
 
     @property
     def full_of_names(self) -> bool:
-        """Whether the header is full long before the file is large: many small payloads."""
+        """Whether the header is filling up much faster than the file, as with many small payloads."""
         return self._header_size > self.header_bytes // 2 and self._end < self._limit // 2
 
     def flush(self) -> None:
@@ -158,19 +159,19 @@ class SegmentWriter:
             self._flushed = self._end
 
     def sync(self) -> None:
-        """Sync everything flushed to disk."""
+        """Sync all flushed data to disk."""
         self._disk.sync(self._fd, self.path)
 
     def check_present(self) -> None:
-        """Raise FileNotFoundError if the file was removed: writes would be lost."""
+        """Raise FileNotFoundError if the file was removed, because the data would be lost."""
         check_present(self._fd, self.path)
 
     def mark(self) -> Mark:
-        """The state after the last :meth:`flush`."""
+        """Return a snapshot for :meth:`roll_back`; all placed payloads must be flushed."""
         return Mark(len(self._names), len(self._pieces), self._header_size, self._end)
 
     def roll_back(self, mark: Mark) -> None:
-        """Roll back to ``mark``."""
+        """Discard everything placed or written since ``mark``, and truncate the file."""
         self._queue.clear()
         while len(self._names) > mark.num_names:
             self._names.popitem()
@@ -180,9 +181,9 @@ class SegmentWriter:
         self._disk.truncate(self._fd, self.path, self.header_bytes + mark.end)
 
     def seal(self, *, sync: bool = False) -> None:
-        """Flush and write the header; the file is then valid safetensors. An empty segment is removed.
+        """Flush, write the header and close the file, which is then valid safetensors; remove an empty segment.
 
-        Raises OSError, and leaves the file unsealed, if its length cannot be made that of the header.
+        Raises OSError and leaves the file unsealed if its length does not match the header.
         """
         if not self._pieces:
             self.discard()
@@ -198,12 +199,12 @@ class SegmentWriter:
             self._close()
 
     def discard(self) -> None:
-        """Remove the file."""
+        """Close and remove the file."""
         self._close()
         self._disk.remove(self.path)
 
     def _fit(self) -> None:
-        """Truncate what a failed write left; missing bytes are an error."""
+        """Truncate leftovers of a failed write; raise OSError if bytes are missing."""
         size, expected = os.fstat(self._fd).st_size, self.header_bytes + self._end
         if size > expected:
             self._disk.truncate(self._fd, self.path, expected)
@@ -220,12 +221,15 @@ class SegmentWriter:
 
 
 def blank_header(header_bytes: int) -> bytes:
-    """The length of the reserved header, and the header as spaces."""
+    """Return the first ``header_bytes`` bytes of a segment: the length of the header, and spaces in its place."""
     return (header_bytes - 8).to_bytes(8, "little") + b" " * (header_bytes - 8)
 
 
 def describe(name: str, kind: str, shape: Sequence[int], begin: int, end: int) -> str:
-    """One member of a safetensors header, ASCII; ``kind`` as safetensors spells it, offsets from the header's end."""
+    """Return the entry of a tensor in a safetensors header, as ASCII JSON.
+
+    ``kind`` is a safetensors dtype; ``begin`` and ``end`` are offsets from the end of the header.
+    """
     return _member(name, _describe_form(kind, shape), begin, end)
 
 
@@ -239,7 +243,7 @@ def _describe_form(kind: str, shape: Sequence[int]) -> str:
 
 @lru_cache(maxsize=4096)
 def _form(dtype: str, shape: tuple[int, ...]) -> tuple[str, int]:
-    """Type and shape as in a header, and the tensor's number of bytes."""
+    """Return the dtype and shape fields of a header entry, and the size of the tensor in bytes."""
     return _describe_form(*dtypes.safetensors_form(dtype, shape)), dtypes.itemsize(dtype) * prod(shape)
 
 
@@ -248,7 +252,7 @@ def _is_reserved(name: str) -> bool:
 
 
 def unused_name(name: str, taken: Container[str]) -> str:
-    """The tensor name to use: of bounded length, not reserved by safetensors, and unique."""
+    """Return ``name``, changed if necessary so that it is not too long, reserved by safetensors, or ``taken``."""
     if name not in taken and len(name) <= MAX_NAME and not _is_reserved(name):
         return name
     name = name.lstrip("_")[:MAX_NAME]
@@ -263,9 +267,9 @@ _decode = msgspec.json.Decoder(dict[str, _Tensor]).decode
 
 
 def read_head(path: Path) -> tuple[int, int, dict[str, tuple[int, int]] | None]:
-    """(bytes of the file, bytes reserved for the header, its content as from :func:`read_header`).
+    """Return (file size, header size as stated in the file, header as parsed by :func:`read_header`).
 
-    Raises OSError if it cannot be read or is not a regular file.
+    The header is None if its size is impossible. Raises OSError if the file cannot be read or is not a regular file.
     """
     with reading(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -275,13 +279,13 @@ def read_head(path: Path) -> tuple[int, int, dict[str, tuple[int, int]] | None]:
 
 
 def read_header(head: bytes) -> dict[str, tuple[int, int]] | None:
-    """Name -> first byte and end of each tensor of a header (the bytes after its length).
+    """Parse a safetensors header (without its length prefix) into tensor name -> (begin, end).
 
-    Empty for an invalid header; None while the segment is not sealed.
+    A tensor with invalid offsets gets (0, 0). Returns None if ``head`` is not a JSON object, as before sealing.
     """
     try:
         return {name: tensor.data_offsets for name, tensor in _decode(head).items()}
-    except msgspec.ValidationError:  # which our writer never creates
+    except msgspec.ValidationError:  # the header was not written by SegmentWriter
         header = msgspec.json.decode(head)
         return {name: _span(tensor) for name, tensor in header.items()} if isinstance(header, dict) else None
     except (msgspec.MsgspecError, ValueError, RecursionError):

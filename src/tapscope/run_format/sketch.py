@@ -1,12 +1,13 @@
-"""Sketch: 256 counters that summarise a tensor, from which the difference of two tensors can be estimated.
+"""Sketch: 256 counters that summarize a tensor, from which the difference of two tensors can be estimated.
 
 A count-sketch (Charikar, Chen and Farach-Colton, 2002; feature hashing, Weinberger et al., 2009): every element is
-added, with a pseudo-random sign, to one pseudo-random counter. Both depend on the element's token row (request and
-position) and its column in the whole tensor alone, see :func:`row_key` and kernels/native/sketch.py. Hence
+added, with a pseudo-random sign, to one pseudo-random counter. Sign and counter depend only on the element's token row
+(request and position) and its column in the unsharded tensor, see :func:`row_key` and kernels/native/sketch.py. Hence
 
-- sketches are linear: those of shards, partial sums and row ranges add up to the sketch of the whole,
+- sketches are linear: those of shards, partial sums and row ranges add up to the sketch of the whole tensor,
 - equal values have equal sketches under any batching, chunking and sharding, up to rounding,
-- the squared norm of the difference of two sketches estimates that of the tensors (Alon, Matias and Szegedy, 1996).
+- the squared norm of the difference of two sketches estimates the squared norm of the difference of the tensors
+  (Alon, Matias and Szegedy, 1996).
 
 docs/reference/run-format.md is normative for the hash.
 """
@@ -29,57 +30,57 @@ from tapscope.run_format.record import COUNTERS as COUNTERS
 Array = np.ndarray[Any, Any]
 
 NBYTES = 4 * COUNTERS
-"""Bytes of a stored sketch: float32 counters."""
+"""Size of a stored sketch in bytes (float32 counters)."""
 RESOLUTION = 1e-6
-"""Relative differences below this are the rounding of the counters."""
+"""Smallest meaningful relative difference; smaller ones are rounding of the counters."""
 _RELATIVE_SPREAD = 1.96 * math.sqrt(4.0 / COUNTERS)
 LOW_FACTOR, HIGH_FACTOR = 1.0 / math.sqrt(1.0 + _RELATIVE_SPREAD), 1.0 / math.sqrt(1.0 - _RELATIVE_SPREAD)
-"""The 95 % confidence interval of an estimated error, relative to the error."""
+"""Bounds of the 95 % confidence interval of an estimated error, relative to the error."""
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 _MAX_RUNS = 1 << 20
 
 
 class RowKeys(NamedTuple):
-    """The hash keys of the token rows of a step."""
+    """Hash keys of the token rows of a step."""
 
     grid: tuple[int, ...]
     """Shape of the token axes, see :class:`tapscope.core.observe.StepInfo`."""
     keys: Array
-    """[slots] uint32"""
+    """[slots] uint32: hash key of each row of the flattened grid."""
     valid: Array
-    """[slots] bool: False for padding, which no sketch contains."""
+    """[slots] bool: False for padding rows, which sketches exclude."""
 
 
 class SketchIndex(NamedTuple):
-    """Where the elements of a local tensor are in the whole one: [rows, columns] once its row axes are flattened."""
+    """Mapping from the elements of a local tensor, viewed as [rows, columns], to positions in the unsharded tensor."""
 
     rows: Array
-    """[n] int64: row numbers of the local tensor; without padding."""
+    """[n] int64: indices of the local rows, without padding rows."""
     keys: Array
-    """[n] uint32: their hash keys."""
+    """[n] uint32: hash keys of these rows."""
     runs: Array
-    """[m, 3] int64: (first local column, its column in the whole tensor, number of columns)."""
+    """[m, 3] int64: (first local column, the corresponding column of the unsharded tensor, number of columns)."""
     width: int
-    """Local columns."""
+    """Number of local columns."""
     by_rows: bool
-    """Whether token rows are known; otherwise the whole tensor is a single row with key 0."""
+    """Whether token rows are known; otherwise the tensor is treated as a single row with key 0."""
 
 
 _MEMBER = b',"sketch":{"by_rows":%b,"crc32":%d}'
 
 
 def record_member(by_rows: bool, counters: Any) -> bytes:
-    """The member of a record's line that says what its counters, as bytes, are; ``by_rows``: of token rows."""
+    """Return the ``sketch`` field of a record line for the bytes of its counters; see :attr:`SketchIndex.by_rows`."""
     return _MEMBER % (b"true" if by_rows else b"false", zlib.crc32(counters))
 
 
 def members_of(counters: Iterable[Any]) -> list[bytes]:
-    """The :func:`record_member` of many sketches of token rows."""
+    """Return the :func:`record_member` of each sketch; all are indexed by token rows."""
     return [_MEMBER % (b"true", crc) for crc in map(zlib.crc32, counters)]
 
 
 def row_keys(info: StepInfo) -> RowKeys | None:
-    """The keys of a step's rows; None if its rows are unknown."""
+    """Compute the hash keys of the token rows of a step; None if the rows are unknown or exceed the grid."""
     if not info.grid or not info.rows:
         return None
     slots, rows = math.prod(info.grid), info.rows
@@ -99,9 +100,9 @@ def row_keys(info: StepInfo) -> RowKeys | None:
 
 
 def row_key(request: str, positions: Array) -> Array:
-    """[n] uint32: the low half of mix64(h + position * 0x9E3779B97F4A7C15).
+    """Compute the hash keys of token rows: the low half of mix64(h + position * 0x9E3779B97F4A7C15), [n] uint32.
 
-    ``h`` is the first 8 bytes, little-endian, of BLAKE2b of the request's name.
+    ``h`` is the :func:`request_hash`, ``positions`` is [n].
     """
     return _row_keys(np.uint64(request_hash(request)), positions)
 
@@ -116,7 +117,7 @@ def _row_keys(hashes: Any, positions: Array) -> Array:
 
 @lru_cache(maxsize=4096)
 def request_hash(request: str) -> int:
-    """The first 8 bytes of BLAKE2b of the name, little-endian."""
+    """Return the 8-byte BLAKE2b digest of a request id as a little-endian integer."""
     return int.from_bytes(hashlib.blake2b(request.encode(), digest_size=8).digest(), "little")
 
 
@@ -129,11 +130,11 @@ def sketch_index(
     mesh: Mapping[str, int] | None = None,
     coords: Mapping[str, int] | None = None,
 ) -> SketchIndex | str:
-    """The index of a local tensor; a sentence if its place in the whole tensor is unknown.
+    """Compute the sketch index of a local tensor, or return a sentence on why its place in the whole tensor is unknown.
 
-    ``slots``: spans of the step's grid that the first axis holds, if not all. ``mesh`` and ``coords``: sizes of the
-    mesh axes and this rank's coordinates, for tensors whose ``dims`` are sharded. ``step``: None for a tensor without
-    token rows, such as a parameter.
+    ``step`` is None for a tensor without token rows, such as a parameter. ``slots`` are the spans (first, count) of the
+    step's grid that the first axis covers, if not all. ``mesh`` and ``coords`` are the sizes of the mesh axes and the
+    coordinates of this rank, for tensors with sharded ``dims``.
     """
     mesh, coords, shape = mesh or {}, coords or {}, tuple(shape)
     axes: list[Array | None] = [None] * len(shape)
@@ -173,7 +174,7 @@ def sketch_index(
 
 
 def _dims_of(dims: str | None, ndim: int) -> tuple[Dim, ...]:
-    """The parsed axes; () if they are unknown, invalid, or those of a tensor with another number of axes."""
+    """Parse ``dims``; return () if they are None, invalid, or describe a number of axes other than ``ndim``."""
     try:
         parsed = () if dims is None else parse(dims).dims
     except DimsError:
@@ -188,7 +189,10 @@ def _row_axes(
     axes: list[Array | None],
     whole: int,
 ) -> tuple[int, Array | None]:
-    """(number of leading row axes, their slots; None without); ``whole``: size of the whole first axis."""
+    """Return (number of leading token axes, slot of each row); (0, None) for a tensor without token rows.
+
+    ``whole`` is the size of the unsharded first axis.
+    """
     if step is None or not shape:
         return 0, None
     size = len(step.keys)
@@ -206,7 +210,7 @@ def _row_axes(
 
 
 def _runs(shape: tuple[int, ...], axes: list[Array | None], wholes: list[int]) -> Array | None:
-    """Runs of consecutive columns, see :attr:`SketchIndex.runs`; None if there are too many."""
+    """Compute the runs of consecutive columns, see :attr:`SketchIndex.runs`; None if there are too many."""
     if not math.prod(shape):
         return np.zeros((0, 3), np.int64)
     inner = next((at for at in reversed(range(len(shape))) if axes[at] is not None), -1)
@@ -231,12 +235,13 @@ def _runs(shape: tuple[int, ...], axes: list[Array | None], wholes: list[int]) -
 
 
 class Estimate(NamedTuple):
-    """The relative error of a target, ||target - baseline|| / ||baseline||, estimated from sketches."""
+    """Relative error ||target - baseline|| / ||baseline|| of a tensor, estimated from sketches."""
 
     error: float
     low: float
-    """Of the 95 % confidence interval."""
+    """Lower bound of the 95 % confidence interval."""
     high: float
+    """Upper bound of the 95 % confidence interval."""
 
 
 NO_ERROR = Estimate(0.0, 0.0, 0.0)
@@ -246,11 +251,11 @@ def estimate(baseline: Array, target: Array) -> Estimate:
     """Estimate the relative error from the counters of both tensors.
 
     The squared norm of a sketch is an unbiased estimate of the squared norm of its tensor, with a relative standard
-    error of at most ``sqrt(2 / counters)``: 8.8 % for 256 counters. The ratio of two such estimates, of the difference
-    and of the baseline, has ``s = sqrt(4 / counters)``: 12.5 %, so that the error itself is off by 4.2 % at the median.
-    The 95 % interval is ``error / sqrt(1 + z s)`` to ``error / sqrt(1 - z s)`` with z = 1.96. Differences below
-    :data:`RESOLUTION` are rounding, and count as 0. Counters that have left the range of float32, such as those of an
-    attention mask of its lowest numbers, are equal or else differ without a bound.
+    error of at most ``sqrt(2 / counters)``: 8.8 % for 256 counters. The ratio of two estimates, of the difference and
+    of the baseline, has ``s = sqrt(4 / counters)``: 12.5 %, so that the error itself is off by 4.2 % at the median.
+    The 95 % interval is ``error / sqrt(1 + z s)`` to ``error / sqrt(1 - z s)`` with z = 1.96. Errors below
+    :data:`RESOLUTION` are rounding and count as 0. Counters that overflowed float32 (e.g. of an attention mask filled
+    with the lowest float32) give an error of 0 if equal, and infinity otherwise.
     """
     one, two = baseline.astype(np.float64), target.astype(np.float64)
     if np.array_equal(one, two, equal_nan=True):

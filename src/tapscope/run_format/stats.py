@@ -1,4 +1,4 @@
-"""Stats: counts and sums over the values of a tensor, mergeable over shards."""
+"""Stats: counts, extremes and sums over the elements of a tensor; statistics of shards can be merged."""
 
 import math
 from typing import Any
@@ -9,10 +9,10 @@ from tapscope.run_format import validation
 
 
 class Stats(Struct, frozen=True, gc=False):
-    """Mergeable statistics over the finite values of a tensor; non-finite ones are counted."""
+    """Mergeable statistics over the finite elements of a tensor; non-finite elements are counted by kind."""
 
     count: int
-    """Number of elements, non-finite ones included."""
+    """Number of elements, including non-finite ones."""
     nan: int
     posinf: int
     neginf: int
@@ -27,32 +27,32 @@ class Stats(Struct, frozen=True, gc=False):
 
     @property
     def nonfinite(self) -> int:
-        """NaN and infinite elements."""
+        """Number of NaN and infinite elements."""
         return self.nan + self.posinf + self.neginf
 
     @property
     def finite(self) -> int:
-        """Number of finite elements, over which the sums are; 0 where the counts contradict each other."""
+        """Number of finite elements, the basis of sums and extremes; 0 if the counts are inconsistent."""
         return max(0, self.count - self.nonfinite)
 
     @property
     def mean(self) -> float | None:
-        """Mean of the finite elements."""
+        """Mean of the finite elements; None if there are none."""
         return self.sum / self.finite if self.finite else None
 
     @property
     def rms(self) -> float | None:
-        """Root mean square of the finite elements."""
+        """Root mean square of the finite elements; None if there are none."""
         return math.sqrt(max(self.sumsq, 0.0) / self.finite) if self.finite else None
 
     @property
     def std(self) -> float | None:
-        """Population standard deviation of the finite elements."""
+        """Population standard deviation of the finite elements; None if there are none."""
         mean = self.mean
         return None if mean is None else math.sqrt(max(self.sumsq / self.finite - mean * mean, 0.0))
 
     def merge(self, other: "Stats") -> "Stats":
-        """Statistics of the concatenation of both tensors (shards); meaningless for partial sums."""
+        """Return the statistics of the concatenation of two shards; not applicable to partial sums."""
         return Stats(
             self.count + other.count,
             self.nan + other.nan,
@@ -68,7 +68,7 @@ class Stats(Struct, frozen=True, gc=False):
         )
 
     def to_json(self) -> dict[str, Any]:
-        """The ``stats`` of a record line; a sum that overflowed is null."""
+        """Return the ``stats`` field of a record line; a sum that overflowed becomes null."""
         return {
             "count": self.count,
             "nan": self.nan,
@@ -85,7 +85,10 @@ class Stats(Struct, frozen=True, gc=False):
 
     @classmethod
     def from_json(cls, line: dict[str, Any]) -> "Stats":
-        """The inverse of :meth:`to_json`; raises KeyError for a missing member, and ignores unknown ones."""
+        """Parse the ``stats`` field of a record line, the inverse of :meth:`to_json`.
+
+        Unknown fields are ignored. Raises KeyError for a missing field, and ValueError for one with an invalid value.
+        """
         count, nan, posinf, neginf, zeros, subnormals = counts = (
             line["count"],
             line["nan"],

@@ -1,4 +1,4 @@
-"""Table: the records of a run as a polars frame, for notebooks and queries."""
+"""Table: convert records to a polars DataFrame, for notebooks and queries."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +13,10 @@ if TYPE_CHECKING:
 
 
 def table(records: Records) -> "pl.DataFrame":
-    """One row per record: key, order, type, shape and statistics; null if not recorded.
+    """Return one row per record with key, sequence number, dtype, shape, dims, statistics, digests and payload size.
 
-    Raises MissingExtraError without polars.
-
-    Built from the columns of :class:`.Records`, without creating the records that these reproduce.
+    Fields that were not recorded are null. Uses the columns of :class:`.Records`, without creating record objects for
+    regular records. Raises MissingExtraError without polars.
     """
     with requiring("a table of records", "table"):
         import polars as pl
@@ -55,7 +54,7 @@ def _of_kind(records: Records, member: str, dtype: Any) -> "pl.Series":
 
 
 def _statistics(records: Records) -> dict[str, "pl.Series"]:
-    """Mean, root mean square, minimum and maximum of the finite elements, and the number of others."""
+    """Return the columns mean, rms, min and max of the finite elements, and the number of non-finite elements."""
     import polars as pl
 
     counts, sums = records.counts.copy(), records.sums.copy()

@@ -1,4 +1,4 @@
-"""Tensor: offset, shape and strides of a tensor in a file, and a view of its bytes."""
+"""Tensor: layout (offset, shape, strides) of a tensor in a file, and array views of its bytes."""
 
 import math
 from dataclasses import dataclass
@@ -11,23 +11,23 @@ from tapscope.core import dtypes
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """The location of a tensor in the file."""
+    """Location and layout of a tensor in a file."""
 
     dtype: str
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     """Strides in elements."""
     offset: int
-    """First byte, counted from the start of the file."""
+    """Offset of the first byte from the start of the file."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements."""
+        """Size of all elements in bytes."""
         return math.prod(self.shape) * dtypes.itemsize(self.dtype)
 
     @property
     def end(self) -> int:
-        """The byte after its last element."""
+        """Offset of the byte after the last element."""
         if 0 in self.shape:
             return self.offset
         last = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
@@ -35,7 +35,7 @@ class Tensor:
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether it is C-contiguous."""
+        """Whether the layout is C-contiguous."""
         expected = 1
         for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
             if size != 1 and stride != expected:
@@ -45,13 +45,13 @@ class Tensor:
 
 
 def packed(dtype: str, shape: tuple[int, ...], offset: int) -> Tensor:
-    """A C-contiguous tensor."""
+    """Return the layout of a C-contiguous tensor at ``offset``."""
     strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
     return Tensor(dtype, shape, strides, offset)
 
 
 def view(data: np.ndarray[Any, Any], tensor: Tensor) -> np.ndarray[Any, Any]:
-    """A tensor as a read-only view of ``data``, the bytes from which its offset counts."""
+    """Return a tensor as a read-only view of ``data``; ``tensor.offset`` counts from the start of ``data``."""
     dtype = dtypes.numpy_dtype(tensor.dtype)
     if 0 in tensor.shape:
         return np.empty(tensor.shape, dtype)

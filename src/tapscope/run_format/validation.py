@@ -1,6 +1,6 @@
-"""Checks of the members of a line, so that code downstream of the reader sees only valid types and sizes.
+"""Validators for the fields of a line, so that code downstream of the parser sees only valid types and sizes.
 
-Every check returns the value or raises ValueError that names the member.
+Every validator returns the value, or raises a ValueError that names the field.
 """
 
 from typing import Any
@@ -17,12 +17,12 @@ _DTYPES = frozenset(NAMES)
 
 
 def is_count(value: Any) -> bool:
-    """Whether it is an integer ≥ 0."""
+    """Return whether ``value`` is an integer ≥ 0 that fits in 63 bits."""
     return type(value) is int and 0 <= value < MAX_COUNT
 
 
 def count(line: dict[str, Any], name: str, *default: int) -> int:
-    """An integer ≥ 0; a missing member is ``default``, or an error without one."""
+    """Return field ``name``, an integer ≥ 0; a missing field is ``default``, or an error if there is no default."""
     value = line.get(name, *default)
     if not is_count(value):
         raise ValueError(f"{name} is {short(value)}, not an integer ≥ 0")
@@ -30,7 +30,7 @@ def count(line: dict[str, Any], name: str, *default: int) -> int:
 
 
 def text(line: dict[str, Any], name: str, *default: str | None) -> Any:
-    """A string that can be encoded; a missing member is ``default``."""
+    """Return field ``name``, a string that is valid UTF-8; a missing field is ``default``, or an error without one."""
     value = line.get(name, *default)
     if default == (None,) and value is None:
         return None
@@ -40,7 +40,7 @@ def text(line: dict[str, Any], name: str, *default: str | None) -> Any:
 
 
 def counts(value: Any, name: str) -> tuple[int, ...]:
-    """A list of counts, at most one per axis of a tensor."""
+    """Convert a list of at most :data:`MAX_AXES` counts, e.g. a shape, to a tuple."""
     if type(value) is not list or len(value) > MAX_AXES or ({*map(type, value)} | _INT) != _INT or _are_bad(value):
         raise ValueError(f"{name} is {short(value)}, not a list of integers ≥ 0")
     return tuple(value)
@@ -51,7 +51,7 @@ def _are_bad(value: list[int]) -> bool:
 
 
 def dtype(line: dict[str, Any]) -> str | None:
-    """The name of an element type, or None for a value that is not a tensor."""
+    """Return the dtype name of a record line, or None if its value is not a tensor."""
     value = line.get("dtype")
     if value is not None and (type(value) is not str or value not in _DTYPES):
         raise ValueError(f"dtype is {short(value)}, an unknown dtype")
@@ -59,7 +59,7 @@ def dtype(line: dict[str, Any]) -> str | None:
 
 
 def spans(value: Any, name: str) -> tuple[tuple[int, int], ...]:
-    """A list of [first, count]."""
+    """Convert a list of [first, count] to tuples; at most :data:`MAX_ROWS` rows in total."""
     if type(value) is not list or not all(type(s) is list and len(s) == 2 and all(map(is_count, s)) for s in value):
         raise ValueError(f"{name} is {short(value)}, not a list of [first, count]")
     if sum(number for _, number in value) > MAX_ROWS:
@@ -68,7 +68,7 @@ def spans(value: Any, name: str) -> tuple[tuple[int, int], ...]:
 
 
 def mapping(line: dict[str, Any], name: str) -> Any:
-    """An object, or None if the member is missing."""
+    """Return field ``name``, a JSON object, or None if the field is missing."""
     value = line.get(name)
     if value is not None and type(value) is not dict:
         raise ValueError(f"{name} is {short(value)}, not an object")
@@ -76,14 +76,14 @@ def mapping(line: dict[str, Any], name: str) -> Any:
 
 
 def number(value: Any, name: str) -> Any:
-    """A number, or None."""
+    """Return ``value``, a number or None."""
     if value is not None and (type(value) is not float and (type(value) is not int or abs(value) > 1 << 1000)):
         raise ValueError(f"{name} is {short(value)}, not a number")
     return value
 
 
 def short(value: Any) -> str:
-    """The value for a message: on one line, and at most 60 characters of it."""
+    """Format a value for a message, on one line and truncated to 60 characters."""
     shown = ascii(value)
     return shown if len(shown) <= 60 else f"{shown[:60]}…"
 

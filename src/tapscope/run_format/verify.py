@@ -1,4 +1,4 @@
-"""Verify: check the content of a run against its lines, rank by rank and byte by byte."""
+"""Verify: check that every rank of a run is complete and every payload matches its recorded hash."""
 
 import zlib
 from collections.abc import Callable, Iterator
@@ -22,12 +22,12 @@ from tapscope.run_format.segment import SEGMENTS, read_head
 
 Array = np.ndarray[Any, Any]
 Digest = Callable[[int, int], bytes]
-"""The hash of run-format.md over bytes at an address; a parameter, because this layer does not import kernels."""
+"""Function (address, number of bytes) -> hash of run-format.md; a parameter because this layer imports no kernels."""
 
 
 @dataclass(frozen=True, slots=True)
 class Corruption:
-    """A record whose bytes are missing or differ from those recorded."""
+    """A record whose payload is missing or differs from the recorded hash or checksum."""
 
     record: Record
     reason: str
@@ -37,29 +37,29 @@ class Corruption:
         return f"{key.site} at step {key.step}, rank {key.rank}: {self.reason}"
 
     def to_json(self) -> dict[str, Any]:
-        """Location and reason."""
+        """Return the key and entry of the record, and the reason."""
         key, entry = self.record.key, self.record.entry
         return {**key._asdict(), "entry": None if entry is None else list(entry), "reason": self.reason}
 
 
 @dataclass(slots=True)
 class RankReport:
-    """The result for one rank."""
+    """Verification result of one rank."""
 
     rank: int
     ledger: Ledger
     num_records: int = 0
     num_with_values: int = 0
     num_sketches: int = 0
-    """Records with a sketch instead of values, compared with its checksum."""
+    """Number of records with a sketch instead of values; each sketch is compared with its checksum."""
     num_hashed: int = 0
-    """Records whose bytes were read and compared with a hash."""
+    """Number of records whose values were read and compared with a hash."""
     nbytes: int = 0
-    """Payload bytes that records reference, shared ones once."""
+    """Payload bytes that were read; shared payloads count once."""
     num_summed: int = 0
-    """Records without a hash, compared with a checksum of their file."""
+    """Number of records compared with a checksum in their file."""
     problems: list[str] = field(default_factory=list)
-    """Errors of its segments, one sentence each."""
+    """Errors in the segments of the rank, one sentence each."""
     orphan_bytes: int = 0
     """Payload bytes that no record references."""
     unsealed: list[str] = field(default_factory=list)
@@ -67,7 +67,7 @@ class RankReport:
     damaged: list[Corruption] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
-        """Counts by name; damage is listed separately."""
+        """Return the counts by name; damaged records are only counted."""
         counts = {name: getattr(self.ledger, name) for name in ("seen", "recorded", "dropped", "failed", "lost")}
         steps = {name: getattr(self.ledger, name) for name in ("unfinished_steps", "aborted_steps", "skipped_steps")}
         own = {name: getattr(self, name) for name in self.__slots__ if name not in ("ledger", "damaged")}
@@ -76,22 +76,22 @@ class RankReport:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The results of all ranks, and those of the run as a whole."""
+    """Verification result of a run."""
 
     path: Path
     ranks: list[RankReport]
     ledger: Ledger
     hash_version: int | None
-    """None where no record has a hash."""
+    """Version of the recorded hashes; None if no record has a hash."""
 
     @property
     def damaged(self) -> list[Corruption]:
-        """The corrupt values of every rank, in order."""
+        """Corrupt payloads of all ranks, ordered by rank."""
         return [damage for rank in self.ranks for damage in rank.damaged]
 
     @property
     def complete(self) -> bool:
-        """Whether the run was closed and everything selected is present and intact."""
+        """Whether the run was closed, and every selected value is present and intact."""
         unsealed = any(rank.unsealed or rank.problems for rank in self.ranks)
         return self.ledger.complete and not (self.ledger.open_ranks or unsealed or self.damaged)
 
@@ -101,7 +101,7 @@ class Report:
         return bool(self.ledger.open_ranks) and may_grow(self.path)
 
     def sentences(self) -> list[str]:
-        """Missing or unusual data, except for damaged records."""
+        """Return one sentence per kind of missing or unusual data; damaged records are not included."""
         sentences = self.ledger.sentences()
         if self.hash_version not in (None, HASH_VERSION):
             sentences.append(
@@ -119,7 +119,7 @@ class Report:
 
 
 def verify_run(run: Run, digest: Digest, advance: Callable[[int], object] = lambda n: None) -> Report:
-    """Check every rank and read every payload; ``advance`` is called with the bytes read."""
+    """Verify every rank of ``run``, reading every payload; ``advance`` is called with the number of bytes read."""
     reports = []
     ranks = run.records.of_kinds(lambda kind: kind.rank)
     for rank in run.ranks:
@@ -135,13 +135,13 @@ def verify_run(run: Run, digest: Digest, advance: Callable[[int], object] = lamb
 def _check_payloads(
     run: Run, places: Array, report: RankReport, digest: Digest, advance: Callable[[int], object]
 ) -> None:
-    """Check the records of one rank at ``places``: intact ones by columns, the others one by one."""
+    """Verify the records of one rank at the indices ``places``: first in bulk by columns, the rest one by one."""
     report.num_records = len(places)
     has_entry = run.records.of_kinds(lambda kind: kind.file is not None)[places].astype(bool)
     has_entry |= np.isin(places, run.records.irregular_places)
     places = places[has_entry]
     checked = _check_columns(run, places, report, digest, advance)
-    digests: dict[Entry, str] = {}  # shared bytes are read once
+    digests: dict[Entry, str] = {}  # a shared payload is hashed once
     for place in places[~checked].tolist():
         _check_record(run, run.records[place], report, digest, digests)
         advance(int(run.records.nbytes[place]))
@@ -150,7 +150,10 @@ def _check_payloads(
 def _check_columns(
     run: Run, places: Array, report: RankReport, digest: Digest, advance: Callable[[int], object]
 ) -> Array:
-    """[places] bool: records whose bytes are present and have the recorded hash; they are counted."""
+    """Verify records in bulk; return [places] bool: True for records whose payload matches the recorded hash.
+
+    Only those are counted in ``report``.
+    """
     records = run.records
     checked = np.zeros(len(places), bool)
     if run.has_checksums or run.hash_version != HASH_VERSION:
@@ -179,7 +182,7 @@ def _check_columns(
 
 
 def _are_as_recorded(hashes: list[bytes], data: Array, offsets: Array, sizes: Array, digest: Digest) -> list[bool]:
-    """Whether each span of a file has its hash; shared spans are read once."""
+    """Return whether each span of the file ``data`` has the recorded hash; a shared span is hashed once."""
     first, known, is_equal = data.ctypes.data, dict[tuple[int, int], bytes](), []
     for recorded, offset, size in zip(hashes, offsets.tolist(), sizes.tolist(), strict=True):
         span = offset, size
@@ -216,7 +219,7 @@ def _check_record(run: Run, record: Record, report: RankReport, digest: Digest, 
 
 
 def _check_sketch(run: Run, record: Record, report: RankReport) -> None:
-    """Compare the counters with their checksum."""
+    """Compare the sketch of ``record`` with its checksum."""
     report.num_sketches += 1
     try:
         counters = run.sketch(record)
@@ -249,20 +252,23 @@ def _check_segments(run: Run, places: Array, report: RankReport) -> None:
 
 
 def _in_file(records: Records, places: Array, name: str) -> Iterator[Record]:
-    """Records whose payloads are in a file."""
+    """Yield the records at ``places`` whose payload is in the segment ``name``."""
     here = _lies_in(records, places, name) | np.isin(places, records.irregular_places)
     candidates = map(records.__getitem__, places[here].tolist())
     return (record for record in candidates if (stored := record.payload) is not None and stored[0].file == name)
 
 
 def _lies_in(records: Records, places: Array, name: str) -> Array:
-    """[places] bool: records whose kind references the file."""
+    """Return [places] bool: whether the kind of each record references the segment ``name``."""
     is_inside: Array = records.of_kinds(lambda kind: kind.file == name)[places].astype(bool)
     return is_inside
 
 
 def _orphans(path: Path, named: set[int]) -> int:
-    """Bytes of a sealed segment's tensors at offsets that no record references, without padding."""
+    """Return the number of bytes in a sealed segment that no record references, excluding padding.
+
+    ``named`` are the referenced offsets.
+    """
     try:
         _, reserved, header = read_head(path)
     except OSError:  # already reported by the check of its header

@@ -1,4 +1,4 @@
-"""RankWriter: writes the lines and payloads of one rank."""
+"""RankWriter: write the lines and payloads of one rank."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -14,34 +14,35 @@ from tapscope.run_format.record import LINE_START, Entry
 from tapscope.run_format.segment import HEADER_BYTES, MAX_HEADER_BYTES, SEGMENT_BYTES, Mark, SegmentWriter
 
 Fsync = Literal["never", "close", "segment", "batch"]
-"""When written data is synced to disk, payloads always before the lines that reference them:
+"""When written data is synced to disk; payloads are always synced before the lines that reference them:
 
-``never``    when the kernel decides; a power failure may leave lines whose bytes are missing (``verify`` finds them)
+``never``    when the kernel decides; a power failure may leave lines without their payload (``verify`` reports them)
 ``close``    everything when the rank closes
 ``segment``  when a segment is full, and when the rank closes
 ``batch``    before :meth:`RankWriter.batch` returns: acknowledged data survives a power failure
 """
 
 Payload = tuple[int, int, str, str, Sequence[int], Any]
-"""(index of its line, number, tensor name, dtype, shape, bytes)"""
+"""(index of its line in the batch, payload number, tensor name, dtype, shape, bytes)"""
 
 
 class PackedPayloads(NamedTuple):
-    """Payloads of one type and shape, one after the other in memory."""
+    """Payloads of equal dtype and shape, contiguous in memory."""
 
     lines: Sequence[int]
-    """Indices of their lines."""
+    """Index of the line of each payload in the batch."""
     names: Sequence[str]
+    """Tensor name of each payload."""
     dtype: str
     shape: Sequence[int]
     data: Any
-    """Contiguous bytes."""
+    """Bytes of all payloads, back to back."""
     shared: Sequence[tuple[int, int]] = ()
-    """(index of another line, number of the payload with its bytes)"""
+    """(index of a further line, index of the payload in this object that it shares)"""
 
 
 class _Mark(NamedTuple):
-    """The state that a failed batch is rolled back to."""
+    """State before a batch, restored if the batch fails."""
 
     index_size: int
     num_segments: int
@@ -50,10 +51,10 @@ class _Mark(NamedTuple):
 
 
 class RankWriter:
-    """The only writer of a rank in a run; a record's line is written after its bytes.
+    """The exclusive writer of one rank of a run; the line of a record is written after its payload.
 
-    A batch is atomic: one that fails (disk full, directory removed) is rolled back and raises OSError that names the
-    file, and the writer continues.
+    A batch is atomic: if it fails (disk full, directory removed), the writer rolls it back and raises an OSError that
+    names the file. The writer remains usable.
     """
 
     def __init__(
@@ -66,9 +67,10 @@ class RankWriter:
         resume: bool = False,
         disk: Disk | None = None,
     ) -> None:
-        """Raises RunExistsError if the rank has a writer, or has lines and ``resume`` is not set.
+        """Open the rank for writing, creating its directory.
 
-        ``resume`` continues after a writer that was killed, and repairs what it left.
+        ``resume`` repairs the output of a killed writer and continues after it. Raises RunExistsError if the rank
+        already has a writer, or has lines and ``resume`` is not set.
         """
         self.rank = rank
         self._disk = disk or Disk()
@@ -80,7 +82,7 @@ class RankWriter:
         self._header_bytes = HEADER_BYTES
         self._fsync = fsync
         self._segment: SegmentWriter | None = None
-        self._full: list[SegmentWriter] = []  # sealed when the lines of their last payloads are written
+        self._full: list[SegmentWriter] = []  # sealed once the lines of their last payloads are written
         self._num_segments = 0
         self._entries: dict[int, Entry] = {}
         self._sharing = -1
@@ -98,7 +100,7 @@ class RankWriter:
             raise
 
     def lines(self, blob: bytes) -> None:
-        """Append whole lines, each with a newline."""
+        """Append complete lines, each with its newline."""
         mark = self._mark()
         try:
             self._append([blob], spare=True)
@@ -108,11 +110,11 @@ class RankWriter:
         self.lines_written += blob.count(b"\n")
 
     def line(self, content: dict[str, Any]) -> None:
-        """Append one line."""
+        """Encode and append one line."""
         self.lines(encode_line(content) + b"\n")
 
     def record(self, line: bytes, name: str, dtype: str, shape: Sequence[int], payload: Any) -> None:
-        """Append one payload and its record's line."""
+        """Append one payload and the line of its record."""
         self.batch([line], [(0, -1, name, dtype, shape, payload)])
 
     def batch(
@@ -123,12 +125,13 @@ class RankWriter:
         sharing: int = -1,
         packed: Iterable[PackedPayloads] = (),
     ) -> list[bytes]:
-        """Append payloads, then all lines (without newlines); returns the lines as written.
+        """Append payloads, then all ``lines`` (without newlines); return the lines as written.
 
-        A payload's line gets its entry. A shared one is (index of its line, number of a payload with the same bytes,
-        written under the same ``sharing``); its line gets that entry, or an event after it reports that the payload
-        never arrived. ``packed`` are further payloads, which nothing else shares. Raises OSError that names the file,
-        or RecorderError for a payload that is not what it says; then nothing of the batch is in the run.
+        The line of each payload gets an entry. An item of ``shared`` is (index of a line, number of an earlier payload
+        with equal bytes, written with the same ``sharing`` id): the line gets the entry of that payload, or is
+        followed by a ``failed`` event if the payload never arrived. ``packed`` payloads cannot be shared by later
+        batches. Raises an OSError that names the file, or RecorderError for a payload whose size does not match its
+        dtype and shape; in both cases nothing of the batch is written.
         """
         if self._unsealed is not None:
             error, self._unsealed = self._unsealed, None
@@ -160,7 +163,7 @@ class RankWriter:
         self.bytes_written += sum(entry.nbytes for entry in new.values()) + in_packed
         try:
             self._seal_full()
-        except OSError as error:  # this batch is written, and its lines lead to its bytes: the next one says it
+        except OSError as error:  # this batch is complete and readable, so the next batch raises the error
             self._unsealed = error
         return written
 
@@ -169,7 +172,7 @@ class RankWriter:
         self.line(event_line(kind, **fields))
 
     def close(self) -> None:
-        """Seal the open segment and release the rank in any case; raises the OSError of a failure."""
+        """Seal the open segment, sync as configured, and release the rank; raises OSError, but releases it anyway."""
         if self._lines.closed:
             return
         try:
@@ -187,9 +190,9 @@ class RankWriter:
             self._lines.close()
 
     def index(self) -> None:
-        """Write the record index of a closed rank, if its lines are many; takes 5 s and 230 MB for a million records.
+        """Write the record index of a closed rank if it has many lines; takes 5 s and 230 MB per million records.
 
-        Of more than :data:`~.index_limits.MAX_AT_CLOSE` lines the first reader writes it.
+        For more than :data:`~.index_limits.MAX_AT_CLOSE` lines, the first reader writes the index instead.
         """
         if index_limits.MIN_RECORDS <= self.lines_written <= index_limits.MAX_AT_CLOSE:
             from tapscope.run_format.index import read_index
@@ -217,7 +220,7 @@ class RankWriter:
         return Entry(self._segment.name, offset, memoryview(payload).nbytes)
 
     def _place_packed(self, packed: PackedPayloads, lines: list[bytes]) -> int:
-        """Place payloads and add their entries to ``lines``; returns their bytes."""
+        """Place packed payloads and add their entries to ``lines``; return their total size in bytes."""
         data = memoryview(packed.data).cast("B")
         nbytes, segment = data.nbytes // max(len(packed.lines), 1), self._segment
         offset = None if segment is None else segment.place_packed(packed.names, packed.dtype, packed.shape, data)
@@ -250,7 +253,7 @@ class RankWriter:
             self._disk.sync_path(self._dir)
 
     def _flush(self) -> None:
-        """Flush the placed payloads; detects removed files, where writes would be lost."""
+        """Flush the placed payloads; raise FileNotFoundError if a segment was removed, as its data would be lost."""
         for segment in (*self._full, self._segment):
             if segment is not None and segment.num_waiting:
                 segment.check_present()
@@ -283,7 +286,7 @@ class RankWriter:
         return _Mark(self._lines.size, self._num_segments, self._segment, inside)
 
     def _roll_back(self, mark: _Mark) -> None:
-        """Roll back a batch completely. If that fails, nothing more is written."""
+        """Restore the state before the batch; if that fails, all later writes raise the error."""
         try:
             for segment in (*self._full, self._segment):
                 if segment is not None and segment is not mark.segment:
