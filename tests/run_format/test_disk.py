@@ -558,6 +558,15 @@ def test_segment_with_missing_bytes_is_not_sealed(tmp_path: Path) -> None:
     assert read_header((tmp_path / "seg.safetensors").read_bytes()[8 : segment.header_bytes]) is None
 
 
+@pytest.mark.parametrize("head", [b'{"a":1,!', b'{"a":{"data_offsets":"x"},"b', b"[[[", b"[1]", b"   "])
+def test_header_that_is_not_a_json_object_is_unsealed(head: bytes) -> None:
+    assert read_header(head) is None
+
+
+def test_header_with_invalid_offsets_gives_empty_spans() -> None:
+    assert read_header(b'{"a":{"data_offsets":[0,4]},"b":1}') == {"a": (0, 4), "b": (0, 0)}
+
+
 def test_run_that_cannot_be_created_leaves_no_directory(small_disk: Path) -> None:
     (small_disk / "run").mkdir()
     create_run(small_disk / "run", {})

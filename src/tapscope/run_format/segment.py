@@ -284,12 +284,13 @@ def read_header(head: bytes) -> dict[str, tuple[int, int]] | None:
     A tensor with invalid offsets gets (0, 0). Returns None if ``head`` is not a JSON object, as before sealing.
     """
     try:
-        return {name: tensor.data_offsets for name, tensor in _decode(head).items()}
-    except msgspec.ValidationError:  # the header was not written by SegmentWriter
-        header = msgspec.json.decode(head)
-        return {name: _span(tensor) for name, tensor in header.items()} if isinstance(header, dict) else None
+        try:
+            return {name: tensor.data_offsets for name, tensor in _decode(head).items()}
+        except msgspec.ValidationError:  # not written by SegmentWriter, or damaged after the first invalid entry
+            header = msgspec.json.decode(head)
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return None
+    return {name: _span(tensor) for name, tensor in header.items()} if isinstance(header, dict) else None
 
 
 def _span(tensor: Any) -> tuple[int, int]:
