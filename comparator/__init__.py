@@ -1,10 +1,12 @@
-"""Compares two runs and names the first module that diverges.
+"""Compare two runs and find the first module that diverges.
 
-from tapscope.comparator import CompareOptions, compare
+::
 
-report = compare("base", "target", CompareOptions(skip=("*:in[*]",)))
-print(report)  # the answer in four lines
-print(report.exit_code, report.first_divergence)
+    from tapscope.comparator import CompareOptions, compare
+
+    report = compare("base", "target", CompareOptions(skip=("*:in[*]",)))
+    print(report)  # the answer in four lines
+    print(report.exit_code, report.first_divergence)
 """
 
 from tapscope.comparator.compare import Comparison, compare, compare_open_runs

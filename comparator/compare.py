@@ -1,4 +1,4 @@
-"""Compare two runs; returns a report. The stages are those of :mod:`tapscope.comparator.pipeline`."""
+"""Entry points of a comparison; the stages are the modules of :mod:`tapscope.comparator.pipeline`."""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -44,7 +44,7 @@ _Corrupt = tuple[CorruptRecords, CorruptRecords]
 
 @deprecated_attributes({"closeup": "token_view"})
 class Comparison(Struct, frozen=True):
-    """A report, with methods for a closer look while both runs are open."""
+    """The report of two runs that are still open, with methods that examine single findings in more detail."""
 
     report: Report
     _judged: JudgedRuns
@@ -52,11 +52,11 @@ class Comparison(Struct, frozen=True):
 
     @np.errstate(all="ignore")
     def rejudged(self, options: CompareOptions) -> "Comparison":
-        """The same measurements judged by other options, as if both runs were compared again.
+        """Judge the existing measurements by other options, with the same result as a new comparison.
 
-        Values are read only to count the elements beyond a new tolerance, where bounds do not tell, and to explain
-        another culprit. Raises ConfigError if ``options`` select or measure something else, and what
-        :func:`compare_open_runs` raises.
+        Values are read again only to count elements beyond a new tolerance that bounds do not settle, and to explain a
+        new culprit. Raises ConfigError if ``options`` select or measure other values, and the errors of
+        :func:`compare_open_runs`.
         """
         opened = self._judged.screened.measured.matched.opened
         if not options.measures_as(opened.options):
@@ -69,21 +69,21 @@ class Comparison(Struct, frozen=True):
                 judged = _judge(measured, rules, self._corrupt)
                 if not _has_corrupt_culprit(self._corrupt, judged):
                     return Comparison(_report(judged, self._corrupt), judged, self._corrupt)
-            return _compare(*opened.runs, options, None)  # without values that only looked like a culprit
+            return _compare(*opened.runs, options, None)  # which excludes corrupt values
 
     def token_view(self, finding: Finding) -> TokenView | None:
-        """The token rows of a finding; None if it has no values to show.
+        """Return a view of the token rows of a finding, or None if the finding has no values to show.
 
-        Raises DataError if they can no longer be read.
+        Raises DataError if the values can no longer be read.
         """
         reader = self.reader(finding)
         return None if reader is None else reader.token_view()
 
     @np.errstate(all="ignore")
     def reader(self, finding: Finding) -> PairReader | None:
-        """Reads the values of a finding by rectangles; None if there are no values to show.
+        """Return a reader of rectangular regions of a finding's values, or None if the finding has no values to show.
 
-        Raises DataError if they can no longer be read.
+        Raises DataError if the values can no longer be read.
         """
         screened, analyzer = self._judged.screened, self._judged.screened.measured.analyzer
         one = screened.judged[finding.order]
@@ -93,8 +93,10 @@ class Comparison(Struct, frozen=True):
         return PairReader(screened.preparer.prepare(one.pair), rows, analyzer.tolerance or (0.0, 0.0))
 
     def origins(self) -> list[int | None]:
-        """[findings]: the order of the earlier finding that held the same bytes first, so that data flowed from there;
-        None where none did."""
+        """Return, for each finding, the order of the earliest finding with the same bytes, or None if there is none.
+
+        The data of a finding with an origin flowed from that earlier site unchanged.
+        """
         screened = self._judged.screened
         matched, _, graph = compared_graph(screened.results, screened.measured.matched.sites)
         origins: list[int | None] = [None] * len(self.report.findings)
@@ -105,14 +107,15 @@ class Comparison(Struct, frozen=True):
         return origins
 
     def place_errors(self) -> PlaceErrors:
-        """Measures findings by rank and by token, see :meth:`places`."""
+        """Return the state that :meth:`places` needs to measure findings per rank and per token."""
         return PlaceErrors(self._judged.screened.measured.matched.opened.rows)
 
     @np.errstate(all="ignore")
     def places(self, errors: PlaceErrors, finding: Finding) -> FindingPlaces | None:
-        """The ranks and tokens that a finding was compared at; None if no values or hashes were compared.
+        """Return the ranks and tokens that a finding was compared at, or None if neither values nor hashes were
+        compared.
 
-        Values are read of bad findings only. Raises DataError if they can no longer be read.
+        Values are read for bad findings only. Raises DataError if they can no longer be read.
         """
         screened = self._judged.screened
         one = screened.judged[finding.order]
@@ -122,9 +125,10 @@ class Comparison(Struct, frozen=True):
 
     @np.errstate(all="ignore")
     def detail(self, finding: Finding) -> "Detail | None":
-        """ULPs, percentiles, channels, … of a finding; None if there are no values or all are equal.
+        """Return ULPs, percentiles, channels and other details of a finding, or None if it has no values or all are
+        equal.
 
-        Raises DataError if they can no longer be read.
+        Raises DataError if the values can no longer be read.
         """
         screened = self._judged.screened
         one = screened.judged[finding.order]
@@ -134,12 +138,15 @@ class Comparison(Struct, frozen=True):
 
     @property
     def requests(self) -> tuple[str, ...]:
-        """Baseline names of the requests that both runs have."""
+        """Baseline names of the requests that both runs contain."""
         return self._judged.screened.measured.matched.opened.rows.requests
 
     def token_logprobs(self, finding: Finding, temperature: float = 1.0) -> "TokenLogprobs | None":
-        """Log-probabilities of the tokens that follow the rows of a finding of logits; None for any other finding, and
-        where values or token rows are missing. Raises DataError when they can no longer be read."""
+        """Return the log-probabilities of the tokens that follow the rows of a finding on logits.
+
+        Returns None for any other site, and if values or token rows are missing. Raises DataError if the values can no
+        longer be read.
+        """
         from tapscope.comparator.metrics.detail import is_logits
         from tapscope.comparator.metrics.token_logprobs import token_logprobs
 
@@ -160,7 +167,7 @@ def compare(
     options: CompareOptions | None = None,
     progress: Progress | None = None,
 ) -> Report:
-    """Compare two runs, open or by their paths.
+    """Compare two runs, given as open runs or as paths.
 
     ::
 
@@ -169,23 +176,23 @@ def compare(
         if report.exit_code == 1 and report.divergences:
             print(report.first_divergence.module, report.first_divergence.step)
 
-    ``progress`` is called with (sites done, all sites, bytes of their values, bytes of all values). Raises as
-    :func:`compare_open_runs`, and for a path as :func:`tapscope.sources.open_run`.
+    ``progress`` is called with (sites measured, number of sites, bytes measured, total bytes). Raises the errors of
+    :func:`compare_open_runs`, and for a path those of :func:`tapscope.sources.open_run`.
     """
     with ExitStack() as opened, gc_paused():
         runs = [run if isinstance(run, Run) else opened.enter_context(open_run(run)) for run in (baseline, target)]
         return compare_open_runs(runs[0], runs[1], options, progress).report
 
 
-@np.errstate(all="ignore")  # values may be anything, also bytes of a corrupt file: verdicts report it, not warnings
+@np.errstate(all="ignore")  # arbitrary values, even of a corrupt file, are reported by verdicts, not by NumPy warnings
 def compare_open_runs(
     baseline: Run, target: Run, options: CompareOptions | None = None, progress: Progress | None = None
 ) -> Comparison:
-    """Compare two open runs, and allow a closer look afterwards.
+    """Compare two open runs and return the report together with methods for closer examination.
 
-    Raises RuleError for a selection that matches nothing, and NothingInCommonError if the runs have no site, row or
-    value in common. If they have but none can be compared, the result is a report with exit code 3. With a Ray cluster
-    also what :func:`.ray_connection` raises.
+    Raises RuleError for a selection that matches nothing, and NothingInCommonError if the runs share no site, row or
+    value. If the runs share sites but none of them can be compared, the report has exit code 3. With a Ray cluster,
+    also raises the errors of :func:`.ray_connection`.
     """
     options = options or CompareOptions()
     with gc_paused(), ray_connection(options.ray):
@@ -194,19 +201,19 @@ def compare_open_runs(
 
 
 def _compare(baseline: Run, target: Run, options: CompareOptions, progress: Progress | None) -> Comparison:
-    """All stages, until no culprit is a corrupt value."""
+    """Run all stages, and repeat them without corrupt values until no culprit is a corrupt value."""
     corrupt = CorruptRecords(baseline), CorruptRecords(target)
     rules = compile_rules((*options.rules, *options.mapping.rules))
     while True:
         matched = match_runs(open_runs(baseline, target, options, corrupt))
         check_rules(rules, matched.matched_names)
         judged = _judge(measure_pairs(matched, progress), rules, corrupt)
-        if not _has_corrupt_culprit(corrupt, judged):  # else repeat without values that only looked like one
+        if not _has_corrupt_culprit(corrupt, judged):  # otherwise, repeat without the corrupt values
             return Comparison(_report(judged, corrupt), judged, corrupt)
 
 
 def _judge(measured: MeasuredRuns, rules: tuple[Rule, ...], corrupt: _Corrupt) -> JudgedRuns:
-    """The stages after the measurement: a verdict for every site."""
+    """Run the stages that follow the measurement, which give every site a verdict."""
     opened = measured.matched.opened
 
     def measure(options: CompareOptions) -> MeasuredRuns:
@@ -257,7 +264,7 @@ def _report(judged: JudgedRuns, corrupt: _Corrupt) -> Report:
 
 
 def _with_corrupt(coverage: Coverage, corrupt: _Corrupt) -> Coverage:
-    """The coverage with the records that were excluded."""
+    """Add the excluded corrupt records to the coverage."""
     unchecked = sum(one.num_unchecked for one in corrupt)
     if unchecked:
         warning = f"{plural(unchecked, 'value')} could not be checked: recorded without a hash of this version"

@@ -1,4 +1,4 @@
-"""Facts: the value types of findings: sides, places, step results, row counts and error metrics."""
+"""Value types of a finding: sides, places, step results, row counts and error metrics."""
 
 import math
 
@@ -12,19 +12,19 @@ class Side(Struct, frozen=True, gc=False):
     """One run's side of a finding."""
 
     site: str
-    """As recorded; for a part of a fused tensor the fused site, for a sum the site of the first summand."""
+    """The recorded site: the fused site for a part of a fused tensor, and the first summand's site for a sum."""
     dtype: str | None
     shape: tuple[int, ...]
-    """Of the first firing, assembled over ranks."""
+    """Shape of the first firing, assembled over ranks."""
     num_records: int
     dims: str | None = None
     ranks: tuple[int, ...] = ()
     parts: tuple[str, ...] = ()
-    """The sites that were joined or summed; empty if it is :attr:`site` alone."""
+    """The sites that were concatenated or summed; empty if the side is :attr:`site` alone."""
 
 
 def sqnr_of(rel_l2: float) -> float:
-    """Signal-to-quantization-noise ratio in dB, -20 log10(rel_l2); infinite where all values are equal."""
+    """Return the signal-to-quantization-noise ratio in dB, -20 log10(rel_l2); infinite where all values are equal."""
     if rel_l2 == 0.0:
         return math.inf
     return -20.0 * math.log10(rel_l2) if math.isfinite(rel_l2) else math.nan
@@ -41,17 +41,17 @@ def sqnr_of(rel_l2: float) -> float:
     }
 )
 class ErrorMetrics(Struct, frozen=True, gc=False):
-    """Global metrics over all values that were read.
+    """Error metrics over all values that were read.
 
-    Differences of a :class:`.PairResult` are over positions that are finite on both sides. Those of a :class:`.Finding`
-    are nan where a value is not finite in one run only, see :meth:`over_all_values`.
+    In a :class:`.PairResult`, differences cover the positions that are finite on both sides. In a :class:`.Finding`,
+    they are nan if a value is nonfinite in only one run, see :meth:`over_all_values`.
     """
 
     max_abs: float
     mean_abs: float
     rel_l2: float
     rel: float
-    """1 - 2 a.b / (a.a + b.b), from 0 to 2; the metric by which SGLang's comparator judges."""
+    """1 - 2 a.b / (a.a + b.b), from 0 to 2: the metric of SGLang's comparator."""
     cosine: float
     num_equal: int
     num_elements: int
@@ -67,8 +67,11 @@ class ErrorMetrics(Struct, frozen=True, gc=False):
         return sqnr_of(self.rel_l2)
 
     def over_all_values(self) -> "ErrorMetrics":
-        """With nan for differences that include a value which is not finite in one run only, as NumPy and
-        :func:`torch.testing.assert_close` give. Equal infinities, and NaN on both sides, count as equal."""
+        """Return the metrics with nan for every difference that includes a value that is nonfinite in only one run.
+
+        NumPy and :func:`torch.testing.assert_close` give the same result. Equal infinities, and NaN on both sides,
+        count as equal.
+        """
         if not self.num_nonfinite_mismatch:
             return self
         names = ("max_abs", "mean_abs", "rel_l2", "rel", "cosine")
@@ -85,24 +88,28 @@ class Place(Struct, frozen=True, gc=False):
     position: int | None = None
     visit: int = 0
     index: tuple[int, ...] = ()
-    """(row, column) for a tensor compared whole, (column,) within a token row."""
+    """(row, column) for a tensor compared as a whole, (column,) within a token row."""
     rank: int | None = None
-    """Target rank, if a single one holds it."""
+    """Target rank that holds the place, if it is the only one."""
     element: tuple[int, ...] = ()
-    """Index along all axes of a tensor compared whole, in the form of ``tapscope show --slice``; empty if unknown, or
-    within a token row."""
+    """Index along all axes of a tensor compared as a whole, in the form of ``tapscope show --slice``; empty if unknown,
+    or within a token row."""
     in_shard: tuple[int, ...] = ()
-    """The same index within the shard of :attr:`rank`, if several ranks hold the tensor; also within a token row."""
+    """Index of the element within the shard of :attr:`rank`, if several ranks hold the tensor; also set within a token
+    row."""
     token_id: int | None = None
-    """The token at the position, if a tokenizer is known; only at the places of divergences."""
+    """The token id at the position, if a tokenizer is known; set only for the places of divergences."""
     token_text: str = ""
-    """What it decodes to."""
+    """Decoded text of the token."""
     branch: int = 0
-    """Of a row in a draft model's tree: see :attr:`.RowSpan.branch`."""
+    """Branch of a row in a draft model's tree, see :attr:`.RowSpan.branch`."""
 
     def text(self) -> str:
-        """``request 0, position 6``, with the visit if it is not the first, the branch of a draft model's tree, and
-        the token (``' the'``) if it is known; ``[0,6,2,21]`` without token rows."""
+        """Return the place as text: ``request 0, position 6``, or ``[0,6,2,21]`` without token rows.
+
+        The text includes the visit if it is not the first, the branch of a draft model's tree, and the token (``'
+        the'``) if known.
+        """
         if self.position is None:
             return f"[{','.join(map(str, self.element or self.index))}]"
         again = again_words(self.visit, self.branch)
@@ -112,19 +119,19 @@ class Place(Struct, frozen=True, gc=False):
 
 @deprecated_attributes({"rows": "num_rows", "nonfinite": "num_nonfinite_mismatch"})
 class StepResult(Struct, frozen=True, gc=False):
-    """The rows of a finding in one target step."""
+    """Errors of a finding's rows in one target step."""
 
     step: int
     num_rows: int
     max_abs: float
     rel_l2: float
     error: float
-    """Largest error of a row, relative to its size."""
+    """Largest error of a row, relative to the norm of the row."""
     num_nonfinite_mismatch: int = 0
-    """Places where one side is not finite and the other is different."""
+    """Positions where one side is nonfinite and the other side has a different value."""
 
     def over_all_values(self) -> "StepResult":
-        """See :meth:`ErrorMetrics.over_all_values`."""
+        """Return the result with nan for errors, see :meth:`ErrorMetrics.over_all_values`."""
         if not self.num_nonfinite_mismatch:
             return self
         return structs.replace(self, **dict.fromkeys(("max_abs", "rel_l2", "error"), math.nan))
@@ -136,23 +143,23 @@ class RowCounts(Struct, frozen=True, gc=False):
 
     num_compared: int = 0
     num_forked: int = 0
-    """Excluded because the tokens of the request had diverged."""
+    """Rows excluded because the tokens of the request had already diverged."""
     num_unaligned: int = 0
-    """Token never computed by the other run."""
+    """Rows whose token the other run never computed."""
     num_absent: int = 0
-    """Computed by both runs, but recorded by only one at this site."""
+    """Rows that both runs computed but only one of them recorded at this site."""
 
 
 class ChoiceDifference(Struct, frozen=True, gc=False):
-    """How the experts or keys that both runs chose for each row differ as sets."""
+    """Set differences between the experts or keys that the two runs chose for each row."""
 
     k: int
     """Choices per row."""
     num_rows: int
     """Rows that were compared."""
     num_rows_different: int
-    """Rows with other choices, in whatever order."""
+    """Rows whose sets of choices differ, regardless of order."""
     num_different: int
-    """Choices that only one run has, over all rows."""
+    """Choices that only one run made, summed over all rows."""
     max_different: int
-    """The same over the row with the most."""
+    """Choices that only one run made, in the row with the most of them."""

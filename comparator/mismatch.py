@@ -1,11 +1,11 @@
-"""Train-inference mismatch: how far a trainer's log-probabilities of the rollout's tokens are from the rollout's.
+"""Train-inference mismatch: compares the log-probabilities that a trainer and a rollout give the rollout's tokens.
 
-With the log-ratio r = log pi(token) - log mu(token) of trainer pi and rollout mu, over tokens that mu sampled:
+With the log-ratio r = log pi(token) - log mu(token) of trainer pi and rollout mu, over tokens sampled from mu:
 
 - importance ratio: exp(r), as PPO clips it (arXiv:1707.06347),
 - k1: mean of -r, and k3: mean of exp(r) - 1 - r: estimators of KL(mu || pi) in nats per token
   (J. Schulman, *Approximating KL divergence*, 2020); k3 has less variance and is never negative,
-- KL: the same divergence from whole rows of logits, without sampling error.
+- KL: the same divergence computed from whole rows of logits, without sampling error.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,7 +35,7 @@ PERCENTILES = (0.01, 0.5, 0.99)
 
 
 class MismatchStats(Struct, frozen=True):
-    """Statistics over some tokens."""
+    """Mismatch statistics over a set of tokens: one request, or all of them."""
 
     num_tokens: int
     mean_abs: float
@@ -44,20 +44,20 @@ class MismatchStats(Struct, frozen=True):
     k1: float
     k3: float
     kl: float
-    """Mean over rows of KL(mu || pi) of whole distributions."""
+    """Mean over rows of KL(mu || pi), computed from the full distributions."""
     ratio_mean: float
     ratio_min: float
     ratio_max: float
     ratio_percentiles: tuple[float, ...]
-    """Of the importance ratio, at :data:`PERCENTILES`."""
+    """Percentiles of the importance ratio, at :data:`PERCENTILES`."""
     clipped: float
-    """Share of tokens whose ratio is outside [1 - clip, 1 + clip]."""
+    """Fraction of tokens whose importance ratio is outside [1 - clip, 1 + clip]."""
     log_ratio_sum: float
-    """Sum of r: the logarithm of the sequence's importance ratio."""
+    """Sum of r: the logarithm of the importance ratio of the whole sequence."""
 
 
 class TokenMismatch(Struct, frozen=True):
-    """One token."""
+    """Log-probabilities and importance ratio of one token."""
 
     request: str
     position: int
@@ -65,37 +65,37 @@ class TokenMismatch(Struct, frozen=True):
     trainer: float
     """log pi, in nats."""
     rollout: float
-    """log mu."""
+    """log mu, in nats."""
     ratio: float
 
 
 class RoutingAgreement(Struct, frozen=True):
-    """One router."""
+    """Agreement of the expert choices of one router."""
 
     site: str
     num_rows: int
     agreement: float
-    """Share of token rows with the same set of experts."""
+    """Fraction of token rows for which both runs chose the same set of experts."""
 
 
 class Mismatch(Struct, frozen=True):
     """The result of :func:`mismatch`."""
 
     site: str
-    """The logits."""
+    """The site of the compared logits."""
     total: MismatchStats
     requests: dict[str, MismatchStats]
     tokens: tuple[TokenMismatch, ...]
-    """Every token, in order of request and position."""
+    """Every counted token, ordered by request and position."""
     routing: tuple[RoutingAgreement, ...]
     """Routers that chose different experts in at least one token row."""
     num_unknown: int
-    """Rows without a known next token: the last one of each request."""
+    """Rows whose next token is unknown: the last row of each request."""
     num_prompt: int
-    """Prompt tokens, which are left out unless they were requested."""
+    """Prompt tokens that were left out; 0 if ``prompt_tokens`` was set."""
     num_nonfinite: int
     report: Report
-    """The comparison of all sites."""
+    """The comparison report on all sites."""
 
 
 def mismatch(
@@ -108,18 +108,18 @@ def mismatch(
     prompt_tokens: bool = False,
     progress: Progress | None = None,
 ) -> Mismatch:
-    """Compare a trainer's run (the baseline) with a rollout's of the same tokens.
+    """Compare a trainer's run (the baseline) with a rollout's run of the same tokens.
 
     ::
 
         result = mismatch("reference", "served")
         print(result.total.ratio_mean, result.total.k3, result.report)
 
-    ``clip``: half width of the clip range around 1. ``temperature``: of the rollout's sampling; logits are divided by
-    it. ``prompt_tokens``: count prompt tokens as well as generated ones.
+    ``clip`` is half the width of the clip range around 1. ``temperature`` is the sampling temperature of the rollout,
+    by which logits are divided. ``prompt_tokens`` counts prompt tokens as well as generated ones.
 
-    Raises ConfigError for an invalid argument, NothingInCommonError if the runs have no full logits of a common row,
-    and as :func:`tapscope.compare`.
+    Raises ConfigError for an invalid argument, NothingInCommonError if no row has full logits in both runs, and the
+    errors of :func:`tapscope.compare`.
     """
     if not 0.0 < clip < 1.0:
         raise ConfigError(f"invalid clip range {clip}: expected a number between 0 and 1")
@@ -138,7 +138,7 @@ def mismatch(
 
 
 def _logits(comparison: Comparison, temperature: float) -> tuple[Finding, TokenLogprobs]:
-    """The first site of logits, and its log-probabilities."""
+    """Return the first finding on logits and its log-probabilities."""
     for finding in comparison.report.findings:
         if (logprobs := comparison.token_logprobs(finding, temperature)) is not None and len(logprobs.token):
             return finding, logprobs
@@ -149,9 +149,9 @@ def _logits(comparison: Comparison, temperature: float) -> tuple[Finding, TokenL
 
 
 def _generated(logprobs: TokenLogprobs, requests: Sequence[str], trainer: Run, rollout: Run) -> Array:
-    """[tokens] bool: whether the token comes after its request's prompt.
+    """Return a [tokens] bool mask of the generated tokens, which follow the prompt of their request.
 
-    Requests of other names in the rollout are recognised by their prompts, which begin the trainer's tokens.
+    A request with another name in the rollout is recognized by its prompt, which is a prefix of the trainer's tokens.
     """
     prompts, tokens = rollout.prompts(), trainer.tokens()
     lengths = []

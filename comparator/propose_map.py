@@ -1,4 +1,4 @@
-"""Propose a map for two runs whose names differ, after the map and prefixes of the user's options."""
+"""Propose a map file for two runs whose names differ, after the map and prefixes of the user's options."""
 
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -21,7 +21,7 @@ from tapscope.run_format.run import Run
 
 @gc_paused()
 def propose_map(baseline: Run, target: Run, options: CompareOptions | None = None) -> MapProposal:
-    """Propose a map for what does not match under ``options``, whose maps and prefixes apply first.
+    """Propose a map for sites that remain unmatched after the maps and prefixes of ``options``.
 
     Raises RuleError for a selection that matches nothing.
     """

@@ -1,4 +1,4 @@
-"""Conditions of ``--fail-on``: what makes a comparison exit with 1."""
+"""Conditions of ``--fail-on``, which make a comparison exit with code 1."""
 
 from tapscope.core.errors import ConfigError
 from tapscope.core.formatting import did_you_mean
@@ -20,13 +20,14 @@ CONDITIONS = {
     INEXACT: "a value is not equal, even within rounding",
     WARNING: "the report has a warning",
 }
-"""Condition -> what it means, in the order of the help."""
+"""Condition -> description, in the order of the help text."""
 
 
 def parse_fail_on(text: str) -> frozenset[str]:
-    """Conditions from ``differs,missing``; ``default`` stands for the default ones and ``none`` for no condition.
+    """Parse conditions such as ``differs,missing``; ``default`` stands for the default set and ``none`` for no
+    condition.
 
-    Raises ConfigError for an unknown condition, and for ``none`` with others.
+    Raises ConfigError for an unknown condition, and for ``none`` combined with others.
     """
     words = [word.strip() for word in text.split(",")]
     if words == ["none"]:
@@ -47,5 +48,5 @@ def parse_fail_on(text: str) -> frozenset[str]:
 
 
 def format_fail_on(conditions: frozenset[str]) -> str:
-    """The inverse of :func:`parse_fail_on`."""
+    """Format conditions as a string; the inverse of :func:`parse_fail_on`."""
     return ",".join(name for name in CONDITIONS if name in conditions) or "none"

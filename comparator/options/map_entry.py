@@ -1,4 +1,4 @@
-"""Map entry: one entry of a map file's ``split`` and ``join`` sections, applied to the sites of both runs."""
+"""Map entry: one entry of a map file's ``split`` or ``join`` section, applied to the sites of both runs."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,27 +13,28 @@ from tapscope.expr.safe_regex import MAX_SUBJECT
 
 
 class FusedMatch(Struct, frozen=True):
-    """A fused site and the names that its parts would have."""
+    """A fused site and the possible names of its parts."""
 
     name: str
     port: str
     parts: tuple[tuple[str, ...], ...]
-    """For each part its possible names, the most likely first."""
+    """Possible names of each part, the most likely first."""
 
 
 class MapEntry(Struct, dict=True):
-    """An entry with the sites that it matched."""
+    """An entry of a map file, with the sites that it matched."""
 
     entry: FuseEntry
     sites: list[str] = field(default_factory=list)
-    """Fused sites that it matched."""
+    """Fused sites that matched the entry."""
     wanted: list[str] = field(default_factory=list)
-    """Parts that no site matched, for the error if nothing matches."""
+    """Part names that no site matched, for the error message if nothing matches."""
     num_matched: int = 0
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """Names of the parts: their last path components if these differ, else their indices."""
+        """Names of the parts: their last path components if these are distinct identifiers, otherwise ``part0``,
+        ``part1``, …"""
         last = tuple(module_of(part).rpartition(".")[2] or part.rpartition(".")[2] for part in self.entry.parts)
         fit = len(set(last)) == len(last) and all(re.fullmatch(r"[A-Za-z_]\w*", name) for name in last)
         return last if fit else tuple(f"part{i}" for i in range(len(last)))
@@ -46,7 +47,7 @@ class MapEntry(Struct, dict=True):
         return re.compile(rf"(?P<before>(?:[^:]*\.)?){body}:(?P<port>{tail})")
 
     def find(self, names: Iterable[str]) -> Iterator[FusedMatch]:
-        """The sites that are the fused tensor of this entry."""
+        """Yield the sites that match the fused tensor of this entry."""
         for name in names:
             match = self._regex.fullmatch(name) if len(name) <= MAX_SUBJECT else None
             if match is not None:
@@ -63,7 +64,8 @@ class MapEntry(Struct, dict=True):
 
 
 def lookup(spellings: tuple[str, ...], others: Mapping[str, object], spelled: Mapping[str, list[str]]) -> str | None:
-    """The other side's site for a part, by exact name or common spelling; None if there is none."""
+    """Return the other side's site for a part, by exact name or by a unique canonical name; None if there is no
+    match."""
     for text in spellings:
         if text in others:
             return text

@@ -1,4 +1,4 @@
-"""Map file: what the user states about two runs beyond the built-in passes: names, fused tensors, dims, rules.
+"""Map file: the user's additions to the built-in matching of two runs: names, fused tensors, dims, rules.
 
 A YAML file with any of these sections (docs/guide/matching.md)::
 
@@ -28,7 +28,7 @@ from tapscope.expr.safe_regex import MAX_SUBJECT
 SECTIONS = ("rename", "split", "join", "dims", "rules")
 ORDERS = ("plain", "grouped")
 MAX_STARS = 3
-"""In one pattern of split and join: each multiplies the number of ways to match."""
+"""Maximum number of ``*`` in one ``split`` or ``join`` pattern: each one multiplies the number of possible matches."""
 
 
 class RenameEntry(Struct, frozen=True):
@@ -41,29 +41,32 @@ class RenameEntry(Struct, frozen=True):
     side: str = "both"
 
     def apply(self, site: str) -> str:
-        """The site with the first match replaced, or unchanged; a site too long to search is unchanged."""
+        """Return the site with the first match replaced; a site without a match, or too long to search, is
+        unchanged."""
         return self.pattern.sub(self.to, site, count=1) if len(site) <= MAX_SUBJECT else site
 
 
 class FuseEntry(Struct, frozen=True):
-    """A fused tensor, whose ``parts`` are concatenated or interleaved by groups."""
+    """A fused tensor whose ``parts`` are concatenated, or interleaved by group."""
 
     where: str
     whole: str
-    """Glob of module paths, or of sites if it has a ``:``; each ``*`` in the parts stands for what it matched here."""
+    """Glob of module paths, or of sites if it contains ``:``. A ``*`` in the parts stands for the text that the ``*``
+    here matched."""
     parts: tuple[str, ...]
     order: str = ""
-    """``plain``: q q k k v v; ``grouped``: q q k v q q k v as in Megatron's linear_qkv; empty: implied by the name."""
+    """``plain``: q q k k v v; ``grouped``: q q k v q q k v as in Megatron's linear_qkv; empty: derived from the
+    name."""
     sizes: tuple[int, ...] = ()
-    """Features of each part in the whole tensor; empty: inferred from the other side."""
+    """Features of each part in the fused tensor; empty: inferred from the other side."""
     heads: tuple[int, int] | None = None
     """(attention heads, key/value heads) if the parts are q, k and v."""
     joins: bool = False
-    """Whether the parts are joined to match the fused tensor, instead of splitting it."""
+    """Whether the parts are joined to match the fused tensor, instead of splitting the fused tensor."""
 
 
 class DimsEntry(Struct, frozen=True):
-    """Dims that replace the recorded ones for sites of one side."""
+    """Dims that replace the recorded dims of the matching sites."""
 
     where: str
     site: str
@@ -97,7 +100,7 @@ class MapFile(Struct, frozen=True):
 def read_maps(paths: Iterable[str | Path]) -> MapFile:
     """Read map files and merge them in order.
 
-    Raises ConfigError, naming file and key, for invalid content; whether the entries match a site is known only when
+    Raises ConfigError, naming file and key, for invalid content. An entry that matches no site is detected only when
     two runs are compared.
     """
     files = [_parse(Path(path)) for path in paths]
@@ -111,7 +114,7 @@ def read_maps(paths: Iterable[str | Path]) -> MapFile:
 
 
 def _parse(path: Path) -> MapFile:
-    from tapscope.core.yaml_file import read_yaml  # imported late: yaml takes a while to load
+    from tapscope.core.yaml_file import read_yaml  # imported here because yaml loads slowly
 
     content = read_yaml(path)
     map_member.check_keys(str(path), content, SECTIONS)
@@ -149,7 +152,7 @@ def _rename(where: str, entry: dict[str, Any]) -> RenameEntry:
     )
     try:
         pattern.sub(to, "")
-        re.compile(pattern.pattern + "|").sub(to, "")  # the empty string always matches: do its groups exist?
+        re.compile(pattern.pattern + "|").sub(to, "")  # matches the empty string: do the groups in `to` exist?
     except (re.error, IndexError) as error:
         raise ConfigError(f"{where}.to: {to!r} does not fit {pattern.pattern!r}: {error}") from None
     return RenameEntry(where, pattern, to, map_member.side(where, entry))

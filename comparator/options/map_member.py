@@ -1,4 +1,4 @@
-"""Validation of the members of a map file's entries; ConfigError names the file and key of an invalid one."""
+"""Validation of map file entries; a ConfigError names the file and key of an invalid value."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ SIDES = ("baseline", "target", "both")
 
 
 def mapping(where: str, value: Any) -> dict[str, Any]:
-    """A mapping with string keys; empty if the value is missing."""
+    """Return ``value`` as a mapping with string keys; empty if it is None."""
     if value is None:
         return {}
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
@@ -20,14 +20,14 @@ def mapping(where: str, value: Any) -> dict[str, Any]:
 
 
 def check_keys(where: str, entry: Mapping[str, Any], names: Sequence[str]) -> None:
-    """Reject unknown keys."""
+    """Raise ConfigError for a key that is not in ``names``."""
     for name in entry:
         if name not in names:
             raise ConfigError(f"{where}: unknown key {name!r}; valid keys: {', '.join(names)}")
 
 
 def text(where: str, entry: Mapping[str, Any], key: str, *, empty: bool = False) -> str:
-    """A string; ``empty``: it may be empty."""
+    """Return the string at ``key``; ``empty`` permits an empty string."""
     value = entry.get(key)
     if not isinstance(value, str) or not (value or empty):
         raise ConfigError(f"{where}.{key} must be a {'' if empty else 'non-empty '}string, not {short(value)}")
@@ -35,7 +35,7 @@ def text(where: str, entry: Mapping[str, Any], key: str, *, empty: bool = False)
 
 
 def side(where: str, entry: Mapping[str, Any]) -> str:
-    """The side that an entry applies to."""
+    """Return the side that an entry applies to; ``both`` by default."""
     side = entry.get("side", "both")
     if side not in SIDES:
         raise ConfigError(f"{where}.side={short(side)} is unknown; use {', '.join(SIDES)}")
@@ -43,7 +43,7 @@ def side(where: str, entry: Mapping[str, Any]) -> str:
 
 
 def counts(where: str, entry: Mapping[str, Any], key: str) -> tuple[int, ...]:
-    """A list of integers ≥ 1; empty if the value is missing."""
+    """Return a list of integers ≥ 1 as a tuple; empty if the key is missing."""
     value = entry.get(key, [])
     if not isinstance(value, list) or not all(type(n) is int and n > 0 for n in value):
         raise ConfigError(f"{where}.{key} must be a list of integers ≥ 1, not {short(value)}")
@@ -51,7 +51,7 @@ def counts(where: str, entry: Mapping[str, Any], key: str) -> tuple[int, ...]:
 
 
 def regex(where: str, text: str) -> re.Pattern[str]:
-    """A regular expression with bounded matching time."""
+    """Compile a regular expression with bounded matching time."""
     try:
         return safe_pattern(text)
     except ValueError as error:
@@ -59,7 +59,7 @@ def regex(where: str, text: str) -> re.Pattern[str]:
 
 
 def short(value: Any) -> str:
-    """A short description of a value, for messages."""
+    """Describe a value briefly, for messages."""
     if value is None:
         return "nothing"
     return f"a {type(value).__name__}" if isinstance(value, dict | list) else repr(value)[:60]

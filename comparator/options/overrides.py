@@ -1,4 +1,4 @@
-"""Overrides: dims and meshes given at compare time, in addition to the recorded ones or instead of them."""
+"""Overrides: dims and meshes given at comparison time, which supplement or replace the recorded ones."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -22,9 +22,9 @@ class MeshEntry(Struct, frozen=True):
     """The mesh of a run that does not record one."""
 
     where: str
-    """Flag or file and key, for messages."""
+    """Flag, or file and key, for messages."""
     sizes: tuple[tuple[str, int], ...]
-    """(axis, size), the slowest-varying first."""
+    """(axis, size) pairs, the slowest-varying axis first."""
     side: str = "both"
 
 
@@ -51,13 +51,16 @@ def parse_mesh(text: str) -> MeshEntry:
 
 
 def split_side(text: str) -> tuple[str, str]:
-    """(side, the rest) of ``[baseline:|target:]REST``; the side is ``both`` if none is given."""
+    """Split ``[baseline:|target:]REST`` into (side, rest); the side is ``both`` if none is given."""
     side, colon, rest = text.partition(":")
     return (side, rest) if colon and side in SIDES else ("both", text)
 
 
 def assume_meshes(runs: tuple[Run, Run], entries: Iterable[MeshEntry]) -> None:
-    """Set the meshes of the runs; raises ConfigError for one that no run needs, or that contradicts its run."""
+    """Set the meshes of the runs.
+
+    Raises ConfigError for an entry that no run needs, or that contradicts the run.
+    """
     for entry in entries:
         sides = [i for i, side in enumerate(SIDES) if entry.side in (side, "both")]
         if entry.side == "both":
@@ -71,7 +74,7 @@ def assume_meshes(runs: tuple[Run, Run], entries: Iterable[MeshEntry]) -> None:
 def override_dims(
     runs: tuple[Run, Run], given: tuple[NumberedRecords, NumberedRecords], entries: Sequence[DimsEntry]
 ) -> tuple[NumberedRecords, NumberedRecords]:
-    """The records of both runs, with the dims of the first entry that matches their site.
+    """Return the records of both runs, with the dims of the first entry that matches their site.
 
     Raises DimsError, naming the entry, for invalid dims, and RuleError for an entry that matches no tensor.
     """
@@ -101,12 +104,12 @@ def override_dims(
 
 
 def side_entries(entries: Iterable[DimsEntry], side: str) -> list[tuple[Glob, str]]:
-    """Sites and dims of the entries that apply to one side, see :data:`SIDES`."""
+    """Return (site glob, dims) of the entries that apply to one side of :data:`SIDES`."""
     return [(Glob(entry.site), entry.dims) for entry in entries if entry.side in (side, "both")]
 
 
 def baseline_entries(entries: Iterable[DimsEntry], numbered: NumberedRecords) -> tuple[DimsEntry, ...]:
-    """The entries that give sites of the baseline their dims; they also apply to a noise run."""
+    """Return the entries that set the dims of baseline sites; these also apply to a noise run."""
     mine = [entry for entry in entries if entry.side != "target"]
     globs = [Glob(entry.site) for entry in mine]
     sites = {r.key.site for r in numbered.records if r.dtype is not None}

@@ -14,7 +14,7 @@ _SIDES = ("baseline", "target")
 def rename_sites(
     baseline: Sequence[Series], target: Sequence[Series], entries: Sequence[RenameEntry]
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Site -> name of both sides.
+    """Return the mapping from site to new name for each side.
 
     Raises ConfigError for an entry that matches no site, with suggestions, and for two sites of one side that would get
     the same name.
@@ -64,7 +64,8 @@ def _check_apart(names: dict[str, str], side: str, entries: Sequence[RenameEntry
 
 
 def near_miss(pattern: str, sites: Iterable[str]) -> str:
-    """``; near it: …`` for an error message, one site for all layers; empty if nothing is similar."""
+    """Return ``; near it: …`` with similar sites for an error message, one site for all layers; empty if none is
+    similar."""
     import difflib  # needed for errors only
 
     kinds = {_NUMBER.sub("0", site): site for site in sorted(sites, reverse=True)}

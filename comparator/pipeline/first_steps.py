@@ -1,8 +1,8 @@
-"""First steps: judge the first steps alone, because later steps may hide where an error began.
+"""First steps: judge the first steps separately, because later steps may hide where an error began.
 
-A floor covers all steps together. In training every step depends on those before it, and in a sampler's loop a wrong
-value is given to the same modules again: in later steps, both explain their own errors. A tolerance or a measured
-floor is the same in every step, so the first steps are not judged again then.
+A floor covers all steps together. In training, every step depends on the steps before it. A sampler's loop feeds a
+wrong value back to the same modules. In both cases, the errors of later steps explain themselves. A tolerance or a
+measured floor is the same in every step, so the first steps are then not judged again.
 """
 
 from collections.abc import Callable
@@ -21,11 +21,11 @@ from tapscope.comparator.verdict.rules import Rule
 from tapscope.core.errors import NothingInCommonError, RuleError
 
 Measure = Callable[[CompareOptions], MeasuredRuns]
-"""Runs the stages up to the measurement with other options."""
+"""Function that runs the stages up to the measurement with other options."""
 
 
 def correct_by_first_steps(judged: JudgedRuns, rules: tuple[Rule, ...], measure: Measure) -> JudgedRuns:
-    """The verdicts of all steps, corrected by those of the first steps where these say more."""
+    """Return the verdicts of all steps, corrected by verdicts of the first steps where those find more."""
     options = judged.screened.measured.matched.opened.options
     if options.noise_run is not None or options.tolerance is not None:
         return judged
@@ -34,7 +34,8 @@ def correct_by_first_steps(judged: JudgedRuns, rules: tuple[Rule, ...], measure:
 
 
 def _of_loop(judged: JudgedRuns, rules: tuple[Rule, ...]) -> JudgedRuns:
-    """By the first early step in which a site is off by more than its inputs were by then."""
+    """Correct the verdicts by the first early step in which a site's error exceeds the error of its inputs up to that
+    step."""
     for step in judged.early[:MAX_REJUDGED_STEPS]:
         first = judge_sites(detect_reroutes(judged.screened.measured.up_to(step)), rules)
         if first.divergences:
@@ -45,7 +46,7 @@ def _of_loop(judged: JudgedRuns, rules: tuple[Rule, ...]) -> JudgedRuns:
 
 
 def _of_training(judged: JudgedRuns, rules: tuple[Rule, ...], measure: Measure, steps: list[int]) -> JudgedRuns:
-    """By the fewest optimizer steps after which something is off."""
+    """Correct the verdicts by the smallest number of optimizer steps after which a site differs."""
     if len(steps) < 2:
         return judged
     opened = judged.screened.measured.matched.opened
@@ -60,7 +61,7 @@ def _of_training(judged: JudgedRuns, rules: tuple[Rule, ...], measure: Measure, 
             screened: ScreenedRuns = detect_reroutes(measure(some))
             results = with_parameter_updates(screened.results, judged.screened.results, last)
             first = judge_sites(structs.replace(screened, results=results), rules)
-        except (RuleError, NothingInCommonError):  # what was selected comes in later steps
+        except (RuleError, NothingInCommonError):  # the selected sites or rows occur in later steps only
             return [], []
         return first.findings, first.divergences
 

@@ -1,4 +1,4 @@
-"""Judge, the fifth stage: a verdict for every site by the noise floor and detectors, then culprits and causes."""
+"""Judge, the fifth stage: give every site a verdict by the noise floor and detectors, then find culprits and causes."""
 
 from collections.abc import Mapping, Sequence
 
@@ -25,16 +25,16 @@ from tapscope.run_format.manifest import CHECKPOINT_FORMAT
 from tapscope.run_format.run import Run
 
 _SUBSTITUTED_INPUTS = ("not captured", "unknown")
-"""States of a divergence's inputs for which other sites stand in."""
+"""States of a divergence's inputs in which other sites stand in for them."""
 _ATTENTION = "attention_outputs"
-"""Name of that check among the detectors that can be disabled."""
+"""Name of the attention check in the list of detectors that can be disabled."""
 
 
 class JudgedRuns(Struct, frozen=True):
     """Two runs with a verdict for every site."""
 
     screened: ScreenedRuns
-    """What was judged: without token rows that were routed to different experts."""
+    """The judged measurements, without token rows that were routed to different experts."""
     findings: list[Finding]
     """In execution order."""
     divergences: list[Divergence]
@@ -44,7 +44,7 @@ class JudgedRuns(Struct, frozen=True):
 
 
 def judge_sites(all_rows: ScreenedRuns, rules: tuple[Rule, ...] = (), noise: MeasuredFloor | None = None) -> JudgedRuns:
-    """Judge all sites; ``rules`` and ``noise`` (a measured noise floor) take precedence over the model of rounding."""
+    """Judge all sites; ``rules`` and ``noise`` (a measured noise floor) take precedence over the rounding model."""
     measured = all_rows.measured
     opened, analyzer = measured.matched.opened, measured.analyzer
     options, sites = opened.options, measured.matched.sites
@@ -77,7 +77,7 @@ def judge_sites(all_rows: ScreenedRuns, rules: tuple[Rule, ...] = (), noise: Mea
     judge, findings = _with_inherited_errors(judge, findings, screened, standards)
     if noise is None and options.tolerance is None:
         screened, findings = _with_confined_rows(findings, screened, standards)
-    # Detectors, for what the size of an error does not show.
+    # Detectors find errors that their size alone does not reveal.
     left, right = (run.records.of(options.steps_of(side), options.ranks) for side, run in enumerate(opened.runs))
     evidence = structs.replace(
         screened.evidence,
@@ -87,18 +87,18 @@ def judge_sites(all_rows: ScreenedRuns, rules: tuple[Rule, ...] = (), noise: Mea
     )
     findings = screened.detect(Stage.REVIEW, evidence).findings
     if _ATTENTION not in options.disabled and any(finding.verdict is Verdict.CLOSE for finding in findings):
-        from tapscope.comparator.explain.attention_outputs import first_unexplained  # needed only for runs that differ
+        from tapscope.comparator.explain.attention_outputs import first_unexplained  # imported for runs that differ
 
         if (unexplained := first_unexplained(findings, screened.judged, screened.preparer)) is not None:
             findings = [unexplained if one.order == unexplained.order else one for one in findings]
-    # Culprits, the place of their errors, and their causes.
+    # Find the culprits, the places of their errors, and their causes.
     findings, divergences = localise(findings, judge.matched, judge.graph, judge.inputs)
     inputs = _recorded_inputs(judge, divergences, screened)
     divergences = mark_uncertain(divergences, screened.results, inputs, opened.target)
     early = early_steps(findings, divergences, judge)
     divergences = [_with_tokens(each, screened) for each in divergences]
     if divergences:
-        from tapscope.comparator.explain.explain import ComparedSites, explain  # needed only for these
+        from tapscope.comparator.explain.explain import ComparedSites, explain  # imported only if needed
 
         compared = ComparedSites(screened.judged, judge.matched, judge.inputs, analyzer.preparer)
         divergences = explain(divergences, compared)
@@ -108,11 +108,13 @@ def judge_sites(all_rows: ScreenedRuns, rules: tuple[Rule, ...] = (), noise: Mea
 def _with_inherited_errors(
     judge: Judge, findings: list[Finding], screened: ScreenedRuns, standards: Standards
 ) -> tuple[Judge, list[Finding]]:
-    """Judged again while activations seem to add an error, or the first failure is an attention output, whose inputs
-    explain it."""
+    """Judge again as long as a site's inputs explain its error.
+
+    The candidates are activations that seem to add an error, and an attention output that is the first failure.
+    """
     judged, preparer, notes = screened.judged, screened.measured.analyzer.preparer, dict[str, str]()
     while any(finding.verdict.is_bad for finding in findings):
-        from tapscope.comparator.explain import recomputed_activations, recomputed_attention  # needed only for these
+        from tapscope.comparator.explain import recomputed_activations, recomputed_attention  # imported only if needed
 
         known = standards.inherited_activations
         activations = (
@@ -139,7 +141,7 @@ def _with_inherited_errors(
 def _with_confined_rows(
     findings: list[Finding], screened: ScreenedRuns, standards: Standards
 ) -> tuple[ScreenedRuns, list[Finding]]:
-    """With the verdicts of the rows that depend on no rerouted row, if any of these exceed their floor."""
+    """Add the verdicts of the rows that depend on no rerouted row, if any of these rows exceed their floor."""
     preparer = screened.preparer
     all_rows = preparer.left_out()
     before = structs.replace(screened.evidence, findings=findings)
@@ -158,7 +160,7 @@ def _with_confined_rows(
 
 
 def _recorded_inputs(judge: Judge, divergences: Sequence[Divergence], screened: ScreenedRuns) -> dict[int, list[str]]:
-    """Order of a divergence's finding -> the sites that are, or stand for, its inputs."""
+    """Return a mapping from the order of a divergence's finding to the sites that are, or stand in for, its inputs."""
     wanted, judged = {each.finding.order for each in divergences}, screened.judged
     nodes = [n for n, order in enumerate(judge.matched) if order in wanted]
     given = {n: [judged[judge.matched[i]] for i in judge.inputs[n].nodes] for n in nodes}
@@ -166,7 +168,7 @@ def _recorded_inputs(judge: Judge, divergences: Sequence[Divergence], screened: 
 
 
 def _with_tokens(divergence: Divergence, screened: ScreenedRuns) -> Divergence:
-    """With the rows that are off in the first step of the divergence."""
+    """Add the rows above the floor in the first step of the divergence."""
     one = screened.judged[divergence.finding.order]
     tokens, count, place = tokens_of(screened.measured.analyzer, one, divergence.finding, divergence.step)
     return structs.replace(divergence, place=place, tokens=tokens, num_tokens=count)
@@ -178,11 +180,12 @@ def mark_uncertain(
     inputs: Mapping[int, Sequence[str]],
     target: Run,
 ) -> list[Divergence]:
-    """The divergences, marked uncertain if a site directly upstream was recorded but not compared.
+    """Mark divergences as uncertain if a site directly upstream was recorded but not compared.
 
-    If the inputs of a culprit were not captured, the latest preceding sites stand for them. The error may begin at a
+    If the inputs of a culprit were not captured, the latest preceding sites stand in for them. The error may begin at a
     site between these and the culprit that was excluded: by ``--site``, ``--skip`` or ``--layers``, or because its rows
-    or shapes do not match. ``inputs``: order of a finding -> the target's names of the sites that stand for its inputs.
+    or shapes do not match. ``inputs`` maps the order of a finding to the target's names of the sites that stand in for
+    its inputs.
     """
     if not any(each.is_certain and each.inputs in _SUBSTITUTED_INPUTS for each in divergences):
         return list(divergences)

@@ -32,44 +32,44 @@ from tapscope.run_format.manifest import CHECKPOINT_FORMAT
 from tapscope.run_format.run import Run
 
 _MIN_UNMATCHED_SHARE = 0.25
-"""Share of the matched sites that must be unmatched in both runs for a map to be proposed."""
+"""Minimum number of unmatched sites in both runs, as a fraction of the matched sites, for a map to be proposed."""
 
 
 class MatchedRuns(Struct, frozen=True):
-    """The pairs of sites of two runs, and sites that only one of them has."""
+    """The pairs of sites of two runs, including sites that only one run has."""
 
     opened: OpenedRuns
     pairs: list[Pair]
     """In the target's execution order."""
     sites: Mapping[str, SiteInfo]
-    """Site -> its module's class, in either run."""
+    """Site -> module metadata, from either run."""
     models: tuple[str, ...]
-    """Names of the models that prefix the sites; empty if there is one model."""
+    """Names of the models that prefix the sites; empty for a single model."""
     num_records: tuple[int, int]
-    """Records of these pairs and selected objects without a value, in baseline and target."""
+    """Number of records of these pairs, plus selected objects without a value, in baseline and target."""
     notes: tuple[str, ...]
-    """Assumptions made."""
+    """The assumptions that were made, one sentence each."""
     prefixes: tuple[str, ...] = ()
-    """``target:PREFIX``: removed from names automatically, as ``--strip-prefix`` does."""
+    """``target:PREFIX`` for each prefix that was removed automatically, as by ``--strip-prefix``."""
     proposed_map: MapProposal | None = None
-    """A map for modules that do not match, if many do not."""
+    """A map for unmatched modules, if there are many of them."""
 
     @property
     def matched_names(self) -> list[tuple[str, str]]:
-        """(baseline site, target site) of every pair that both runs have."""
+        """(baseline site, target site) of every pair with both sides."""
         return [(pair.baseline.site, pair.target.site) for pair in self.pairs if pair.baseline and pair.target]
 
     def qualified(self, paths: Iterable[str]) -> frozenset[str]:
-        """Module paths as named in these pairs: as given, and below each model."""
+        """Return the module paths as they occur in these pairs: unchanged, and prefixed with each model."""
         paths = frozenset(paths)
         return paths | {f"{model}.{path}" for model in self.models for path in paths}
 
 
 def match_runs(opened: OpenedRuns) -> MatchedRuns:
-    """Pair the sites.
+    """Pair the sites of the opened runs.
 
-    Raises ConfigError for an entry of a map that matches nothing, and NothingInCommonError if no site or token row of
-    one run has a counterpart.
+    Raises ConfigError for a map entry that matches nothing, and NothingInCommonError if no site or no token row of one
+    run has a counterpart.
     """
     options, rows = opened.options, opened.rows
     series = series_of(opened.baseline, opened.records[0]), series_of(opened.target, opened.records[1])
@@ -101,7 +101,7 @@ def match_runs(opened: OpenedRuns) -> MatchedRuns:
 
 
 def _proposed_map(pairs: Sequence[Pair], runs: tuple[Run, Run]) -> MapProposal | None:
-    """A map for the sites without a partner, if they are many in both runs and their values tell what they are."""
+    """Propose a map for unmatched sites, if both runs have many and the values identify them; None otherwise."""
     matched = sum(1 for pair in pairs if pair.baseline and pair.target)
     alone = [sum(1 for p in pairs if not p.note and (p.baseline, p.target)[1 - side] is None) for side in (0, 1)]
     if min(alone) < max(MIN_MATCHING_NAMES, _MIN_UNMATCHED_SHARE * matched):
@@ -119,7 +119,7 @@ def _map_note(proposed: MapProposal | None, runs: tuple[Run, Run]) -> str:
 
 
 def name_by_model(pairs: Sequence[Pair]) -> tuple[list[Pair], tuple[str, ...]]:
-    """(the pairs, their sites named ``MODEL.PATH:PORT`` if there are several models; these models)."""
+    """Name the sites of the pairs ``MODEL.PATH:PORT`` if there are several models; also return these models."""
     models = dict.fromkeys(_series(pair).group[0] for pair in pairs)
     if len(models) < 2:
         return list(pairs), ()
@@ -141,15 +141,15 @@ def _named(pair: Pair) -> Pair:
 
 
 def _differ(pair: Pair) -> bool:
-    """Whether the first firings of both sides differ, as far as hashes tell."""
+    """Return whether the first firings of both sides have hashes, and these or the shapes differ."""
     one, two = (side.first for side in pair.sides)
     return one.hash is not None and two.hash is not None and (one.hash, one.shape) != (two.hash, two.shape)
 
 
 def check_overlap(baseline: Run, target: Run, pairs: Sequence[Pair], rows: RowMap, hint: str = "") -> None:
-    """Raise NothingInCommonError if no record, site or token row of the runs matches.
+    """Raise NothingInCommonError if the runs have no matching record, site or token row.
 
-    ``hint`` says what would make names match.
+    ``hint`` is a suggestion that would make names match.
     """
     for run in (baseline, target):
         if not run.records:
@@ -183,7 +183,7 @@ def check_overlap(baseline: Run, target: Run, pairs: Sequence[Pair], rows: RowMa
 
 
 def _checkpoint_hint(baseline: Run, target: Run) -> str:
-    """What to compare, if exactly one of both is a checkpoint; else empty."""
+    """Return advice for the case that exactly one of the runs is a checkpoint; empty otherwise."""
     stored = [run for run in (baseline, target) if run.manifest.get("format") == CHECKPOINT_FORMAT]
     if len(stored) != 1:
         return ""

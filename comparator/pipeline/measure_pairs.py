@@ -19,21 +19,21 @@ from tapscope.comparator.pipeline.match_runs import MatchedRuns
 from tapscope.comparator.runs.series import Series
 
 Progress = Callable[[int, int, int, int], None]
-"""Called with (sites done, all sites, bytes of their values, bytes of all values)."""
+"""Callback with (sites measured, number of sites, bytes measured, total bytes)."""
 
 
 class MeasuredRuns(Struct, frozen=True):
-    """Two runs whose pairs are measured, before anything is judged."""
+    """Two runs with measured pairs, before any judgment."""
 
     matched: MatchedRuns
     results: list[PairResult]
-    """One per pair, in the order of the pairs."""
+    """One result per pair, in the order of the pairs."""
     analyzer: PairAnalyzer
 
     def with_options(self, options: CompareOptions) -> "MeasuredRuns":
-        """The same measurements, to be judged by other options that select and measure the same.
+        """Return the same measurements, to be judged by other options that select and measure the same values.
 
-        Raises DataError if values beyond a new tolerance must be counted and can no longer be read.
+        Raises DataError if elements beyond a new tolerance must be counted and the values can no longer be read.
         """
         matched = structs.replace(self.matched, opened=structs.replace(self.matched.opened, options=options))
         analyzer = self.analyzer.with_preparer(_preparer(matched), options.tolerance)
@@ -41,14 +41,17 @@ class MeasuredRuns(Struct, frozen=True):
         return MeasuredRuns(matched, self.results if is_known else with_tolerance_of(analyzer, self.results), analyzer)
 
     def up_to(self, step: int) -> "MeasuredRuns":
-        """The same up to and including a target step, with the baseline's steps of the same rows."""
+        """Measure again up to and including a target step, with the baseline's steps of the same rows."""
         pairs = [early for one in self.results if (early := _up_to(one.pair, step)) is not None]
         analyzer = self.analyzer.with_preparer(_preparer(self.matched), self.analyzer.tolerance)
         return MeasuredRuns(self.matched, _examine(analyzer, pairs, _processes(self.matched)), analyzer)
 
 
 def measure_pairs(matched: MatchedRuns, progress: Progress | None = None) -> MeasuredRuns:
-    """Measure every pair; one that cannot be compared states why, and nothing raises because of what the runs hold."""
+    """Measure every pair.
+
+    A pair that cannot be compared states the reason in its result; no content of the runs raises an error.
+    """
     analyzer, workers = analyzer_of(matched), _processes(matched)
     if matched.opened.options.ray is not None:
         from tapscope.comparator.pipeline.ray_workers import RayWorkers
@@ -58,7 +61,7 @@ def measure_pairs(matched: MatchedRuns, progress: Progress | None = None) -> Mea
 
 
 def analyzer_of(matched: MatchedRuns) -> PairAnalyzer:
-    """Compares the pairs of these runs."""
+    """Return the analyzer that compares the pairs of these runs."""
     options = matched.opened.options
     analyzer = PairAnalyzer(_preparer(matched), options.tolerance, options.detail)
     analyzer.has_gradients = any(p.baseline is not None and p.baseline.site.endswith(".grad") for p in matched.pairs)
@@ -88,7 +91,7 @@ def _examine(
 
 
 def _up_to(pair: Pair, step: int) -> Pair | None:
-    """A pair without the target's firings after a step; None if none is left."""
+    """Return a pair without the target's firings after a step, or None if no target firing remains."""
     target = None if pair.target is None else _firings_up_to(pair.target, step)
     return None if target is None and pair.target is not None else structs.replace(pair, target=target)
 

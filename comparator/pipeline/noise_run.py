@@ -20,9 +20,10 @@ from tapscope.sources import open_run
 
 
 def measure_noise_run(baseline: Run, target: Run, options: CompareOptions) -> MeasuredFloor | None:
-    """The noise floor measured by ``options.noise_run``; None without such a run.
+    """Measure the noise floor from ``options.noise_run``; return None if the option is not set.
 
-    Raises ConfigError if it is one of the two runs, and NothingInCommonError if it is not a run of the baseline.
+    Raises ConfigError if the noise run is one of the two compared runs, and NothingInCommonError if it does not repeat
+    the baseline.
     """
     if options.noise_run is None:
         return None
@@ -31,7 +32,7 @@ def measure_noise_run(baseline: Run, target: Run, options: CompareOptions) -> Me
             if Path(run.path).resolve() == Path(other.path).resolve():
                 path = options.noise_run
                 raise ConfigError(f"--noise-run {path} is {what} itself; give a repeat of the baseline")
-        # It has the names and step numbers of the baseline.
+        # A noise run has the names and step numbers of the baseline.
         every = (*options.dims, *options.mapping.dims)
         dims = baseline_entries(every, number_across_ranks(baseline, side_entries(every, SIDES[0])))
         if baseline.mesh and not run.mesh and run.world_size == baseline.world_size:

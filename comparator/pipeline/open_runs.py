@@ -34,20 +34,20 @@ from tapscope.run_format.run import Run
 
 
 class OpenedRuns(Struct, frozen=True):
-    """The records of both runs to compare, before their sites are matched."""
+    """The selected records of both runs, before their sites are matched."""
 
     baseline: Run
     target: Run
     options: CompareOptions
     numbered: tuple[NumberedRecords, NumberedRecords]
-    """All records with model-wide layer and expert numbers, and with the user's dims."""
+    """All records, with model-wide layer and expert numbers and the user's dims."""
     records: tuple[Records, Records]
-    """The selected records that hold a value and are not corrupt."""
+    """The selected records that have a value and are not corrupt."""
     num_objects: tuple[int, int]
-    """Number of selected records of objects without a value."""
+    """Number of selected records of objects without a value, per run."""
     rows: RowMap
     corrupt: tuple[CorruptRecords, CorruptRecords]
-    """The records of each run that are excluded."""
+    """The excluded records of each run."""
 
     @property
     def runs(self) -> tuple[Run, Run]:
@@ -56,14 +56,14 @@ class OpenedRuns(Struct, frozen=True):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """The assumptions that were made, one sentence each."""
+        """The assumptions made, one sentence each."""
         return *self.numbered[0].notes, *self.numbered[1].notes, *_step_notes(self.options, self.rows)
 
 
 def open_runs(
     baseline: Run, target: Run, options: CompareOptions, corrupt: tuple[CorruptRecords, CorruptRecords]
 ) -> OpenedRuns:
-    """Select the records to compare; ``corrupt`` ones are excluded, and those found missing here are added to it.
+    """Select the records to compare, without those in ``corrupt``; records found missing here are added to ``corrupt``.
 
     Raises RuleError for a selection that matches nothing, DimsError for invalid dims, and RunCorruptError if no value
     of a run is intact.
@@ -93,7 +93,7 @@ def open_runs(
 
 
 def _unpaired_drafts(runs: tuple[Run, Run]) -> tuple[tuple[frozenset[int], frozenset[int]], list[str]]:
-    """The steps of a draft model in each run, if the other run has none, with a note."""
+    """Return the draft model's steps of each run if only one run has any, and a note about them."""
     left, right = draft_steps_of(runs[0]), draft_steps_of(runs[1])
     if bool(left) == bool(right):
         return (frozenset(), frozenset()), []
@@ -106,7 +106,8 @@ def _without_steps(records: Records, steps: frozenset[int]) -> Records:
 
 
 def _step_notes(options: CompareOptions, rows: RowMap) -> list[str]:
-    """The effect of flags about steps, which have none if token rows are known."""
+    """Describe the effect of ``--concat-steps`` and ``--shift-steps``; neither affects tensors with known token
+    rows."""
     if options.concat_steps:
         meet = "ignored, since token rows are matched by request and position"
         done = "the steps of each site were concatenated in order"
@@ -118,7 +119,7 @@ def _step_notes(options: CompareOptions, rows: RowMap) -> list[str]:
 
 
 def map_rows(baseline: Run, target: Run, options: CompareOptions | None = None) -> RowMap:
-    """Pair the rows of the selected steps and ranks of both runs."""
+    """Pair the token rows of the selected steps and ranks of both runs."""
     options = options or CompareOptions()
     runs = baseline, target
     token_grids = [_token_grids(run, options.steps_of(side), options.ranks) for side, run in enumerate(runs)]
@@ -152,7 +153,8 @@ def map_rows(baseline: Run, target: Run, options: CompareOptions | None = None) 
 
 
 def _token_grids(run: Run, steps: frozenset[int] | None, ranks: frozenset[int] | None) -> TokenGrids:
-    """The token grids that the host recorded, else those inferred from the recorded arguments of the model."""
+    """Return the token grids that the host recorded, or where better those inferred from the recorded model
+    arguments."""
     recorded = recorded_grids_of(run, steps, ranks)
     read = inferred_grids(run, frozenset(grid.step for grid in recorded), steps)
     better = {grid.step for grid in read.grids}

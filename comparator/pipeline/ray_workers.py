@@ -1,7 +1,8 @@
-"""Ray workers: batches of pairs are measured by tasks on an existing Ray cluster.
+"""Ray workers: measure batches of pairs in tasks on an existing Ray cluster.
 
-A task gets paths, options and numbers of pairs. Its process opens and matches the runs once, and keeps them for later
-tasks. So values go from storage to the node that compares them, and only results come to the caller.
+A task receives paths, options and indices of pairs. Its process opens and matches the runs once, and keeps them for
+later tasks. Values are therefore read from storage by the node that compares them, and only results return to the
+caller.
 """
 
 import logging
@@ -37,34 +38,35 @@ from tapscope.sources import open_run
 from tapscope.tensor_files.quantization import dequantized
 
 MAX_RETRIES = 3
-"""Times that Ray runs a task again whose worker or node was lost."""
+"""Number of times that Ray retries a task whose worker or node was lost."""
 _PROBE_S = 10.0
-"""Ray itself ends the process after two minutes if nothing listens at the address."""
+"""Timeout of the connection probe, in seconds: Ray itself aborts the process after two minutes if nothing listens at
+the address."""
 _SILENCE_S = 60.0
 _LEAST_S, _MOST_S = 1.5, 20.0
-"""Seconds of work of a task: Ray needs milliseconds to schedule one, and progress is shown after each."""
+"""Minimum and maximum duration of a task: Ray takes milliseconds to schedule one, and progress is shown after each."""
 _FIRST_RATE = 1 << 26
-"""Cost per second that is assumed before the first task is done: little, because the work on a byte varies a lot."""
+"""Assumed cost per second until the first task is done; low, because the work per byte varies widely."""
 _log = logging.getLogger("tapscope")
 
 
 class PairSource(Struct, frozen=True):
-    """What another process needs to find the same pairs."""
+    """Everything that another process needs to open the runs and find the same pairs."""
 
     id: str
-    """Of one measurement, to open the runs once per process."""
+    """Unique per measurement, so that each process opens the runs once."""
     version: str
     paths: tuple[Path, Path]
     meshes: tuple[dict[str, int], dict[str, int]]
     options: CompareOptions
     corrupt: tuple[dict[Key, str], dict[Key, str]]
-    """Records of each run that are excluded, with their defects."""
+    """Excluded records of each run, with their defects."""
     digest: str
-    """Of the pairs."""
+    """Hash of the pairs, to detect a worker that sees other records."""
 
     @classmethod
     def of(cls, matched: MatchedRuns) -> "PairSource":
-        """The source of these pairs."""
+        """Create the source of the given matched runs."""
         runs, (left, right) = matched.opened.runs, matched.opened.corrupt
         return cls(
             uuid4().hex,
@@ -77,7 +79,10 @@ class PairSource(Struct, frozen=True):
         )
 
     def open(self) -> tuple[PairAnalyzer, list[Pair]]:
-        """Open and match the runs again; raises as :func:`open_run`, and DataError if the pairs are others."""
+        """Open and match the runs again.
+
+        Raises the errors of :func:`open_run`, and DataError if the pairs differ from those of the caller.
+        """
         if self.version != __version__:
             raise ConfigError(f"it has tapscope {__version__}, the caller {self.version}: install the same version")
         with gc_paused():
@@ -95,15 +100,15 @@ class PairSource(Struct, frozen=True):
 
 
 _opened: dict[str, tuple[PairAnalyzer, list[Pair]]] = {}
-"""Of this process: the last source."""
+"""The most recent source that this process opened, by :attr:`PairSource.id`."""
 
 
 @np.errstate(all="ignore")  # as in compare()
 def measure_batches(source: PairSource, begin: int, sizes: Sequence[int]) -> "tuple[float, Any]":
-    """(seconds of measuring, one list of packed pairs per batch), in the process of a task.
+    """Measure adjacent batches in the process of a task; return (seconds, one list of packed pairs per batch).
 
-    ``sizes`` are the numbers of pairs in adjacent batches, the first of which is pair ``begin``. An exception is
-    returned in place of the results.
+    ``begin`` is the index of the first pair, ``sizes`` the number of pairs of each batch. An exception is returned in
+    place of the results.
     """
     try:
         if source.id not in _opened:
@@ -123,10 +128,11 @@ def measure_batches(source: PairSource, begin: int, sizes: Sequence[int]) -> "tu
 
 @contextmanager
 def ray_connection(address: str | None) -> Iterator[None]:
-    """Connect to a cluster, as :func:`ray.init` takes its address: ``auto``, ``HOST:PORT`` or ``ray://HOST:PORT``.
+    """Context manager: connect to a Ray cluster.
 
-    Without an address, or if this process is connected, nothing happens. Raises MissingExtraError without Ray, and
-    UnreachableError if no cluster answers.
+    ``address`` is what :func:`ray.init` accepts: ``auto``, ``HOST:PORT`` or ``ray://HOST:PORT``. Does nothing if it is
+    None or if this process is already connected. Raises MissingExtraError without Ray, and UnreachableError if no
+    cluster answers.
     """
     if address is None:
         yield
@@ -143,7 +149,7 @@ def ray_connection(address: str | None) -> Iterator[None]:
             socket.create_connection((host, int(port)), _PROBE_S).close()
         except (OSError, OverflowError) as error:
             raise UnreachableError(f"--ray {address}: no Ray cluster answers there ({error})") from None
-    with redirect_stdout(sys.stderr):  # where Ray's thread would report lost workers
+    with redirect_stdout(sys.stderr):  # Ray's thread prints reports of lost workers to stdout
         try:
             ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
         except (ConnectionError, RuntimeError, ValueError) as error:
@@ -158,7 +164,7 @@ def ray_connection(address: str | None) -> Iterator[None]:
 
 
 class RayWorkers:
-    """The CPUs of the connected Ray cluster, one task on each; see :func:`ray_connection`."""
+    """Workers on the CPUs of the connected Ray cluster, one task per CPU; see :func:`ray_connection`."""
 
     def __init__(self, matched: MatchedRuns) -> None:
         import ray
@@ -168,7 +174,7 @@ class RayWorkers:
         self.num_tasks = 0
 
     def measure(self, analyzer: PairAnalyzer, batches: Sequence[Batch]) -> Results:
-        """See :class:`~tapscope.comparator.pair_analysis.pool.Workers`."""
+        """Measure the batches and yield their results, see :class:`~tapscope.comparator.pair_analysis.pool.Workers`."""
         ray, schedule = self._ray, TaskSchedule(list(map(cost_of, batches)))
         task = ray.remote(measure_batches).options(num_cpus=1, max_retries=MAX_RETRIES, name="tapscope diff")
         source, running = ray.put(self._source), dict[Any, range]()
@@ -192,10 +198,10 @@ class RayWorkers:
                     ray.cancel(ref, force=True)
 
     def _num_cpus(self) -> int:
-        """At present: a cluster may grow while tasks wait."""
+        """Return the current number of CPUs, as a cluster may grow while tasks wait."""
         try:
             return max(1, int(self._ray.cluster_resources().get("CPU", 0)))
-        except Exception as error:  # noqa: BLE001 - Ray raises several that have no common class
+        except Exception as error:  # noqa: BLE001 - Ray's exceptions have no common base class
             raise self._lost(error) from None
 
     def _wait(self, running: list[Any]) -> list[Any]:
@@ -232,8 +238,10 @@ class RayWorkers:
 
 
 class TaskSchedule:
-    """Divides batches into tasks of at least :data:`_LEAST_S`, by the time that earlier ones took; tasks are smaller
-    towards the end, so that workers end together."""
+    """Divides batches into tasks of at least :data:`_LEAST_S`, based on the durations of earlier tasks.
+
+    Tasks become smaller towards the end, so that all workers finish at about the same time.
+    """
 
     def __init__(self, costs: Sequence[int]) -> None:
         self._costs, self._at, self._left = costs, 0, sum(costs)
@@ -241,16 +249,16 @@ class TaskSchedule:
 
     @property
     def depth(self) -> int:
-        """Tasks per worker: once their size is known, one more that waits at the worker."""
+        """Tasks in flight per worker: 2 once the task size is known, so that one waits at the worker."""
         return 2 if self._seconds else 1
 
     @property
     def num_left(self) -> int:
-        """Batches without a task."""
+        """Number of batches that are not yet part of a task."""
         return len(self._costs) - self._at
 
     def next(self, num_workers: int) -> range:
-        """The batches of the next task."""
+        """Return the batches of the next task."""
         rate = self._done / self._seconds if self._seconds else _FIRST_RATE
         seconds = min(max(self._left / rate / (3 * num_workers), _LEAST_S), _MOST_S)
         begin, cost = self._at, 0
@@ -261,7 +269,7 @@ class TaskSchedule:
         return range(begin, self._at)
 
     def observe(self, part: range, seconds: float) -> None:
-        """What a task took."""
+        """Record the duration of a finished task."""
         self._done += sum(self._costs[at] for at in part)
         self._seconds += seconds
 
