@@ -1,1 +1,1 @@
-"""Verdicts: what is wrong, and where it began."""
+"""Verdicts: which sites differ, and where each error begins."""

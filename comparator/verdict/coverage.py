@@ -1,4 +1,4 @@
-"""Coverage: how much of both runs the verdict covers, and why the data is partial."""
+"""Coverage: the part of both runs that the verdict covers, and the reasons why data is partial."""
 
 import math
 from collections import Counter
@@ -24,11 +24,11 @@ from tapscope.run_format.manifest import CHECKPOINT_FORMAT, FORMAT
 from tapscope.run_format.run import Run
 
 MODELS_DIFFER = "the models are configured differently"
-"""Beginning of the sentence on different hyperparameters."""
+"""Beginning of the sentence about different hyperparameters."""
 WEIGHTS_MAY_DIFFER = "the weights may differ"
-"""Beginning of the sentence on parameters that a training did not record."""
+"""Beginning of the sentence about parameters that a training run did not record."""
 SAME_DIRECTORY = "baseline and target are the same directory"
-"""Note on a run compared with itself."""
+"""Note about a run compared with itself."""
 
 
 @deprecated_attributes(
@@ -53,7 +53,7 @@ class Coverage(Struct, frozen=True):
     num_sites_only_target: int
     num_sites_not_comparable: int
     rows_known: bool
-    """Whether both runs record which token rows their steps hold."""
+    """Whether both runs record the token rows of their steps."""
     num_rows_aligned: int
     num_rows_forked: tuple[int, int]
     num_rows_unaligned: tuple[int, int]
@@ -62,21 +62,22 @@ class Coverage(Struct, frozen=True):
     forks: tuple[Fork, ...]
     ledgers: tuple[Ledger, Ledger]
     partial: tuple[str, ...]
-    """What is missing, so that agreement of the rest is not a verdict on the whole."""
+    """Missing data, because of which agreement of the rest is not a verdict on the whole."""
     warnings: tuple[str, ...]
     """Assumptions and exclusions that do not weaken the verdict."""
     num_sites_unread: int = 0
-    """Sites that are equal by their recorded hashes, and were not read."""
+    """Sites whose recorded hashes are equal, so that their values were not read."""
     damaged: tuple[str, ...] = ()
     """Values of a run whose bytes are missing or corrupt; part of :attr:`partial`."""
     removed_prefixes: tuple[str, ...] = ()
-    """``baseline:PREFIX`` or ``target:PREFIX``: removed from names automatically, since only then they match."""
+    """``baseline:PREFIX`` or ``target:PREFIX`` for each prefix that was removed automatically to make names match."""
     proposed_map: str = ""
-    """A map file (YAML) for modules that seem to have other names in the baseline, if many sites are unmatched."""
+    """A map file (YAML) for modules that seem to have other names in the baseline; empty unless many sites are
+    unmatched."""
 
     @property
     def is_complete(self) -> bool:
-        """Whether the verdict covers everything that both runs have in common and should have."""
+        """Whether the verdict covers everything that both runs have in common and should have in common."""
         return not self.partial
 
 
@@ -91,8 +92,10 @@ def cover(
     options: CompareOptions | None = None,
     divergences: Sequence[Divergence] = (),
 ) -> Coverage:
-    """Account for a comparison; ``num_objects`` records held objects without a value to compare, and ``notes`` are
-    further assumptions."""
+    """Compute the coverage of a comparison.
+
+    ``num_objects`` is the number of records of objects without a comparable value. ``notes`` are further assumptions.
+    """
     options = options or CompareOptions()
     allowed = tuple(map(site_pattern, options.allow_missing))
     counts = Counter(f.verdict for f in findings)
@@ -117,7 +120,7 @@ def cover(
         warnings.append(f"{formatting.plural(len(left), 'site')} allowed to be missing, e.g. {left[0]}")
     if num_objects:
         warnings.append(f"{num_objects:,} non-tensor records were skipped")
-    are_recorded = all(run.manifest.get("format") == FORMAT for run in runs)  # else hashes are computed by reading
+    are_recorded = all(run.manifest.get("format") == FORMAT for run in runs)  # otherwise, hashing reads the values
     return Coverage(
         num_sites_matched=sum(n for v, n in counts.items() if not v.is_orphan),
         num_sites_only_baseline=counts[Verdict.ONLY_BASELINE],
@@ -138,7 +141,7 @@ def cover(
 
 
 def _counted(findings: Sequence[Finding], allowed: tuple[SitePattern, ...]) -> list[Finding]:
-    """The findings without orphans that are allowed to be missing."""
+    """Return the findings without the orphans that are allowed to be missing."""
     return [f for f in findings if not (f.verdict.is_orphan and _may_lack(f.result.pair.names(), allowed))]
 
 
@@ -147,7 +150,7 @@ def _may_lack(names: Iterable[str], allowed: tuple[SitePattern, ...]) -> bool:
 
 
 def _gaps(runs: tuple[Run, Run], results: Sequence[PairResult]) -> list[str]:
-    """Which run lacks records that the other one has, and at how many sites."""
+    """Return a sentence for each run that lacks records of the other run, with the number of sites."""
     sentences: list[str] = []
     for side, lacks, has in ((0, "baseline", "target"), (1, "target", "baseline")):
         sites = list(dict.fromkeys(one.site for one in results if one.meta.num_missing[side]))
@@ -162,7 +165,7 @@ def _unread(findings: Sequence[Finding]) -> int:
 
 
 def _assumed(results: Sequence[PairResult], findings: Sequence[Finding]) -> list[str]:
-    """Sentences on findings that say less than they seem to."""
+    """Return sentences about findings that are weaker than they appear."""
     sites_of: dict[str, list[str]] = {}
     for one in results:
         for warning in one.meta.warnings:
@@ -203,7 +206,8 @@ def _unlike(runs: tuple[Run, Run]) -> list[str]:
 
 
 def _unrecorded(runs: tuple[Run, Run], divergences: Sequence[Divergence]) -> list[str]:
-    """Two trainings in which a module with weights adds an error, and the weights were not recorded."""
+    """Return a note if a module with weights adds an error in a comparison of two trainings without recorded
+    weights."""
     ports = [{port_of(site) for site in run.sites} for run in runs]
     is_training = all(any(port.endswith(".grad") for port in ports_of_run) for ports_of_run in ports)
     is_known = all(any(_is_weight(port) for port in ports_of_run) for ports_of_run in ports)
@@ -228,7 +232,7 @@ def _and_more(sites: Sequence[str]) -> str:
 
 
 def _left_out(results: Sequence[PairResult]) -> list[str]:
-    """What was not compared, or by an assumption, although nothing is wrong."""
+    """Return sentences about sites that were not compared, or only by an assumption, although nothing is wrong."""
     reasons: dict[str, list[str]] = {}
     for one in results:
         if one.exclusion_reason:
@@ -250,7 +254,7 @@ def _unaligned(runs: tuple[Run, Run], rows: RowMap) -> list[str]:
 
 
 def _missing(run: Run, other: Run, late: tuple[str, int] | None) -> str:
-    """The request of the other run that begins ``late``, as after a cached prefix, or whose positions have a gap."""
+    """Name a request of the other run that begins late, as after a cached prefix, or whose positions have a gap."""
     if late is not None:
         where = f"request {late[0]} begins at position {late[1]} there"
         return f" ({where}, as after a cached prefix: dump without prefix caching)"
@@ -259,7 +263,7 @@ def _missing(run: Run, other: Run, late: tuple[str, int] | None) -> str:
 
 
 def _first_gap(run: Run) -> str:
-    """Where the positions of a request do not continue from one step to the next; empty if they all do."""
+    """Describe the first gap in the positions of a request between steps; empty if all positions are contiguous."""
     ends: dict[str, int] = {}
     for step in sorted(run.steps):
         rows = [row for line in run.steps[step].values() for row in line.info.rows]
@@ -279,7 +283,10 @@ def _prompts(forks: Sequence[Fork]) -> list[str]:
 
 
 def _orphans(runs: tuple[Run, Run], findings: Sequence[Finding], ledgers: tuple[Ledger, Ledger]) -> list[str]:
-    """Gaps in matching: orphans are normal between frameworks, but not a layer, most of a run or a tapped module."""
+    """Return sentences about gaps in matching.
+
+    Orphans are normal between frameworks, unless they are a layer, most of a run or a tapped module.
+    """
     sentences: list[str] = []
     matched = [f for f in findings if not f.verdict.is_orphan]
     if len(matched) == len(findings):
@@ -311,13 +318,13 @@ def _orphans(runs: tuple[Run, Run], findings: Sequence[Finding], ledgers: tuple[
 
 
 def _silent(findings: Sequence[Finding], verdict: Verdict, ledger: Ledger) -> list[Finding]:
-    """Sites of one run that the other run tapped as well."""
+    """Return the findings on sites of one run that the other run tapped but that never fired there."""
     tapped = set(ledger.never_fired)
     return [f for f in findings if f.verdict is verdict and f.site in tapped]
 
 
 def _agreeing(findings: Sequence[Finding]) -> frozenset[str]:
-    """Modules whose outputs were compared and agree, without the root."""
+    """Return the modules, except the root, whose outputs were compared and agree."""
     made = [(module_of(f.site), f) for f in findings if port_of(f.site).startswith("out")]
     bad = {path for path, f in made if f.verdict.is_bad}
     return frozenset(path for path, f in made if path and path not in bad and f.basis in ("values", "hash"))
@@ -328,7 +335,10 @@ def _is_around(site: str, agreeing: Collection[str]) -> bool:
 
 
 def _never_fired(runs: tuple[Run, Run], findings: Sequence[Finding], ledgers: tuple[Ledger, Ledger]) -> list[str]:
-    """Taps that never fired inside modules that agree (a fused product, a compiled module): nothing is missing."""
+    """Return sentences about taps that never fired inside modules that agree (a fused product, a compiled module).
+
+    No data is missing in this case.
+    """
     agreeing, sentences = _agreeing([f for f in findings if not f.verdict.is_orphan]), []
     for verdict, side in ((Verdict.ONLY_BASELINE, 0), (Verdict.ONLY_TARGET, 1)):
         sites = [f.site for f in _silent(findings, verdict, ledgers[1 - side]) if _is_around(f.site, agreeing)]

@@ -1,4 +1,4 @@
-"""Finding: the result of comparing one site, with its verdict."""
+"""Finding: the comparison result of one site, with its verdict."""
 
 import math
 from enum import StrEnum
@@ -15,29 +15,29 @@ from tapscope.core.formatting import number
 
 
 class Verdict(StrEnum):
-    """The outcome for one site, with a glyph for screens."""
+    """The outcome for one site."""
 
     SAME = "same"
-    """Equal: bit for bit, or as numbers if the dtypes differ."""
+    """Bitwise equal, or numerically equal if the dtypes differ."""
     CLOSE = "close"
-    """Different by no more than rounding explains, or the tolerance allows."""
+    """Different, but within what rounding explains or the tolerance allows."""
     DIFFERS = "differs"
-    """Different by more than that."""
+    """Different by more than rounding explains or the tolerance allows."""
     SHAPE = "shape"
     """Not comparable: shapes, layouts, shards or values do not fit or are missing; never a pass."""
     NONFINITE = "nonfinite"
-    """NaN or infinity on one side where the other is different."""
+    """NaN or infinity on one side, and a different value on the other."""
     ONLY_BASELINE = "only-baseline"
     ONLY_TARGET = "only-target"
 
     @property
     def glyph(self) -> str:
-        """One character for tables."""
+        """One-character symbol of the verdict for tables."""
         return _GLYPHS[self]
 
     @property
     def is_bad(self) -> bool:
-        """Whether it fails the target."""
+        """Whether the verdict fails the target."""
         return self in _BAD
 
     @property
@@ -61,38 +61,42 @@ _GLYPHS = {
 
 @deprecated_attributes({"growth": "added_error_ratio", "numbers": "metrics", "seen": "result"})
 class Finding(Struct, frozen=True, gc=False):
-    """One matched pair of sites, or an orphan, over all steps and firings, with its verdict."""
+    """Comparison result of one matched pair of sites, or of an orphan, over all steps and firings."""
 
     result: PairResult
     verdict: Verdict
     order: int = 0
     """Index in execution order."""
     error: float = 0.0
-    """The error that decided, see :attr:`test`."""
+    """The error in the deciding test, see :attr:`test`."""
     floor: float = 0.0
-    """What rounding explains of it."""
+    """The part of :attr:`error` that rounding explains."""
     row_floor: float = 0.0
-    """What rounding explains of the worst row, to relate the error of a step or token to; 0 if rounding does not
-    apply."""
+    """The error of the worst row that rounding explains, as a reference for the error of a step or token; 0 if rounding
+    does not apply."""
     test: str = ""
-    """Which test decided: median_row, p90_p98_row, max_row, scale, channel, element, max_element (errors), exact,
+    """The deciding test.
+
+    Tests of errors: median_row, p90_p98_row, max_row, scale, channel, element, max_element. Other tests: exact,
     tolerance, rule, weights (a weight and its cast), quantization (a weight and its quantized form), permuted, shape,
-    nonfinite, plain, replicas, recompute, missing_gradient (only one run has one), gradient_identity (not equal to what
-    it is computed from), fp8_grid (8-bit values in the target only), activation (a different activation function),
-    rotary_table (an element of RoPE's cosines or sines off by more than its rounding), attention (only one run's output
-    is the attention of its own queries, keys and values)."""
+    nonfinite, plain, replicas, recompute, missing_gradient (only one run has the gradient), gradient_identity (not
+    equal to the value that it is computed from), fp8_grid (8-bit values in the target only), activation (a different
+    activation function), rotary_table (an element of RoPE's cosines or sines off by more than its rounding), attention
+    (only one run's output is the attention of its own queries, keys and values).
+    """
     added_error_ratio: float = 0.0
-    """error / floor of the site alone, given the errors of its own inputs; above 1 it adds an error of its own."""
+    """error / floor of the site's own module, given the errors of its inputs; above 1, the module adds an error of its
+    own."""
     inputs: str = ""
-    """Which sites stand for its inputs: captured, submodules, enclosing_module, preceding (fired before), aliased
-    (holds the bytes of another site), none (the module was called without tensors), or empty."""
+    """Which sites stand in for the inputs: captured, submodules, enclosing_module, preceding (fired before), aliased
+    (the site has the bytes of another site), none (the module was called without tensors), or empty."""
     role: str = ""
     """``producer``, ``downstream`` or empty."""
     judged_by: str = ""
-    """What decided: rounding (the model), noise_run, rule REGEX=EXPR, tolerance, gradient_identity, equality, or
-    --allow-differ GLOB."""
+    """The deciding standard: rounding (the model), noise_run, rule REGEX=EXPR, tolerance, gradient_identity, equality,
+    or --allow-differ GLOB."""
     floor_effects: tuple[FloorEffect, ...] = ()
-    """The effects that made the floor, if ``explain_floor`` selects the site; empty otherwise."""
+    """The effects that make up the floor, if ``explain_floor`` selects the site; empty otherwise."""
     notes: tuple[str, ...] = ()
     """Sentences about the site."""
 
@@ -102,43 +106,43 @@ class Finding(Struct, frozen=True, gc=False):
 
     @property
     def site(self) -> str:
-        """The baseline's name; the target's for a site that only it has."""
+        """The baseline's name of the site, or the target's name if only the target has the site."""
         return self.result.site
 
     @property
     def matched_by(self) -> str:
-        """The pass that matched the pair, or ``missing_gradient``; empty for an orphan."""
+        """The matching pass that formed the pair, or ``missing_gradient``; empty for an orphan."""
         return self.test if self.test == "missing_gradient" else self.result.pair.matched_by
 
     @property
     def baseline(self) -> Side | None:
-        """The baseline's side, if it has the site."""
+        """The baseline's side, or None if the baseline lacks the site."""
         return self.result.baseline
 
     @property
     def target(self) -> Side | None:
-        """The target's side, if it has the site."""
+        """The target's side, or None if the target lacks the site."""
         return self.result.target
 
     @property
     def basis(self) -> str:
-        """What was compared: ``values``, ``hash``, ``sketch`` (estimated), ``stats``, ``value`` (a plain value),
-        ``tokens`` (the sampled ones, next to the logits), or ``none``."""
+        """The compared data: ``values``, ``hash``, ``sketch`` (estimated), ``stats``, ``value`` (a plain value),
+        ``tokens`` (sampled tokens, compared in addition to the logits), or ``none``."""
         return self.result.values.basis
 
     @property
     def layout(self) -> str:
-        """How token rows were found: ``annotated``, ``inferred`` or ``whole``; the weaker of the two sides."""
+        """The source of the token rows: ``annotated``, ``inferred`` or ``whole``; the weaker of the two sides."""
         return self.result.meta.layout
 
     @property
     def rows(self) -> RowCounts:
-        """What became of its token rows."""
+        """Counts of the site's token rows by outcome."""
         return self.result.meta.rows
 
     @property
     def metrics(self) -> ErrorMetrics | None:
-        """Global error metrics, if values were compared; nan where a value is not finite in one run only."""
+        """Global error metrics, if values were compared; nan if a value is nonfinite in only one run."""
         metrics = self.result.metrics
         return metrics and metrics.over_all_values()
 
@@ -149,31 +153,33 @@ class Finding(Struct, frozen=True, gc=False):
 
     @property
     def steps(self) -> tuple[StepResult, ...]:
-        """One result per target step, in order; steps with equal hashes have none. Errors are nan where a value is not
-        finite in one run only."""
+        """One result per target step, in order, without steps whose hashes are equal. Errors are nan if a value is
+        nonfinite in only one run."""
         return tuple(step.over_all_values() for step in self.result.steps)
 
     @property
     def choices(self) -> ChoiceDifference | None:
-        """How many chosen experts or keys differ; None where the values are equal, and for other sites."""
+        """Differences between the chosen experts or keys; None if the values are equal, and for other sites."""
         return self.result.extras.choices
 
     @property
     def detail(self) -> Detail | None:
-        """Detailed metrics; None unless the values differ and they were requested."""
+        """Detailed metrics; None unless they were requested and the values differ."""
         return self.result.extras.detail
 
     @property
     def ratio(self) -> float:
-        """error / floor; above 1 is more than rounding."""
+        """error / floor; above 1, the error exceeds rounding."""
         if self.error == 0.0:
             return 0.0
         return self.error / self.floor if self.floor > 0.0 else float("inf")
 
 
 def as_different(finding: Finding, test: str, note: str, **judged: Any) -> Finding:
-    """The finding as one that differs by ``test``, which ``note`` explains: by equality and with an error of its own,
-    unless the members in ``judged`` say otherwise."""
+    """Return the finding with verdict ``differs`` by ``test`` and the explanation ``note``.
+
+    Unless ``judged`` overrides it, the finding is judged by equality and has an error of its own.
+    """
     members: dict[str, Any] = {"added_error_ratio": math.inf, "judged_by": "equality", **judged}
     return structs.replace(finding, verdict=Verdict.DIFFERS, test=test, notes=(note, *finding.notes), **members)
 
@@ -183,4 +189,4 @@ MEMBERS = (
     *("error", "floor", "row_floor", "test", "added_error_ratio", "inputs", "role", "steps", "notes", "detail"),
     *("judged_by", "floor_effects", "choices"),
 )
-"""Members of a finding in JSON."""
+"""Members of a finding in JSON, in order."""

@@ -1,4 +1,4 @@
-"""Judge: a verdict for every site, from its own errors, those of its inputs, and its noise floor."""
+"""Judge: give every site a verdict, based on its error, the errors of its inputs, and its noise floor."""
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -39,25 +39,25 @@ _OUTPUT_SETTINGS = tuple(
         "logits_to_keep",
     )
 )
-"""Arguments of transformers that select what a forward returns and keeps, but not what it computes. `logits_to_keep`
-may be numbers of rows, which depend on the other requests of the step."""
+"""Arguments of transformers models that select which values a forward returns and caches, but do not affect the
+computation. `logits_to_keep` may contain row numbers, which depend on the other requests of the step."""
 _CAST_MARGIN = 1.01
-"""Times half a unit in the last place: rows are summed in floating point."""
+"""Multiple of half a unit in the last place that a cast may cause: rows are summed in floating point."""
 ALLOWED = "allowed to differ"
-"""Beginning of the note on a site that is allowed to differ and does."""
+"""Beginning of the note on a site that differs and is allowed to."""
 
 
 class Standards(Struct, frozen=True, kw_only=True):
     """The standards by which sites are judged, in addition to the error model."""
 
     tolerance: tuple[float, float] | None = None
-    """(atol, rtol) instead of any floor."""
+    """(atol, rtol) that replaces every floor."""
     rules: tuple[Rule, ...] = ()
-    """Conditions instead of a floor, for the sites that they match."""
+    """Conditions that replace the floor of matching sites."""
     measured_floor: MeasuredFloor | None = None
-    """The floor measured by a noise run."""
+    """The noise floor measured by a noise run."""
     changes: Mapping[str, ChoiceChange] = field(default_factory=dict)
-    """Site of integers -> why they may differ."""
+    """Site of integers -> reason why its values may differ."""
     unmatched_norms: frozenset[str] = frozenset()
     """See :attr:`~.floor_inputs.ComparisonFacts.unmatched_norms`."""
     kv_cache_epsilon: float = 0.0
@@ -73,22 +73,24 @@ class Standards(Struct, frozen=True, kw_only=True):
     allowed: tuple[SitePattern, ...] = ()
     """Sites that may differ."""
     explained: tuple[Glob, ...] = ()
-    """Sites whose findings list the effects that made their floor."""
+    """Sites whose findings list the effects that make up their floor."""
     disabled: frozenset[str] = frozenset()
     """Names of disabled noise floor effects."""
     missing_gradients: Mapping[str, str] = field(default_factory=dict)
-    """Site of a gradient that one run lacks but should have -> sentence for the report."""
+    """Site of a gradient that one run should have but lacks -> sentence for the report."""
     are_weights: bool = False
-    """Whether both are checkpoints: nothing was computed, so that only a cast explains a difference."""
+    """Whether both runs are checkpoints. No value was computed, so only a cast explains a difference."""
     quantized: tuple[Mapping[str, Callable[[], QuantizationFloor]], ...] = ()
-    """Of each run: site of a dequantized weight -> the error that its quantizer explains."""
+    """For each run: site of a dequantized weight -> the error that its quantizer explains."""
 
 
 def compared_graph(
     results: Sequence[PairResult], sites: Mapping[str, SiteInfo], absent: Collection[str] = ()
 ) -> tuple[list[int], list[Params], Graph]:
-    """Indices of the compared results and of those of ``absent`` sites, the parameters of their modules, and their data
-    flow. ``results`` in execution order."""
+    """Return (indices of the compared results, parameters of their modules, their dataflow graph).
+
+    ``results`` must be in execution order. Results of ``absent`` sites are included.
+    """
     matched = [
         i
         for i, result in enumerate(results)
@@ -100,12 +102,15 @@ def compared_graph(
 
 
 class Judge:
-    """Judges all sites of a comparison: floors depend on inputs and on the same site in other layers."""
+    """Judges all sites of a comparison together: a floor depends on the inputs and on the same site in other layers."""
 
     def __init__(
         self, results: Sequence[PairResult], sites: Mapping[str, SiteInfo], standards: Standards | None = None
     ) -> None:
-        """``results`` in execution order; ``sites`` of the runs."""
+        """Build the dataflow graph and the error model.
+
+        ``results`` must be in execution order; ``sites`` is the module metadata of both runs.
+        """
         self._results = results
         self._standards = standards or Standards()
         self.matched, params, self.graph = compared_graph(results, sites, self._standards.missing_gradients)
@@ -127,12 +132,12 @@ class Judge:
         self._model = ErrorModel(ours, self.graph, params, facts, self._standards.disabled)
         trim_heap()  # findings take as much space as the arrays from which floors were computed
         self._downstream: set[int] = set()
-        """Nodes above their floor, and all nodes downstream of them."""
+        """Nodes above their floor, and all nodes downstream of these."""
 
     def findings(self) -> list[Finding]:
-        """One finding per site, in execution order."""
+        """Return one finding per site, in execution order."""
         findings: list[Finding] = []
-        within: set[str] = set()  # judged sites within their floor, where that matters
+        within: set[str] = set()  # sites within their floor; tracked only if choices changed
         node = 0  # index of the next compared site
         for i, result in enumerate(self._results):
             is_node = node < len(self.matched) and self.matched[node] == i
@@ -147,11 +152,11 @@ class Judge:
         return findings
 
     def base(self, node: int) -> float:
-        """The error that the module of a node adds itself; 0 if rounding does not apply."""
+        """Return the error that the module of a node adds by itself; 0 if rounding does not apply."""
         return self._model.local_error(node)
 
     def _allowed(self, finding: Finding) -> Finding:
-        """The finding, made to pass if the user allows it to differ."""
+        """Return the finding, turned into a pass if the user allows the site to differ."""
         names = {finding.site, *finding.result.pair.names()}
         glob = next((each.text for each in self._standards.allowed if any(map(each.matches, names))), None)
         if glob is None:
@@ -279,7 +284,7 @@ class Judge:
         if result.is_equal and not result.extras.permuted:
             verdict = Verdict.CLOSE if result.num_unequal else Verdict.SAME
             return _finding(result, order, verdict, inputs=source, judged_by="equality")
-        if not self.inputs[node].ops and source == "aliased":  # the bytes of another site: its verdict applies
+        if not self.inputs[node].ops and source == "aliased":  # same bytes as another site, so the same verdict
             other = findings[self.matched[self.inputs[node].nodes[0]]]
             if other.basis == result.basis and other.judged_by in ("rounding", "noise_run"):
                 return _finding(
@@ -294,7 +299,7 @@ class Judge:
                     judged_by=other.judged_by,
                     floor_effects=self._effects(result, self.inputs[node].nodes[0]),
                 )
-        if result.extras.permuted and not _is_within_one_rounding(result):  # which moves no value to another place
+        if result.extras.permuted and not _is_within_one_rounding(result):  # larger than rounding: values really moved
             assert result.distribution is not None
             return _finding(
                 result,
@@ -315,7 +320,7 @@ class Judge:
             error, limit, test, row_floor = by_noise
             beyond = max((findings[self.matched[i]].ratio for i in self.inputs[node].nodes if i < node), default=0.0)
             added_error_ratio = ratio_of(error, limit) / max(1.0, beyond)
-        # An estimate differs if the whole of its confidence interval is above the floor.
+        # An estimated error exceeds the floor only if its whole confidence interval does.
         margin = LOW_FACTOR if result.basis == "sketch" else 1.0
         return _finding(
             result,
@@ -332,7 +337,7 @@ class Judge:
         )
 
     def _effects(self, result: PairResult, node: int) -> tuple[FloorEffect, ...]:
-        """The effects that made the floor of a node, if ``result`` is to be explained."""
+        """Return the effects that make up the floor of a node, if ``explained`` selects the site; empty otherwise."""
         if not any(glob.matches(result.site) for glob in self._standards.explained):
             return ()
         return self._model.explain(node, is_downstream=self._is_downstream(node))
@@ -362,7 +367,7 @@ def _by_tolerance(result: PairResult, order: int, tolerance: tuple[float, float]
 
 
 def _by_quantization(result: PairResult, order: int, floors: Sequence[QuantizationFloor], source: str) -> Finding:
-    """A weight against its quantized form: within the error of rounding to the nearest code, or not."""
+    """Judge a weight and its quantized form by the error of rounding to the nearest code."""
     assert result.metrics is not None
     rel_l2, max_abs = sum(floor.rel_l2 for floor in floors), sum(floor.max_abs for floor in floors)
     ratio = max(result.metrics.rel_l2 / rel_l2, result.metrics.max_abs / max_abs if max_abs else 0.0)
@@ -378,7 +383,8 @@ def _by_quantization(result: PairResult, order: int, floors: Sequence[Quantizati
 
 
 def _by_cast(result: PairResult, order: int, source: str) -> Finding:
-    """A weight of two checkpoints: equal, or as far apart as casts to their dtypes leave each element and row."""
+    """Judge a weight of two checkpoints: equal, or within the error of casts to their dtypes in each element and
+    row."""
     assert result.metrics is not None
     assert result.distribution is not None
     kinds = [name for name in result.dtypes if dtypes.is_float(name)]
@@ -402,14 +408,14 @@ def _unmatched(result: PairResult, order: int) -> Finding:
 
 
 def _shape_mismatch(result: PairResult, order: int, source: str) -> Finding:
-    """Tensors of different shapes differ as a whole, from the first step on."""
+    """Return a finding for tensors of different shapes: they differ as a whole, from the first step on."""
     assert result.pair.target is not None
     first = result.pair.target.firings[0].step
     return _wholly_different(result, order, Verdict.SHAPE, "shape", [first], result.problem, source)
 
 
 def _missing_gradient(result: PairResult, order: int, note: str, source: str) -> Finding:
-    """A missing gradient counts as zeros: it differs as a whole in every step."""
+    """Return a finding for a missing gradient, which counts as zeros: it differs as a whole in every step."""
     (series,) = (side for side in (result.pair.baseline, result.pair.target) if side is not None)
     steps = dict.fromkeys(firing.step for firing in series.firings)
     return _wholly_different(result, order, Verdict.DIFFERS, "missing_gradient", steps, note, source)
@@ -418,7 +424,7 @@ def _missing_gradient(result: PairResult, order: int, note: str, source: str) ->
 def _wholly_different(
     result: PairResult, order: int, verdict: Verdict, test: str, steps: Iterable[int], note: str, source: str
 ) -> Finding:
-    """A finding on values that were not compared, with a relative error of 1 in each of these steps."""
+    """Return a finding on values that were not compared, with a relative error of 1 in each of ``steps``."""
     values = structs.replace(result.values, steps=tuple(StepResult(step, 0, 0.0, 1.0, 1.0) for step in steps))
     return _finding(
         structs.replace(result, values=values),
@@ -436,12 +442,12 @@ def _wholly_different(
 def _finding(
     result: PairResult, order: int, verdict: Verdict, *, notes: tuple[str, ...] = (), **judged: Any
 ) -> Finding:
-    """A finding on a site, with the members that were ``judged``."""
+    """Return a finding on a site, with the members in ``judged``."""
     return Finding(result, verdict, order, **judged, notes=(*notes, *result.notes) if notes else result.notes)
 
 
 def _is_within_one_rounding(result: PairResult) -> bool:
-    """Whether no row is off by more than one rounding: then neighbours of nearly one value may be exchanged by it."""
+    """Return whether no row differs by more than one rounding, which can exchange nearly equal neighbors."""
     if result.basis != "values" or result.distribution is None:
         return False
     error = max(result.distribution.errors[-1], result.distribution.peak)

@@ -1,4 +1,5 @@
-"""Localise: which site adds an error that its inputs do not have (the producer), and which sites only inherit it."""
+"""Localize: find the site that adds an error which its inputs do not have (the producer), and the sites that inherit
+it."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from statistics import median
@@ -19,17 +20,17 @@ from tapscope.core.deprecation import deprecated_attributes
 from tapscope.core.site import port_of
 
 MIN_EVENT_MEMBERS = 3
-"""Fewest members of an event: two may have separate causes."""
+"""Minimum number of members of an event: two may have separate causes."""
 
 
 CLEAR_RATIO = 2.0
 """A culprit is certain if its own error exceeds its floor by this factor."""
 OUTDONE_RATIO = 2.0 * CLEAR_RATIO
-"""Another culprit that exceeds its floor by this factor comes first if the first one is not clear."""
+"""Factor above its floor at which another culprit precedes a first culprit that is not clear."""
 SUSPECT_RATIO = 0.5
-"""A site upstream at this share of its own floor may be where the error begins."""
+"""Fraction of its own floor from which an upstream site may be the place where the error begins."""
 MAX_HOPS = 3
-"""How many sites upstream that may be."""
+"""Maximum number of hops from the culprit to the upstream site in question."""
 _TESTS_OF_ANY_ERROR = (
     "exact",
     "rule",
@@ -41,43 +42,43 @@ _TESTS_OF_ANY_ERROR = (
     "plain",
     "shape",
 )
-"""Tests that a step fails if its error is not zero."""
+"""Tests that a step fails if its error is nonzero."""
 _MIN_CLIPPED = 3
-"""Fewest gradients with a common gain."""
+"""Minimum number of gradients with a common gain that count as clipped."""
 _EQUAL_GAIN_RTOL = 0.01
-"""Relative difference up to which the gains of two gradients are equal."""
+"""Maximum relative difference between the gains of two gradients that count as equal."""
 
 
 @deprecated_attributes({"others": "alternatives"})
 class Divergence(Struct, frozen=True):
-    """A place where the target adds an error of its own."""
+    """A place where the target adds an error that its inputs do not have."""
 
     module: str
-    """Module that adds the error; the enclosing one for a value computed between its submodules."""
+    """Module that adds the error; for a value computed between submodules, the enclosing module."""
     site: str
-    """The innermost recorded site that shows it."""
+    """The innermost recorded site that shows the error."""
     finding: Finding
     step: int
-    """First target step in which it shows."""
+    """First target step that shows the error."""
     place: Place | None
     """The row with the largest error."""
     inputs: str
-    """``equal``, ``close``, ``none`` if the module was called without tensors, ``not compared`` if some could not be,
-    ``not captured`` if preceding sites stand for them, or ``unknown``."""
+    """``equal``, ``close``, ``none`` (the module was called without tensors), ``not compared`` (some inputs could not
+    be compared), ``not captured`` (preceding sites stand in for the inputs), or ``unknown``."""
     evidence: str
-    """One sentence: what agrees upstream, and what does not downstream."""
+    """One sentence: which sites agree upstream, and which differ downstream."""
     is_certain: bool = True
-    """False if the site only exceeds what is usual at its depth: nothing before it was compared."""
+    """False if the evidence is incomplete, for example because no site before it was compared."""
     explanation: Explanation | None = None
-    """The result of the hypotheses; None if the values were not examined."""
+    """Result of the hypothesis tests; None if the values were not examined."""
     alternatives: tuple[str, ...] = ()
-    """Modules that may have added the error instead: the evidence hardly distinguishes them."""
+    """Other modules that may have added the error, which the evidence hardly distinguishes from :attr:`module`."""
     shared: tuple[str, ...] = ()
     """Other modules whose parameters, or their gradients, are affected by the same event, such as an optimizer step."""
     tokens: tuple[TokenError, ...] = ()
-    """The rows above the floor in that step, in order, up to 8."""
+    """The rows above the floor in :attr:`step`, in order, up to 8."""
     num_tokens: int = 0
-    """Number of rows above the floor in all steps."""
+    """Number of rows above the floor, over all steps."""
 
     def __repr__(self) -> str:
         doubt = "" if self.is_certain else ", not certain"
@@ -87,16 +88,17 @@ class Divergence(Struct, frozen=True):
 def localise(
     findings: Sequence[Finding], matched: Sequence[int], graph: Graph, inputs: Sequence[Inputs]
 ) -> tuple[list[Finding], list[Divergence]]:
-    """Give every bad finding its role, and list the modules that produce errors, in the order in which they begin.
+    """Assign a role to every bad finding, and list the modules that produce errors, in the order of their onsets.
 
-    ``matched`` are the indices of the findings that are nodes of the ``graph``; ``inputs`` belong to the nodes.
+    ``matched`` contains the indices of the findings that are nodes of ``graph``; ``inputs`` belong to the nodes.
     """
     bad = {n: onset(findings[i]) for n, i in enumerate(matched) if findings[i].verdict.is_bad}
     nodes = [n for n in bad if _adds_error(findings[matched[n]]) and not _inherits(n, bad, graph, inputs)]
     nodes = _without_clipped(nodes, bad, graph, [findings[i] for i in matched])
     nodes = _first_and_clear(_without_explained_modules(nodes, graph), bad, findings, matched)
     if not nodes and bad:
-        # Everything is off from the first site on, or grew in small steps; a different choice follows from its scores.
+        # All sites are bad from the first one on, or the error grew in small steps. Different choices rank last,
+        # because they follow from their scores.
         nodes = [min(bad, key=lambda n: (findings[matched[n]].test == "exact", bad[n], n))]
     roles = {i: "downstream" for i, f in enumerate(findings) if f.verdict.is_bad} if nodes else {}
     roles |= {matched[n]: "producer" for n in nodes}
@@ -114,9 +116,9 @@ def localise(
 
 
 def onset(finding: Finding) -> int:
-    """The first target step in which a bad finding shows; 0 if the steps do not tell."""
+    """Return the first target step that shows a bad finding; 0 if the steps do not determine it."""
     if finding.test == "replicas" and finding.worst is not None:
-        return finding.worst.step  # the replica that is compared with the other run may be right
+        return finding.worst.step  # not from the steps: the replica that they compare may be correct
     steps = finding.result.steps
     tests: list[Callable[[StepResult], bool]] = []
     if finding.result.num_nonfinite_mismatch:
@@ -137,8 +139,11 @@ def _adds_error(finding: Finding) -> bool:
 
 
 def _inherits(node: int, bad: dict[int, int], graph: Graph, inputs: Sequence[Inputs]) -> bool:
-    """Whether an input of a node was wrong before it, a gradient or weight that determines the next step, or in an
-    earlier step anything from which the host computed its inputs."""
+    """Return whether an earlier error explains the error of a node.
+
+    Candidates are an input that became wrong earlier, a gradient or weight that determines the next step, and for an
+    input computed by the host any error of an earlier step.
+    """
     if any(i in bad and _onset_key(i, bad, graph) < _onset_key(node, bad, graph) for i in inputs[node].nodes):
         return True
     is_outside = graph.nodes[node].is_input and not graph.enclosing(node)  # a loop may compute it from an earlier step
@@ -146,8 +151,10 @@ def _inherits(node: int, bad: dict[int, int], graph: Graph, inputs: Sequence[Inp
 
 
 def _without_clipped(nodes: list[int], bad: dict[int, int], graph: Graph, findings: Sequence[Finding]) -> list[int]:
-    """The nodes without parameter gradients that are off by one common factor only, if others are off by more: clipping
-    by the global norm propagates one wrong gradient to all others."""
+    """Drop parameter gradients that differ only by a common factor, if other gradients differ by more.
+
+    Clipping by the global norm propagates one wrong gradient to all others as a factor.
+    """
     summed = [n for n in bad if graph.nodes[n].is_summed and findings[n].result.distribution is not None]
     gains = [spread.gain for n in summed if (spread := findings[n].result.distribution)]
     common = median(gains) if gains else 0.0
@@ -158,7 +165,7 @@ def _without_clipped(nodes: list[int], bad: dict[int, int], graph: Graph, findin
 
 
 def _is_scaled(finding: Finding, gain: float) -> bool:
-    """Whether its gain is this common one, and explains all of its error up to its floor."""
+    """Return whether the finding's gain equals ``gain`` and explains the whole error up to the floor."""
     own, room = finding.result.distribution, finding.floor + _EQUAL_GAIN_RTOL * abs(gain)
     if own is None or finding.error > abs(gain) + room:
         return False
@@ -166,20 +173,22 @@ def _is_scaled(finding: Finding, gain: float) -> bool:
 
 
 def _onset_key(node: int, bad: dict[int, int], graph: Graph) -> tuple[int, bool, int]:
-    """When a node became wrong: optimizer updates come after everything else in the step."""
+    """Return the sort key of when a node became wrong; within a step, optimizer updates come last."""
     return bad[node], graph.nodes[node].is_trained, node
 
 
 def _affects_next_step(node: Node) -> bool:
-    """Whether an error of one step affects all values of the next."""
+    """Return whether an error of the node affects all values of the next step."""
     return node.is_backward or node.is_trained
 
 
 def _first_and_clear(
     nodes: list[int], bad: dict[int, int], findings: Sequence[Finding], matched: Sequence[int]
 ) -> list[int]:
-    """The first, and others that clearly add an error: downstream of a culprit every site inherits some of its
-    error."""
+    """Return the first node, and the other nodes that clearly add an error.
+
+    Every site downstream of a culprit inherits some of its error, so a small added error proves little.
+    """
     first = min(nodes, key=lambda n: (bad[n], n), default=-1)
     return [
         n
@@ -191,7 +200,7 @@ def _first_and_clear(
 
 
 def _without_explained_modules(nodes: list[int], graph: Graph) -> list[int]:
-    """The nodes without outputs of modules whose own submodules explain them; a gradient explains no value."""
+    """Drop module outputs whose own submodules explain the error; a gradient does not explain a value."""
 
     def is_explained(n: int) -> bool:
         others = (i for i in nodes if graph.is_backward[n] or not graph.is_backward[i])
@@ -211,7 +220,7 @@ def _divergence(
 ) -> Divergence:
     finding, source = findings[matched[node]], inputs[node].source
     module, *others = graph.blamed(node, owners)
-    if finding.test == "missing_gradient" and (path := graph.nodes[node].path) != module:  # whose gradient it is
+    if finding.test == "missing_gradient" and (path := graph.nodes[node].path) != module:  # the gradient's own module
         module, others = path, [module, *others]
     before = findings[matched[inputs[node].nodes[-1]]].site if inputs[node].nodes else ""
     this = graph.nodes[node]
@@ -250,14 +259,19 @@ def _divergence(
 
 
 def _is_mixed(finding: Finding) -> bool:
-    """Whether it holds several calls of a module in one step, compared whole: one may depend on another."""
+    """Return whether a side contains several calls of a module per step that were compared without token rows.
+
+    One of these calls may depend on another.
+    """
     pair, rows = finding.result.pair, finding.rows.num_compared
     return not rows and any(has_repeated_calls(side) for side in (pair.baseline, pair.target) if side is not None)
 
 
 def _one_sided_mask(findings: Sequence[Finding], module: str) -> str:
-    """A note on a mask that a module got in one run only (without one it sees everything); empty for modules with
-    different signatures, where one run has other additional inputs."""
+    """Return a note about a mask that the module received in one run only; without a mask, every position is visible.
+
+    Empty if the modules have different signatures, so that one run has other additional inputs.
+    """
     one_sided = [f for f in findings if f.verdict.is_orphan and f.site.startswith(f"{module}:in[")]
     if len(one_sided) != 1 or not is_mask(one_sided[0].site):
         return ""
@@ -272,8 +286,10 @@ def _is_clear(finding: Finding) -> bool:
 def _earlier_suspect(
     findings: Sequence[Finding], matched: Sequence[int], graph: Graph, inputs: Sequence[Inputs], node: int
 ) -> int | None:
-    """The first site upstream of a culprit that is almost one itself, if the culprit barely exceeds its floor and its
-    error is within what a module may make of that site's; values for a value, gradients for a gradient.
+    """Return the first upstream site that is almost a culprit itself, if the actual culprit barely exceeds its floor.
+
+    The culprit's error must be within what a module may make of the upstream error. Values are related to values, and
+    gradients to gradients.
     """
     finding = findings[matched[node]]
     if _is_clear(finding) or finding.judged_by not in ("rounding", "noise_run"):
@@ -310,7 +326,7 @@ def _evidence(finding: Finding, source: str, before: str, is_input: bool, state:
 
 
 def _not_compared(findings: Sequence[Finding], path: str) -> list[str]:
-    """Input ports of a module that both runs have with different shapes."""
+    """Return the input ports of a module that have different shapes in the two runs."""
     inputs = (f for f in findings if f.site.startswith(f"{path}:in[") and f.verdict is Verdict.SHAPE)
     return [port_of(f.site) for f in inputs]
 
@@ -326,13 +342,13 @@ _INPUT_STATES = {
 
 
 def group_by_event(nodes: Sequence[int], bad: Mapping[int, int], graph: Graph) -> dict[int, list[int]]:
-    """The first node of each event -> the other members, in order; most nodes are alone.
+    """Group divergent nodes by event; return the first node of each event -> its other members, in order.
 
     An event (an optimizer step, a clip, a checkpoint) changes many parameters or gradients in one step. No single
-    module caused that, so it is one divergence.
+    module causes it, so it is one divergence. Most nodes are alone.
 
-    ``bad``: node -> the step in which it became wrong. Parameters updated in one step belong together; other
-    parameters, and gradients, if most of those compared are off from that step on.
+    ``bad`` maps a node to the step in which it became wrong. Parameters updated in one step belong together. Other
+    parameters, and gradients, belong together if most of the compared ones became wrong in that step.
     """
     by_event: dict[int, list[int]] = {}
     groups: dict[tuple[bool, int], list[int]] = {}
@@ -357,7 +373,7 @@ def _are_trained(members: Collection[int], graph: Graph) -> bool:
 
 
 def _are_most(is_summed: bool, step: int, bad: Mapping[int, int], graph: Graph) -> bool:
-    """Whether more than half of the compared nodes of this kind are off from that step on."""
+    """Return whether more than half of the compared nodes of this kind became wrong in ``step``."""
     of_this_kind = [
         n for n, node in enumerate(graph.nodes) if node.port.startswith("param[") and node.is_summed == is_summed
     ]

@@ -1,4 +1,4 @@
-"""Model mismatch: whether two runs are of the same model, by hyperparameters and by the shapes of their sites."""
+"""Model mismatch: detect runs of different models, by hyperparameters and by the shapes of their sites."""
 
 from collections.abc import Sequence
 
@@ -7,11 +7,11 @@ from tapscope.core.errors import NothingInCommonError
 from tapscope.run_format.run import Run
 
 MIN_SITES = 4
-"""Fewest sites that must not fit to conclude that the models differ: a single one has its own reason."""
+"""Minimum number of mismatched sites that indicate different models: a single one may have its own reason."""
 
 
 def check_models(runs: tuple[Run, Run], results: Sequence[PairResult]) -> None:
-    """Raise NothingInCommonError if most tensors of both runs have different widths."""
+    """Raise NothingInCommonError if most tensors of the two runs have different widths."""
     tensors = [one for one in results if one.is_matched and one.dtypes[0] and not one.is_exact]
     odd = [one for one in tensors if one.problem and _widths(one)]
     if len(odd) < MIN_SITES or 2 * len(odd) <= len(tensors):
@@ -26,13 +26,13 @@ def check_models(runs: tuple[Run, Run], results: Sequence[PairResult]) -> None:
 
 
 def differences(baseline: Run, target: Run) -> list[str]:
-    """``hidden_size 64 against 128`` for each hyperparameter that both runs record with different values."""
+    """Return ``hidden_size 64 against 128`` for each hyperparameter whose recorded values differ."""
     left, right = baseline.model_config, target.model_config
     return [f"{key} {left[key]:g} against {right[key]:g}" for key in left if key in right and left[key] != right[key]]
 
 
 def _widths(result: PairResult) -> bool:
-    """Whether the last axes differ by more than shards or fused axes would."""
+    """Return whether the last axes differ in a way that shards or fused axes cannot explain."""
     assert result.baseline is not None
     assert result.target is not None
     shapes = result.baseline.shape, result.target.shape

@@ -1,8 +1,8 @@
-"""Onsets: early steps in which an error may begin that was found later, or not at all.
+"""Onsets: find early steps in which an error may begin that was detected later, or not at all.
 
 A floor covers all steps together, since rows match across steps. A loop (of a sampler, of denoising) that feeds a wrong
-value back to the same modules in a later step would therefore explain that value. If a site is off in an early step
-by more than its inputs were by then, the first steps are judged separately.
+value back to the same modules in a later step would therefore explain that value. If a site's error in an early step
+exceeds that of its inputs up to that step, the first steps are judged separately.
 """
 
 from collections.abc import Sequence
@@ -14,18 +14,20 @@ from tapscope.comparator.verdict.judge import Judge
 from tapscope.comparator.verdict.localise import Divergence, onset
 
 MAX_REJUDGED_STEPS = 3
-"""Most steps that are judged again."""
+"""Maximum number of steps that are judged again."""
 _MAX_ROW_GROWTH = 8.0
-"""Factor by which a row's error may exceed that of its inputs: modules have conditions up to 6, single rows larger
-ones. It only decides whether to judge again."""
+"""Factor by which a row's error may exceed that of its inputs. Modules have conditions up to 6, single rows larger
+ones. The factor only decides whether to judge again."""
 _MIN_EARLY_SHARE = 0.1
-"""Share of a culprit's largest error in an earlier step; fewer rows explain less."""
+"""Minimum error of an earlier step, as a fraction of the culprit's largest error; with fewer rows, the largest error is
+smaller."""
 _MAX_OWN_GROWTH = 32.0
-"""The same relative to what the module adds itself, of which the worst row has several times the typical amount."""
+"""Factor by which a row's error may exceed the error that the module adds; the worst row has several times the typical
+one."""
 
 
 def early_steps(findings: Sequence[Finding], divergences: Sequence[Divergence], judge: Judge) -> list[int]:
-    """Target steps to judge again, ascending: up to the first of the ``divergences``."""
+    """Return the target steps to judge again, in ascending order, up to the first of ``divergences``."""
     matched_findings = [findings[i] for i in judge.matched]
     steps = sorted({result.step for finding in matched_findings for result in finding.steps})
     if len(steps) < 2:

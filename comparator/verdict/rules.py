@@ -1,9 +1,10 @@
-"""Rules: conditions over metrics that sites must satisfy, instead of the noise floor.
+"""Rules: conditions over metrics that replace the noise floor for matching sites.
 
     --rule 'lm_head:out=rel < 1e-3 and max_abs < 0.1'      or the rules of a map file
 
-The first rule whose regular expression matches the site's name, on either side, decides. Conditions are
-:mod:`tapscope.expr.expression`'s over :data:`MEASURES`. A metric that was not measured is None, and satisfies nothing.
+The first rule whose regular expression matches the site's name, on either side, decides. Conditions are expressions of
+:mod:`tapscope.expr.expression` over :data:`MEASURES`. A metric that was not measured is None, and satisfies no
+condition.
 """
 
 import math
@@ -37,13 +38,13 @@ MEASURES = {
     "typical": "median relative error of a row",
     "ratio": "error / floor",
 }
-"""The names that a rule may use, with their meaning."""
-# Where the expression begins: the first `=` that is not part of a look-ahead or look-behind.
+"""The names that a rule may use -> their meaning."""
+# The `=` before the expression: the first one that is not part of a look-ahead or look-behind.
 _SPLIT = re.compile(r"(?<!\(\?)(?<!\(\?<)=")
 
 
 class Rule(Struct, frozen=True):
-    """One compiled rule."""
+    """A compiled rule."""
 
     where: str
     pattern: re.Pattern[str]
@@ -51,7 +52,7 @@ class Rule(Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        """The rule as it was written."""
+        """The source text of the rule."""
         return f"{self.pattern.pattern}={self.require.text}"
 
     @property
@@ -60,7 +61,7 @@ class Rule(Struct, frozen=True):
         return "nonfinite" in self.require.names
 
     def holds(self, values: Mapping[str, Any]) -> bool:
-        """Whether the metrics satisfy it; raises RuleError if it cannot be evaluated."""
+        """Return whether the metrics satisfy the rule; raises RuleError if the rule cannot be evaluated."""
         try:
             return bool(self.require(values))
         except EvaluationError as error:
@@ -68,7 +69,7 @@ class Rule(Struct, frozen=True):
 
 
 def parse_rule(text: str) -> RuleEntry:
-    """Parse ``REGEX=EXPRESSION`` of the command line; raises ConfigError."""
+    """Parse ``REGEX=EXPRESSION`` from the command line; raises ConfigError."""
     split = _SPLIT.search(text)
     if split is None or not text[: split.start()].strip() or not text[split.end() :].strip():
         raise ConfigError(f"invalid --rule {text!r}: expected REGEX=EXPRESSION, such as 'lm_head:out=rel < 1e-3'")
@@ -92,8 +93,10 @@ def compile_rules(entries: Iterable[RuleEntry]) -> tuple[Rule, ...]:
 
 
 def check_rules(rules: Sequence[Rule], pairs: Sequence[tuple[str, ...]]) -> None:
-    """Raise RuleError for a rule that matches no site, or none that earlier rules leave; ``pairs``: the names of each
-    matched pair."""
+    """Raise RuleError for a rule that matches no site, or only sites that earlier rules match.
+
+    ``pairs`` contains the names of each matched pair.
+    """
     used = {id(rule) for names in pairs if (rule := find_rule(rules, names))}
     for rule in rules:
         if id(rule) in used:
@@ -105,7 +108,7 @@ def check_rules(rules: Sequence[Rule], pairs: Sequence[tuple[str, ...]]) -> None
 
 
 def find_rule(rules: Sequence[Rule], names: Iterable[str]) -> Rule | None:
-    """The first rule that matches one of these names."""
+    """Return the first rule that matches one of ``names``."""
     if not rules:
         return None
     names = tuple(names)
@@ -115,7 +118,7 @@ def find_rule(rules: Sequence[Rule], names: Iterable[str]) -> Rule | None:
 def measures_of(
     metrics: ErrorMetrics | None, distribution: ErrorDistribution | None, ratio: float
 ) -> dict[str, float | int | None]:
-    """The values of :data:`MEASURES`; None if not measured."""
+    """Return the values of :data:`MEASURES`; a value that was not measured is None."""
     measures: dict[str, float | int | None] = dict.fromkeys(MEASURES)
     if metrics is not None:
         for name in ("rel", "rel_l2", "sqnr", "max_abs", "mean_abs", "cosine"):

@@ -19,19 +19,20 @@ MAX_TOKENS = 8
 
 
 class TokenError(Struct, frozen=True):
-    """One row above the floor."""
+    """Error of one row above the floor."""
 
     place: Place
     error: float
-    """Relative to the row."""
+    """Error relative to the norm of the row."""
     ratio: float
-    """error / what rounding explains of a row; 0 if rounding does not apply."""
+    """error / row floor; 0 if rounding does not apply."""
 
 
 def tokens_of(
     analyzer: PairAnalyzer, result: PairResult, finding: Finding, step: int
 ) -> tuple[tuple[TokenError, ...], int, Place | None]:
-    """(the first rows above the floor in a target step, their number in all steps, the worst row of that step)."""
+    """Return (first rows above the floor in a target step, number of such rows in all steps, worst row of that
+    step)."""
     if (
         finding.basis != "values"
         or result.pair.baseline is None
@@ -50,7 +51,7 @@ def tokens_of(
         beyond = odd | (errors > finding.row_floor)
     else:
         beyond = measured.rows.equal < measured.rows.width
-    if not beyond.any():  # all rows are slightly off: a scale, one channel
+    if not beyond.any():  # all rows have a small error, as from a scale or in one channel
         beyond = errors >= np.median(errors)
     steps = np.array([whole.records[0].key.step for whole in ready.right])[measured.target_firing]
     here = np.flatnonzero(beyond & (steps == step))
@@ -73,7 +74,7 @@ def tokens_of(
 
 
 def _rank_at_fault(finding: Finding, measured: MeasuredPair, row: int, ready: PreparedPair, place: Place) -> int | None:
-    """The rank that has the error of a row, if exactly one has it; else None."""
+    """Return the rank that has the error of a row, if exactly one rank has it; otherwise None."""
     if finding.test == "replicas":
         return finding.worst.rank if finding.worst is not None else None
     if place.rank is None:
@@ -82,7 +83,7 @@ def _rank_at_fault(finding: Finding, measured: MeasuredPair, row: int, ready: Pr
 
 
 def _is_elsewhere(finding: Finding) -> bool:
-    """Whether a replica other than the compared one is wrong."""
+    """Return whether the wrong replica is not the compared one."""
     return (
         finding.test == "replicas"
         and finding.metrics is not None
