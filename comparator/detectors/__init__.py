@@ -1,1 +1,2 @@
-"""Detectors: checks that judge a site by more than its error, such as formats, routing and gradients."""
+"""Detectors: checks that judge a site by other evidence than its error, such as number formats, routing and
+gradients."""

@@ -1,5 +1,7 @@
-"""Activation functions that models use, by name (GELU: Hendrycks and Gimpel, arXiv 1606.08415; the hard swish:
-Howard et al., arXiv 1905.02244)."""
+"""Activation functions of models by name.
+
+GELU: Hendrycks and Gimpel, arXiv:1606.08415. Hard swish: Howard et al., arXiv:1905.02244.
+"""
 
 import math
 from collections.abc import Callable, Mapping
@@ -11,7 +13,7 @@ Array = np.ndarray[Any, Any]
 Function = Callable[[Array], Array]
 
 _STEP = 2.0**-14
-"""Half the step of a central difference: rounding in float64 leaves 1e-12, curvature 1e-9."""
+"""Half the step of a central difference: rounding in float64 leaves an error of 1e-12, curvature one of 1e-9."""
 
 _erf = np.vectorize(math.erf, otypes=[float])
 
@@ -40,9 +42,9 @@ FUNCTIONS: Mapping[str, Function] = {
 }
 
 CLEARING = ("relu", "relu6", "relu squared", "hard swish")
-"""Those that are zero for all small inputs."""
+"""Functions that are zero for all small inputs."""
 
 
 def derivative(function: Function) -> Function:
-    """Its derivative, by central differences."""
+    """Return the derivative of ``function``, by central differences."""
     return lambda x: (function(x + _STEP) - function(x - _STEP)) / (2.0 * _STEP)

@@ -1,13 +1,13 @@
-"""Activation mismatch: the runs apply different activation functions, read off each run's own inputs and outputs.
+"""Activation mismatch: the runs apply different activation functions, inferred from each run's own inputs and outputs.
 
-The inputs and outputs of an activation are recorded together, so that each run tabulates its function, whatever errors
-its inputs carry. GELU and its tanh approximation differ by 5e-4: in bfloat16 that is negligible for large values and
-many roundings for small ones. So the values of a run fit one known function to about one rounding, and no other. If the
-runs fit different functions, they differ, however small the error is. The same holds for gradients: the gradient of
+The inputs and outputs of an activation are recorded together, so each run tabulates its function, whatever errors its
+inputs have. GELU and its tanh approximation differ by 5e-4: in bfloat16, that is negligible for large values and many
+roundings for small ones. The values of a run therefore fit one known function to about one rounding, and no other. If
+the runs fit different functions, they differ, however small the error is. The same holds for gradients: the gradient of
 the input is that of the output times the function's derivative.
 
-Unknown functions are skipped, and so are compositions with roundings of their own (a GELU written out in bfloat16),
-whose noise hides the function: each function must fit its own run several times better than the other function does.
+Unknown functions are skipped. So are compositions with internal roundings (a GELU written out in bfloat16), whose noise
+hides the function: each function must fit its own run several times better than the other function does.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -30,27 +30,27 @@ from tapscope.core.site import module_of
 Array = np.ndarray[Any, Any]
 
 _MIN_FLOOR_SHARE = 0.02
-"""Findings above this share of their floor are checked."""
+"""Minimum error of checked findings, as a fraction of their floor."""
 _MAX_FINDINGS = 256
-"""Check at most this many findings, those nearest to their floor first."""
+"""Maximum number of findings to check; those nearest to their floor come first."""
 _MAX_VALUES = 1 << 13
-"""Values read per site and run; at most half of them from one firing."""
+"""Maximum number of values read per site and run; at most half of them from one firing."""
 _KERNEL = 2.0**-18
-"""Error of a float32 kernel relative to its input: sums inside it cancel."""
+"""Error of a float32 kernel relative to its input, due to cancellation in its sums."""
 _MAX_FIT_ERROR = 4.0
-"""Largest error of the function that fits a run, in epsilons of the dtype."""
+"""Maximum error of the function that fits a run, in epsilons of the dtype."""
 _MIN_FUNCTION_GAP = 2.0
-"""Inputs at which two functions differ by more than this many roundings distinguish them."""
+"""Number of roundings by which two functions must differ at an input for the input to distinguish them."""
 _MIN_INPUTS = 16
-"""Least number of different inputs of that kind."""
+"""Minimum number of distinct inputs that distinguish two functions."""
 _MIN_ENERGY_RATIO = 4.0
-"""The other run's function must leave this many times the squared error there."""
+"""Factor by which the other run's function must have a larger squared error at these inputs."""
 _ROUNDING_VARIANCE = 0.2
-"""Mean square error of rounding to nearest, in roundings: 1/12, with some room for kernels."""
+"""Maximum mean square error of rounding to nearest, in roundings: 1/12, with a margin for kernels."""
 _NUM_FIT_VALUES = 512
 """Number of values used to find the best function."""
 _MAX_COUNTED_ERROR = 100.0
-"""Larger errors count as this many roundings."""
+"""Upper limit of an error, in roundings; larger errors are clamped."""
 
 
 class Table(Struct, frozen=True):
@@ -61,22 +61,22 @@ class Table(Struct, frozen=True):
     y: Array
     """[n] float64: outputs, or gradients of the inputs."""
     slope: Array
-    """[1] float64: 1; or [n]: gradients of the outputs."""
+    """[1] float64: 1; for gradients [n]: gradients of the outputs."""
     dtype: str
-    """Of ``y``."""
+    """The dtype of ``y``."""
 
     def values(self, name: str) -> Array:
-        """[n]: outputs, or gradients of the inputs, that a function would give."""
+        """Return the outputs, or gradients of the inputs, that the function ``name`` would produce, [n]."""
         function = FUNCTIONS[name]
         return self.slope * (derivative(function) if self.is_gradient else function)(self.x)
 
     @property
     def is_gradient(self) -> bool:
-        """Whether it tabulates a derivative."""
+        """Whether the table contains gradients, and therefore the derivative."""
         return self.slope.size > 1
 
     def roundings(self, values: Array) -> Array:
-        """[n]: distance of the recorded outputs from ``values``, in roundings."""
+        """Return the distance between the recorded outputs and ``values`` in roundings, [n]."""
         roundings: Array = np.minimum(np.abs(self.y - values) / self._unit(values), _MAX_COUNTED_ERROR)
         return roundings
 
@@ -85,11 +85,11 @@ class Table(Struct, frozen=True):
         return rounding_of(values, self.dtype, kernel)
 
     def is_of(self, name: str) -> bool:
-        """Whether the errors of a function are those of rounding to nearest."""
+        """Return whether the outputs differ from the function ``name`` only by rounding to nearest."""
         return float(np.square(self.roundings(self.values(name))).mean()) < _ROUNDING_VARIANCE
 
     def best_function(self) -> str:
-        """The name of the function that fits; empty where none does."""
+        """Return the name of the function that fits the table; empty if none fits."""
         some = self._some(max(1, len(self.x) // _NUM_FIT_VALUES))
         name = min(FUNCTIONS, key=lambda name: float(np.square(some.roundings(some.values(name))).sum()))
         left = float(np.linalg.norm(self.y - self.values(name)))
@@ -100,7 +100,7 @@ class Table(Struct, frozen=True):
         return Table(self.x[::step], self.y[::step], self.slope[:: step if self.is_gradient else 1], self.dtype)
 
     def distinguishes(self, own: str, other: str) -> bool:
-        """Whether it fits one function clearly better than another."""
+        """Return whether the function ``own`` fits the table clearly better than ``other``."""
         one, two = self.values(own), self.values(other)
         apart = np.abs(one - two) > _MIN_FUNCTION_GAP * self._unit(one)
         mine, theirs = (float(np.square(self.roundings(values)[apart]).sum()) for values in (one, two))
@@ -108,7 +108,8 @@ class Table(Struct, frozen=True):
 
 
 def rounding_of(values: Array, dtype: str, terms: Array) -> Array:
-    """The rounding of each of the ``values`` to a dtype, and of a float32 kernel that adds ``terms`` of these sizes."""
+    """Return the error of rounding each of ``values`` to a dtype, after a float32 kernel that adds ``terms`` of these
+    sizes."""
     exponents = np.frexp(values)[1] - 1
     steps = np.maximum(dtypes.epsilon(dtype) * np.exp2(exponents), dtypes.smallest(dtype))
     rounding: Array = steps + _KERNEL * terms
@@ -116,13 +117,13 @@ def rounding_of(values: Array, dtype: str, terms: Array) -> Array:
 
 
 class ActivationMismatch(Detector):
-    """Finds activations that compute different functions in the two runs, from each run's own values."""
+    """Detects activations that compute different functions in the two runs, from each run's own values."""
 
     name = "activation_mismatch"
     stage = Stage.REVIEW
 
     def detect(self, evidence: Evidence) -> Evidence:
-        """See :class:`.Detector`."""
+        """Run this detector; see :meth:`.Detector.detect`."""
         findings = with_pointwise(evidence.findings, evidence.judged, evidence.preparer, evidence.pointwise)
         return structs.replace(evidence, findings=findings)
 
@@ -130,9 +131,9 @@ class ActivationMismatch(Detector):
 def with_pointwise(
     findings: Sequence[Finding], examined: Sequence[PairResult], preparer: PairPreparer, paths: Collection[str]
 ) -> list[Finding]:
-    """The findings; those that pass by the size of their error and compute different functions become ``differs``.
+    """Return the findings, with ``differs`` for those whose runs compute different functions despite a small error.
 
-    ``paths``: the pointwise modules.
+    ``paths`` contains the pointwise modules.
     """
     reviewed = list(findings)
     near = [f for f in findings if _is_near(f) and module_of(f.site) in paths]
@@ -165,7 +166,7 @@ def _is_near(finding: Finding) -> bool:
 
 
 def _names(one: Table | None, two: Table | None) -> tuple[str, ...]:
-    """The functions of the baseline and the target, where they differ; else empty."""
+    """Return the functions of the baseline and the target if they differ, otherwise an empty tuple."""
     if one is None or two is None or not (ours := one.best_function()):
         return ()
     if two.is_of(ours):
@@ -176,7 +177,7 @@ def _names(one: Table | None, two: Table | None) -> tuple[str, ...]:
 
 
 def _parts(site: str, sites: Mapping[str, PairResult], given: Mapping[str, Sequence[str]]) -> tuple[PairResult, ...]:
-    """The input and output of a module; for a gradient of the input, that input and both gradients."""
+    """Return the input and output of a module; for a gradient of the input, that input and both gradients."""
     path = module_of(site)
     out, inputs = f"{path}:out", given.get(path, ())
     if len(inputs) != 1:
@@ -186,7 +187,7 @@ def _parts(site: str, sites: Mapping[str, PairResult], given: Mapping[str, Seque
 
 
 def _table(parts: Sequence[Sequence[AssembledTensor]]) -> Table | None:
-    """The table of one run; None where inputs and outputs do not match."""
+    """Tabulate the activation of one run; None if inputs and outputs do not match."""
     firings = [{place_of(whole): whole for whole in wholes} for wholes in parts]
     samples: list[list[Array]] = []
     for place, whole in firings[0].items():
@@ -205,13 +206,13 @@ def _table(parts: Sequence[Sequence[AssembledTensor]]) -> Table | None:
 
 
 def place_of(whole: AssembledTensor) -> tuple[object, ...]:
-    """Identifies a firing of its site."""
+    """Return the part of the key that identifies a firing within its site."""
     key = whole.records[0].key
     return key.step, key.micro, key.rank, key.occurrence
 
 
 def _some(wholes: Sequence[AssembledTensor]) -> Iterator[list[Array]]:
-    """The same sample of elements of several tensors of one shape."""
+    """Yield the same sample of elements from several tensors of equal shape."""
     left = _MAX_VALUES // 2
     for chunks in zip(*map(chunks_of, wholes), strict=False):
         if left <= 0 or len({part.shape for _, part, _ in chunks}) != 1:

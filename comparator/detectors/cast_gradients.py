@@ -2,7 +2,7 @@
 
 A tensor has one gradient. If a norm receives the residual itself, the gradient of its input is that of the residual,
 summed over all consumers. If the residual is stored in a wider dtype and the norm receives a cast copy, the copy's
-gradient comes back through the norm alone. Both are right, and they cannot be compared.
+gradient covers the path through the norm only. Both gradients are correct, but they are not comparable.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,19 +20,20 @@ _REASON = "the gradient of a cast copy in one run, and of the tensor itself with
 
 
 class CastGradients(Detector):
-    """Excludes gradients that belong to a tensor in one run and to a cast copy of it in the other."""
+    """Excludes gradients that belong to a tensor in one run and to a cast copy of the tensor in the other."""
 
     name = "cast_gradients"
     stage = Stage.SCREEN
 
     def detect(self, evidence: Evidence) -> Evidence:
-        """See :class:`.Detector`."""
+        """Run this detector; see :meth:`.Detector.detect`."""
         pairs = without_branches(evidence.pairs)
         return structs.replace(evidence, pairs=pairs)
 
 
 def without_branches(everything: Sequence[PairResult]) -> list[PairResult]:
-    """All sites; those that are the gradient of a tensor in one run and of a cast copy in the other are excluded."""
+    """Return all results, with an exclusion reason for gradients of a tensor in one run and of a cast copy in the
+    other."""
     if not any(one.site.endswith(_GRADIENT) for one in everything):
         return list(everything)
     values = {one.site: one for one in everything if one.is_matched}
@@ -43,7 +44,7 @@ def without_branches(everything: Sequence[PairResult]) -> list[PairResult]:
 
 
 def _shared(gradients: Sequence[PairResult], side: int) -> Mapping[object, list[PairResult]]:
-    """Hash -> the gradients of one run that hold these bytes."""
+    """Map each content hash to the gradients of one run with these bytes."""
     groups: dict[object, list[PairResult]] = {}
     for one in gradients:
         if (key := content_id(series_of(one, side))) is not None:
@@ -54,7 +55,8 @@ def _shared(gradients: Sequence[PairResult], side: int) -> Mapping[object, list[
 def _is_branch(
     result: PairResult, side: int, shared: Mapping[object, list[PairResult]], values: Mapping[str, PairResult]
 ) -> bool:
-    """Whether it is the gradient of the tensor itself in this run, and of a copy in another dtype in the other run."""
+    """Return whether a gradient belongs to the tensor itself in this run, and to a copy in another dtype in the other
+    run."""
     key, value = content_id(series_of(result, side)), values.get(result.site.removesuffix(_GRADIENT))
     if key is None or value is None or not port_of(result.site).startswith("in["):
         return False
@@ -68,12 +70,12 @@ def _is_branch(
 
 
 def series_of(result: PairResult, side: int) -> Series | None:
-    """One run's series of a site: the baseline is side 0."""
+    """Return one run's series of a site: side 0 is the baseline, 1 the target."""
     return result.pair.target if side else result.pair.baseline
 
 
 def has_one_dtype(result: PairResult, other: PairResult, side: int) -> bool:
-    """Whether two sites have the same dtype in one run."""
+    """Return whether two sites have the same dtype in one run."""
     return _dtype(result, side) == _dtype(other, side)
 
 

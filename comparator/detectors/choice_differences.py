@@ -1,7 +1,7 @@
-"""Choice differences: in how many rows other experts or keys are chosen, and how many of k.
+"""Choice differences: the number of rows with different experts or keys, and how many of the k choices differ.
 
-A router chooses k experts for a row, an indexer of sparse attention k keys. Which they are matters, their order does
-not: they are compared as sets.
+A router chooses k experts for a row, an indexer of sparse attention k keys. The order of the choices is irrelevant, so
+they are compared as sets.
 """
 
 import re
@@ -24,17 +24,17 @@ from tapscope.core.site import module_of
 Array = np.ndarray[Any, Any]
 
 _KEYS = re.compile(r"(?:^|\.)indexer:(?:out|tap\[topk_indices\])$")
-"""Sites of the keys that an indexer chooses: positions, -1 for none."""
+"""Sites of the keys that an indexer chooses: positions, with -1 for an unused entry."""
 
 
 class ChoiceDifferences(Detector):
-    """Counts the choices of experts and keys that only one run has."""
+    """Counts the choices of experts and keys that only one run makes."""
 
     name = "choice_differences"
     stage = Stage.SCREEN
 
     def detect(self, evidence: Evidence) -> Evidence:
-        """See :class:`.Detector`."""
+        """Run this detector; see :meth:`.Detector.detect`."""
         choosers = ExpertChoosers(module_of(one.site) for one in evidence.pairs)
         changes, pairs = dict(evidence.changes), list(evidence.pairs)
         for i, one in enumerate(pairs):
@@ -54,7 +54,10 @@ class ChoiceDifferences(Detector):
 
 
 def _difference(preparer: PairPreparer, result: PairResult) -> ChoiceDifference | None:
-    """None for integers that are not choices: negative numbers other than -1, or a number twice in a row."""
+    """Compare the choices as sets; None for integers that are not choices.
+
+    Choices are neither negative, except for -1, nor repeated within a row.
+    """
     rows = rows_of(preparer, result)
     if rows is None or rows.baseline.ndim != 2 or rows.baseline.dtype.kind not in "iu":
         return None
@@ -73,7 +76,7 @@ def _difference(preparer: PairPreparer, result: PairResult) -> ChoiceDifference 
 
 
 def _repeats(ordered: Array) -> Array:
-    """Where a number of [rows, n], sorted by row, is that before it; -1 is none."""
+    """Return where an element of [rows, n], sorted by row, equals the previous one; negative elements do not count."""
     return np.asarray((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0))
 
 

@@ -1,4 +1,4 @@
-"""Rows of choices and of the scores that they were made from, of a site that both runs have."""
+"""Rows of choices, and of the scores behind these choices, for sites that both runs have."""
 
 from typing import Any
 
@@ -15,10 +15,10 @@ Array = np.ndarray[Any, Any]
 
 
 class Rows(Struct, frozen=True):
-    """Some rows of a site on both sides."""
+    """Selected rows of a site on both sides."""
 
     pairs: Array
-    """[rows]: row pair of each, or its number in a tensor compared whole, ascending."""
+    """[rows]: row pair of each row, or the row number in a tensor compared as a whole; ascending."""
     baseline: Array
     """[rows, width]"""
     target: Array
@@ -27,8 +27,11 @@ class Rows(Struct, frozen=True):
 def rows_of(
     preparer: PairPreparer, result: PairResult, wanted: Array | None = None, *, every: bool = False
 ) -> Rows | None:
-    """The ``wanted`` rows of a site, or ``every`` row; by default those that differ. None where there are none, or a
-    row occurs twice. Rows of tensors compared whole are identified by their numbers."""
+    """Read the ``wanted`` rows of a site, or ``every`` row; by default the rows that differ.
+
+    Returns None if there are no such rows, or if a row occurs twice. Rows of tensors compared as a whole are identified
+    by row number.
+    """
     parts: list[tuple[Array, Array, Array]] = []
     for chunk in chunks.rows(preparer.prepare(result.pair)):
         if chunk.baseline.shape != chunk.target.shape:
@@ -55,8 +58,11 @@ def rows_of(
 
 
 def masked(preparer: PairPreparer, result: PairResult) -> Rows | None:
-    """The rows in which the runs selected different experts, as flags [rows, experts], from a router's scores that are
-    0 for all experts that were not selected. None for any other scores."""
+    """Read the expert choices from router scores that are 0 for all experts that were not selected.
+
+    Returns the rows in which the runs selected different experts, as flags [rows, experts]. Returns None for any other
+    scores.
+    """
     rows = rows_of(preparer, result, every=True)
     if rows is None or not len(rows.pairs):
         return None
@@ -69,7 +75,7 @@ def masked(preparer: PairPreparer, result: PairResult) -> Rows | None:
 
 
 def numbers_of(chosen: Array) -> Array:
-    """[rows, k]: indices of the choices, from indices or from flags [rows, n]."""
+    """Return the indices of the choices, [rows, k], from indices or from flags [rows, n]."""
     if chosen.dtype != np.bool_:
         return chosen.astype(np.int64)
     most = int(chosen.sum(1).max(initial=0))
@@ -78,12 +84,12 @@ def numbers_of(chosen: Array) -> Array:
 
 
 def largest(scores: Array, count: int) -> Array:
-    """[rows, count]: ascending indices of the largest scores of each row of [rows, n]."""
+    """Return the ascending indices of the ``count`` largest scores in each row of [rows, n], as [rows, count]."""
     return np.sort(np.argpartition(scores, -count, axis=1)[:, -count:], axis=1)
 
 
 def vectors_of(preparer: PairPreparer, holder: PairResult) -> tuple[Array | None, Array | None]:
-    """The values of a vector in both runs, at its first firing."""
+    """Read the values of a vector in both runs, at its first firing."""
     ready = preparer.prepare(holder.pair)
     one, two = (
         None if whole.piece is None or not whole.has_values else read(whole.piece, whole.run).astype(np.float64).ravel()

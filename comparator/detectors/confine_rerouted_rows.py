@@ -1,9 +1,9 @@
-"""Confined rows: a token that went to other experts changes later rows of its own request alone.
+"""Confined rows: a token that was routed to other experts changes only later rows of its own request.
 
-Attention passes the error of such a row on (:mod:`.exclude_rerouted_rows`), and the floors of all later sites allow for
-it in every row. Rows of other requests never attend to it, nor do rows of steps before its own, whatever the attention
-mask. In a causal model, neither do earlier tokens of its own request. Compared without the rows that may depend on it,
-a site has the floor of rounding alone.
+Attention propagates the error of such a row (:mod:`.exclude_rerouted_rows`), and the floors of all later sites allow
+for that error in every row. Rows of other requests never attend to the token, nor do rows of earlier steps, whatever
+the attention mask. In a causal model, neither do earlier tokens of its own request. Compared without the rows that may
+depend on the token, a site has the floor of rounding alone.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,14 +30,14 @@ _CAUSAL = "ForCausalLM"
 
 
 class ConfineReroutedRows(Detector):
-    """Compares sites downstream of rerouted token rows without the rows that may depend on these, up to the first site
-    that differs anyway."""
+    """Compares sites downstream of rerouted token rows again without the rows that may depend on these, up to the first
+    bad site."""
 
     name = "confine_rerouted_rows"
     stage = Stage.CONFINE
 
     def detect(self, evidence: Evidence) -> Evidence:
-        """See :class:`.Detector`."""
+        """Run this detector; see :meth:`.Detector.detect`."""
         known = {finding.site for finding in evidence.findings if finding.verdict.is_bad}
         first = next((i for i, one in enumerate(evidence.pairs) if one.site in known), len(evidence.pairs))
         confined = unaffected(evidence.pairs[:first], evidence.changes, evidence.analyzer)
@@ -49,14 +49,17 @@ class ConfineReroutedRows(Detector):
 def unaffected(
     pairs: Sequence[PairResult], changes: Mapping[str, ChoiceChange], analyzer: PairAnalyzer
 ) -> dict[int, PairResult]:
-    """Index -> the pair without the rows that a rerouted row upstream may have changed, for values of the forward with
-    such rows and others. ``pairs`` in execution order; the analyzer's preparer leaves these rows out from then on."""
+    """Compare pairs again without the rows that a rerouted row upstream may have changed; return index -> new result.
+
+    Only values of the forward that have both kinds of rows are compared. ``pairs`` must be in execution order. The
+    analyzer's preparer excludes these rows from then on.
+    """
     dependents = Dependents(analyzer.preparer.row_map, is_causal=_is_causal(analyzer.preparer.baseline))
     rows, results = frozenset[int](), dict[int, PairResult]()
     for i, one in enumerate(pairs):
         change = changes.get(one.site)
         if change is not None and change.rerouted:
-            if change.num_rows:  # rows without tokens: no request is known
+            if change.num_rows:  # without token rows, the requests are unknown
                 break
             rows |= dependents.of(change.rerouted)
             if len(rows) == analyzer.preparer.row_map.num_pairs:
@@ -69,7 +72,7 @@ def unaffected(
 
 
 def _is_causal(run: Run) -> bool:
-    """Whether the model is a decoder whose tokens attend to no later ones, by the name of its class in transformers."""
+    """Return whether the model is a decoder with causal attention, by the name of its transformers class."""
     return any((each.parent or each.cls).endswith(_CAUSAL) for each in run.sites.values())
 
 
@@ -82,7 +85,7 @@ def _has_values_of_rows(result: PairResult) -> bool:
 
 
 def _without(result: PairResult, rows: frozenset[int], analyzer: PairAnalyzer) -> PairResult | None:
-    """The pair without these rows; None where it has none of them, or no others."""
+    """Compare a pair again without ``rows``; None if the pair has none of these rows, or no other rows."""
     analyzer.preparer.leave_out(result.pair, rows)
     rest = analyzer.analyze(result.pair)
     count = result.rows.num_compared - rest.rows.num_compared
@@ -93,16 +96,21 @@ def _without(result: PairResult, rows: frozenset[int], analyzer: PairAnalyzer) -
 
 
 class Dependents:
-    """Which row pairs may depend on a row pair, by way of attention or a recurrence."""
+    """Finds the row pairs that may depend on a given row pair through attention or recurrence."""
 
     def __init__(self, rows: RowMap, *, is_causal: bool = False) -> None:
-        """``is_causal``: no row depends on later positions of its request."""
+        """Initialize for the row pairs of ``rows``; ``is_causal`` states that no row depends on later positions of its
+        request."""
         self._rows = rows
         self._is_causal = is_causal
 
     def of(self, pairs: frozenset[int]) -> frozenset[int]:
-        """All rows of the same requests in the same or later steps of either run; of a causal model only those from
-        the same position on. A request that does not begin at position 0 may attend to cached rows of any other."""
+        """Return all rows that may depend on ``pairs``.
+
+        These are the rows of the same requests in the same or later steps of either run; in a causal model, only those
+        from the same position on. A request that does not begin at position 0 may attend to cached rows of any other
+        request.
+        """
         at = np.array(sorted(pairs), np.int64)
         is_dependent = np.zeros(self._rows.num_pairs, bool)
         for steps in self._steps:
@@ -116,19 +124,20 @@ class Dependents:
         return frozenset(np.flatnonzero(is_dependent).tolist())
 
     def _first(self, values: Array, at: Array) -> Array:
-        """[requests]: the smallest of ``values`` [pairs] among the rows ``at``; the largest integer without any."""
+        """Return, for each request, the minimum of ``values`` [pairs] over the rows ``at``, or the largest int64
+        without such rows."""
         first = np.full(len(self._rows.requests), np.iinfo(np.int64).max)
         np.minimum.at(first, self._rows.pair_request[at], values[at])
         return first
 
     @cached_property
     def _steps(self) -> tuple[Array, Array]:
-        """[pairs]: the step of each row pair in the baseline, and in the target."""
+        """[pairs] each: the step of each row pair in the baseline, and in the target."""
         return _steps_of(self._rows.baseline, self._rows.num_pairs), _steps_of(self._rows.target, self._rows.num_pairs)
 
     @cached_property
     def _is_continued(self) -> Array:
-        """[requests]: whether no row of position 0 is compared."""
+        """[requests]: whether the request has no compared row at position 0."""
         is_first = self._rows.pair_position == 0
         return ~np.isin(np.arange(len(self._rows.requests)), self._rows.pair_request[is_first])
 

@@ -1,8 +1,8 @@
-"""Detector: the interface of checks that look at other evidence than the size of an error.
+"""Detector: the interface of checks that use other evidence than the size of an error.
 
-A noise floor judges how far values are off. A detector judges what the size does not show: which values occur, what a
-run's own tensors say about each other, or why integers differ. It receives :class:`Evidence` and returns it with what
-it found. :mod:`.table` has all of them in order.
+A noise floor judges the size of an error. A detector judges properties that the size does not show: which values occur,
+whether a run's own tensors are consistent, or why integers differ. A detector receives :class:`Evidence` and returns an
+updated copy. :mod:`.table` lists all detectors in order.
 """
 
 from abc import ABC, abstractmethod
@@ -23,32 +23,32 @@ from tapscope.run_format.run import Run
 
 
 class Stage(StrEnum):
-    """When a detector runs."""
+    """The stage of a comparison at which a detector runs."""
 
     SCREEN = "screen"
-    """On measured pairs: which of them are comparable, and which mismatches of integers rounding explains."""
+    """On measured pairs: determines which pairs are comparable, and which mismatches of integers rounding explains."""
     EXPECT = "expect"
-    """On comparable pairs: what the judge has to know in addition to their errors."""
+    """On comparable pairs: determines facts that the judge needs in addition to the errors."""
     EXCLUDE = "exclude"
-    """Takes out token rows that cannot be compared."""
+    """Excludes token rows that cannot be compared."""
     CONFINE = "confine"
-    """On findings: compares pairs again where their floors are wide because of other rows."""
+    """On findings: compares pairs again whose floors are wide because of other rows."""
     REVIEW = "review"
     """On findings: changes verdicts."""
 
 
 class Evidence(Struct, frozen=True, kw_only=True):
-    """The evidence that detectors read, and their results so far."""
+    """Input of the detectors, including the results of earlier detectors."""
 
     runs: tuple[Run, Run]
     """Baseline and target."""
     analyzer: PairAnalyzer
     pairs: list[PairResult]
-    """In execution order; those with :attr:`~.pair_result.PairMeta.exclusion_reason` are not judged."""
+    """Results in execution order; those with an :attr:`~.pair_result.PairMeta.exclusion_reason` are not judged."""
     changes: Mapping[str, ChoiceChange] = field(default_factory=dict)
-    """Site of integers -> why they may differ."""
+    """Site of integers -> reason why its values may differ."""
     missing_gradients: Mapping[str, str] = field(default_factory=dict)
-    """Site of a gradient that one run lacks and should have -> what to report."""
+    """Site of a gradient that one run should have but lacks -> sentence for the report."""
     time_embeddings: Mapping[str, float] = field(default_factory=dict)
     """Site of a sinusoidal embedding -> the error that the rounding of its input explains."""
     kink_crossings: Mapping[str, KinkCrossings] = field(default_factory=dict)
@@ -58,25 +58,25 @@ class Evidence(Struct, frozen=True, kw_only=True):
     pointwise: frozenset[str] = frozenset()
     """Paths of the modules that compute each element from the same element of their input."""
     findings: list[Finding] = field(default_factory=list)
-    """One a judged pair, in execution order, for :attr:`Stage.CONFINE` and :attr:`Stage.REVIEW`."""
+    """One finding per judged pair, in execution order, for :attr:`Stage.CONFINE` and :attr:`Stage.REVIEW`."""
 
     @property
     def preparer(self) -> PairPreparer:
-        """Prepares pairs, to read their values again."""
+        """The preparer, with which detectors read the values of pairs again."""
         return self.analyzer.preparer
 
     @property
     def judged(self) -> list[PairResult]:
-        """The pairs that get a verdict."""
+        """The pairs that get a verdict: those without an exclusion reason."""
         return [one for one in self.pairs if not one.exclusion_reason]
 
 
 class Detector(ABC):
-    """One detector. It is stateless: everything it uses is in the :class:`Evidence`."""
+    """One detector. It is stateless: its whole input is the :class:`Evidence`."""
 
     name: ClassVar[str]
     stage: ClassVar[Stage]
 
     @abstractmethod
     def detect(self, evidence: Evidence) -> Evidence:
-        """The evidence with what was found; the same object where nothing was."""
+        """Return the evidence updated with the results of this detector, or the same object if there are none."""

@@ -1,8 +1,8 @@
-"""Excluded rows: token rows that went to other experts at a near tie are not comparable downstream of these.
+"""Excluded rows: token rows routed to other experts at a near tie are not comparable downstream of these experts.
 
-Top-k is discontinuous: a tiny error can send a token to another expert, whose output has nothing in common with that of
-the first. In the module around the router such rows are left out, and counted. Downstream of it their error is passed
-on like any other (:class:`~.rerouted_rows.ReroutedRows`).
+Top-k is discontinuous: a tiny error can route a token to another expert, whose output is unrelated to that of the
+first. In the module around the router, such rows are excluded and counted. Downstream of the module, their error
+propagates like any other (:class:`~.rerouted_rows.ReroutedRows`).
 """
 
 import math
@@ -26,13 +26,13 @@ _HAS_REROUTED_ROWS = "it holds token rows that went to other experts at a near t
 
 
 class ExcludeReroutedRows(Detector):
-    """Leaves out token rows that went to other experts, in the module around their router."""
+    """Excludes token rows that were routed to other experts, in the module around their router."""
 
     name = "exclude_rerouted_rows"
     stage = Stage.EXCLUDE
 
     def detect(self, evidence: Evidence) -> Evidence:
-        """See :class:`.Detector`."""
+        """Run this detector; see :meth:`.Detector.detect`."""
         pairs = set_aside(evidence.pairs, evidence.changes, evidence.analyzer)
         return structs.replace(evidence, pairs=pairs)
 
@@ -40,7 +40,7 @@ class ExcludeReroutedRows(Detector):
 def set_aside(
     examined: Sequence[PairResult], changes: Mapping[str, ChoiceChange], analyzer: PairAnalyzer
 ) -> list[PairResult]:
-    """All sites; those around a router without the token rows that went to other experts."""
+    """Return all results, without the rerouted token rows of sites around a router."""
     analyzer.preparer.leave_out_only({})
     moved: dict[str, ChoiceChange] = {}
     routers = {module_of(site): change for site, change in changes.items() if change.changed}
@@ -52,7 +52,7 @@ def set_aside(
         if change is not None and block:
             moved[block] = _both(moved.get(block), change)
         known = next((moved[b] for b in moved if _is_within(one.site, b)), None)
-        routed = routers.get(module_of(one.site))  # weights of experts may be recorded before their indices
+        routed = routers.get(module_of(one.site))  # expert weights may be recorded before expert indices
         if known is None and routed is not None and _is_of_choices(one, routed):
             known = routed
         is_choice = change is not None and (one.is_exact or bool(change.block))
@@ -74,10 +74,10 @@ def _both(one: ChoiceChange | None, other: ChoiceChange) -> ChoiceChange:
 def supported_changes(
     changes: Mapping[str, ChoiceChange], findings: Sequence[Finding], target: SideRows
 ) -> dict[str, ChoiceChange]:
-    """The changes whose scores are within their floor; otherwise a bug may have changed the choice.
+    """Return the changes whose scores are within their floor; otherwise, a bug may have changed the choice.
 
-    ``target`` holds the row pairs of the target's steps: where scores exceed their floor from some step on, the changes
-    of earlier steps remain near ties.
+    ``target`` contains the row pairs of the target's steps. If scores exceed their floor only from some step on, the
+    changes of earlier steps remain near ties.
     """
     scores = {change.scores for change in changes.values()}
     begun = {each.site: onset(each) for each in findings if each.site in scores and each.verdict.is_bad}
@@ -93,13 +93,13 @@ def supported_changes(
 
 
 def _rows_before(side: SideRows, step: int) -> frozenset[int]:
-    """Row pairs of the steps before one."""
+    """Return the row pairs of the steps before ``step``."""
     pairs = [rows.pairs for number, grids in side.by_step().items() if number < step for rows in grids]
     return frozenset(np.concatenate(pairs).tolist()) if pairs else frozenset()
 
 
 def _without(result: PairResult, change: ChoiceChange, analyzer: PairAnalyzer) -> PairResult:
-    # A tensor with one entry per choice is not comparable where only the order of the choices differs either.
+    # A tensor with one entry per choice is also not comparable if only the order of the choices differs.
     is_of_choices = _is_of_choices(result, change)
     rows, scores = change.changed if is_of_choices else change.rerouted, change.scores
     if not rows or result.is_exact or not result.has_distribution or result.basis != "values":
@@ -120,7 +120,7 @@ def _without(result: PairResult, change: ChoiceChange, analyzer: PairAnalyzer) -
 
 
 def _has_all_rows(result: PairResult) -> bool:
-    """Whether both runs have all of its token rows: an expert has rows that only one run sent there."""
+    """Return whether both runs have all token rows of the site; an expert has rows that only one run routed there."""
     return result.is_matched and not result.rows.num_absent
 
 
@@ -129,19 +129,19 @@ def _is_output_gradient(site: str) -> bool:
 
 
 def _is_parameter_gradient(result: PairResult) -> bool:
-    """Whether it is a sum over token rows, of which none can be left out."""
+    """Return whether the site is a sum over token rows, from which single rows cannot be excluded."""
     return result.is_matched and result.has_distribution and is_parameter(result.site) and result.site.endswith(".grad")
 
 
 def _has_rows_of(result: PairResult, change: ChoiceChange) -> bool:
-    """Whether a tensor that was compared whole has the rows of a choice without token rows."""
+    """Return whether a tensor compared as a whole has the same rows as a choice without token rows."""
     if is_parameter(result.site) or result.baseline is None or not change.num_rows:
         return False
     return math.prod(result.baseline.shape[:-1]) == change.num_rows
 
 
 def _without_places(result: PairResult, scores: str) -> PairResult:
-    """A value whose rows cannot be assigned to tokens; parameters hold no rows."""
+    """Exclude a value whose rows cannot be assigned to tokens; parameters have no rows."""
     if is_parameter(result.site) or result.distribution is None or result.distribution.is_zero:
         return result
     return result.replace(exclusion_reason=f"{_HAS_REROUTED_ROWS} {scores}")
@@ -152,6 +152,6 @@ def _is_of_choices(result: PairResult, change: ChoiceChange) -> bool:
 
 
 def _is_within(site: str, block: str) -> bool:
-    """Whether a site belongs to the module or its submodules, and is not an input of the module."""
+    """Return whether a site belongs to the module or its submodules, and is not an input of the module."""
     path, _, port = site.rpartition(":")
     return path.startswith(f"{block}.") or (path == block and not port.startswith("in["))

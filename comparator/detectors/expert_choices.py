@@ -1,9 +1,9 @@
 """Expert choices: rules of top-k routing with a bias or with expert groups.
 
-DeepSeek-V3 (arXiv:2412.19437, section 2.1.2) turns logits into scores, adds a bias that balances load, admits only the
-experts of the best groups, and selects the largest. Which rule a model uses is not recorded. It is inferred: the rule
-by which the baseline's choices follow from its own scores. If the target's choices follow from the target's scores by
-the same rule, the selection is correct, and the difference comes from the scores.
+DeepSeek-V3 (arXiv:2412.19437, section 2.1.2) turns logits into scores, adds a load-balancing bias, admits only the
+experts of the best groups, and selects the largest. A run does not record the rule of its model, so the rule is
+inferred: it must derive the baseline's choices from the baseline's own scores. If the same rule derives the target's
+choices from the target's scores, the selection is correct, and the difference is due to the scores.
 """
 
 import itertools
@@ -16,9 +16,9 @@ from msgspec import Struct
 Array = np.ndarray[Any, Any]
 
 _TIE_RTOL = 1e-5
-"""Merits this close, relative to the largest, may be swapped by float32 rounding."""
+"""Maximum difference between merits that float32 rounding may swap, relative to the largest merit."""
 _BIAS_ROUNDING = 2.0**-8
-"""Largest error of a bias that was rounded to bfloat16, relative to its largest element."""
+"""Maximum error of a bias that was rounded to bfloat16, relative to its largest element."""
 
 
 def _sigmoid(scores: Array) -> Array:
@@ -38,7 +38,7 @@ _SCORE_FUNCTIONS: Mapping[str, Callable[[Array], Array]] = {
     "softmax": _softmax,
 }
 _GROUP_SCORES: Mapping[str, int] = {"two best": 2, "best": 1}
-"""How a group is scored -> number of its best experts that are added up: as in DeepSeek-V3 and DeepSeek-V2."""
+"""Name of a group score -> number of the group's best experts that it sums: as in DeepSeek-V3 and DeepSeek-V2."""
 
 
 class ChoiceRule(Struct, frozen=True):
@@ -48,11 +48,11 @@ class ChoiceRule(Struct, frozen=True):
     bias: bool
     groups: int
     admitted: int
-    """Of the groups."""
+    """Number of groups whose experts are admitted."""
     group_score: str
 
     def text(self) -> str:
-        """Description for a note."""
+        """Describe the rule for a note."""
         parts = [
             f"{self.score_function} of the scores" if self.score_function else "the scores",
             *(["the recorded bias"] * self.bias),
@@ -63,7 +63,8 @@ class ChoiceRule(Struct, frozen=True):
         return f"the largest of {' plus '.join(parts)}{among}"
 
     def merits(self, scores: Array, bias: Array) -> Array:
-        """[rows, experts]: the values whose largest are selected; -inf for experts that are not admitted."""
+        """Return the values of which the largest are selected, [rows, experts]; -inf for experts that are not
+        admitted."""
         merits = _SCORE_FUNCTIONS[self.score_function](scores) + (bias if self.bias else 0.0)
         if self.groups < 2:
             return merits
@@ -73,7 +74,7 @@ class ChoiceRule(Struct, frozen=True):
         return np.where((group_score >= least)[:, :, None], by_group, -np.inf).reshape(merits.shape)
 
     def explains(self, chosen: Array, scores: Array, bias: Array) -> bool:
-        """Whether the choices [rows, k] follow from the scores, in any order."""
+        """Return whether the choices [rows, k] follow from the scores, in any order."""
         merits = self.merits(scores, bias)
         mine = np.sort(np.take_along_axis(merits, chosen, 1), axis=1)
         best = np.sort(merits, axis=1)[:, -chosen.shape[1] :]
@@ -81,7 +82,7 @@ class ChoiceRule(Struct, frozen=True):
 
 
 def rule_of(chosen: Array, scores: Array, bias: Array | None, config: Mapping[str, int | float]) -> ChoiceRule | None:
-    """The simplest rule by which all of ``chosen`` [rows, k] follow from the scores [rows, experts]."""
+    """Return the simplest rule that derives all of ``chosen`` [rows, k] from the scores [rows, experts], or None."""
     groups, admitted = int(config.get("n_group") or 1), int(config.get("topk_group") or 1)
     if scores.shape[1] % groups or scores.shape[1] // groups < max(_GROUP_SCORES.values()):
         groups = 1
@@ -97,7 +98,7 @@ def rule_of(chosen: Array, scores: Array, bias: Array | None, config: Mapping[st
 
 
 def are_copies(one: Array, other: Array) -> bool:
-    """Whether two biases are the same, up to one rounding."""
+    """Return whether two biases are equal up to one rounding."""
     return one.shape == other.shape and bool(
         (np.abs(one - other) <= _BIAS_ROUNDING * np.abs(one).max(initial=0.0)).all()
     )

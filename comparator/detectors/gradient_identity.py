@@ -1,15 +1,16 @@
-"""Gradient identity: a parameter's gradient compared with the tensors that its own run computed it from.
+"""Gradient identity: compares a parameter's gradient with the tensors from which its own run computed it.
 
-Between two runs a gradient may differ by the rounding of the whole backward. In its own run it may differ from the
-product of the output's gradient and the input by the rounding of one sum (:mod:`.linear_gradients`). If the identity
-holds in one run and not in the other, the gradient is wrong there, however small it is.
+Between two runs, a gradient may differ by the rounding of the whole backward. Within its own run, it may differ from
+the product of the output's gradient and the input by the rounding of one sum only (:mod:`.linear_gradients`). If the
+identity holds in one run but not in the other, the gradient of the other run is wrong, however small the error is.
 
-If the identity holds in both runs and all inputs agree, the gradient is not blamed, even if some rows look far off:
-their terms cancel. This covers errors of the size seen in the inputs when each has its own direction. An error that all
-of them share shows only in the sum, and stays a finding.
+If the identity holds in both runs and all inputs agree, the gradient is not blamed, even if some rows have large
+relative errors: their terms cancel. This covers errors as large as those of the inputs if each has its own direction.
+An error that all inputs share appears only in the sum, and remains a finding.
 
-Rows may be missing, steps accumulated, all gradients clipped or scaled: then the identity holds for no parameter, or
-for all with one factor. The factor is divided out; a run in which it does not hold for most parameters is not judged.
+Rows may be missing, steps accumulated, all gradients clipped or scaled. The identity then holds for no parameter, or
+for all of them up to one factor. The factor is divided out. A run in which the identity does not hold for most
+parameters is not judged.
 """
 
 import math
@@ -28,26 +29,26 @@ from tapscope.core.errors import DataError
 from tapscope.core.site import port_of
 
 MAX_HOLDING_ERROR = 2.0
-"""An identity holds up to this error, in epsilons of the coarsest dtype of either run: half of one for the result, the
-rest for partial sums that were kept in that dtype."""
+"""Maximum error of an identity that holds, in epsilons of the coarsest dtype of either run: half an epsilon for the
+result, the rest for partial sums stored in that dtype."""
 MIN_VIOLATION = 4.0 * MAX_HOLDING_ERROR
-"""It is violated above this error."""
+"""Minimum error of an identity that is violated."""
 _MIN_EPSILON = 2.0**-16
-"""The least epsilon that counts: rounding of a float32 sum over very many rows."""
+"""Lower bound of the epsilon: rounding of a float32 sum over very many rows."""
 _LOOSE_FLOOR = 0.02
-"""Row floors above this may hide a wrong gradient."""
+"""Row floor above which a wrong gradient may be hidden."""
 _MAX_ELEMENTS = 1 << 26
-"""Read at most this many elements in total."""
+"""Maximum number of elements read in total."""
 _MIN_PARAMETERS = 3
-"""Least number of parameters from which to infer what is usual in a run."""
+"""Minimum number of parameters that show what is usual in a run."""
 _ROW_TESTS = frozenset({"median_row", "p90_p98_row", "max_row", "element", "max_element"})
 _VALUES = ("out", "out[0]")
 _LINEAR = 3
-"""Tensors that a linear map's identity takes at most."""
+"""Maximum number of tensors in the identity of a linear map."""
 _OUTPUTS = ("out.grad", "out[0].grad")
 
 _Side = Mapping[int, Product]
-"""By step."""
+"""Step -> product, of one run."""
 
 
 class _Checked(Struct, frozen=True):
@@ -56,24 +57,25 @@ class _Checked(Struct, frozen=True):
     finding: Finding
     sides: tuple[_Side, _Side]
     made_of: tuple[PairResult, ...]
-    """The tensors that it was computed from."""
+    """The tensors from which the gradient was computed."""
 
     @property
     def is_explained(self) -> bool:
-        """Whether the errors of these tensors explain its own, if each row's error has a direction of its own."""
+        """Whether the errors of these tensors explain the gradient's error, if each row's error has its own
+        direction."""
         error = math.hypot(*(part.distribution.errors[-1] for part in self.made_of if part.distribution))
         one, two = ([side[step] for step in sorted(side)] for side in self.sides)
         return len(one) == len(two) and all(a.leaves(b, error) for a, b in zip(one, two, strict=True))
 
 
 class GradientIdentity(Detector):
-    """Compares the gradient of a parameter with the gradients and inputs that its own run computed it from."""
+    """Compares a parameter's gradient with the gradients and inputs from which its own run computed it."""
 
     name = "gradient_identity"
     stage = Stage.REVIEW
 
     def detect(self, evidence: Evidence) -> Evidence:
-        """See :class:`.Detector`."""
+        """Run this detector; see :meth:`.Detector.detect`."""
         findings = with_identities(evidence.findings, evidence.judged, evidence.preparer)
         return structs.replace(evidence, findings=findings)
 
@@ -81,8 +83,11 @@ class GradientIdentity(Detector):
 def with_identities(
     findings: Sequence[Finding], examined: Sequence[PairResult], preparer: PairPreparer
 ) -> list[Finding]:
-    """The findings. A gradient that violates its identity in one run only becomes ``differs``; one that satisfies it in
-    both runs becomes ``close`` if the tensors that it was computed from are."""
+    """Return the findings, corrected by the gradient identities.
+
+    A gradient that violates its identity in exactly one run becomes ``differs``. A gradient that satisfies its identity
+    in both runs becomes ``close`` if the tensors from which it was computed agree.
+    """
     reviewed = list(findings)
     if not any(_is_loose(one) or _is_accused(one) for one in findings):
         return reviewed
@@ -115,12 +120,12 @@ def _is_loose(finding: Finding) -> bool:
 
 
 def _is_accused(finding: Finding) -> bool:
-    """Whether it differs in single rows or elements; cancellation does not explain a common gain."""
+    """Return whether the gradient differs in single rows or elements; cancellation does not explain a common gain."""
     return finding.verdict is Verdict.DIFFERS and finding.test in _ROW_TESTS and _is_known(finding)
 
 
 def _are_alike(gains: Sequence[Mapping[int, float]]) -> bool:
-    """Whether both runs scale their gradients by the same factor."""
+    """Return whether both runs scale their gradients by the same factor."""
     steps = {step for side in gains for step in side}
     return all(math.isclose(gains[0].get(step, 1.0), gains[1].get(step, 1.0), rel_tol=_LOOSE_FLOOR) for step in steps)
 
@@ -130,7 +135,8 @@ def _is_summed(site: str) -> bool:
 
 
 def _checked(findings: Sequence[Finding], examined: Sequence[PairResult], preparer: PairPreparer) -> Iterator[_Checked]:
-    """The parameters whose gradients can be recomputed, those with the widest floors first, within the budget."""
+    """Yield the parameters whose gradients can be recomputed, those with the widest floors first, within the read
+    budget."""
     sites = {one.site: one for one in examined if one.baseline and one.target and not one.problem}
     inputs: dict[str, list[PairResult]] = {}
     for site, one in sites.items():
@@ -165,8 +171,11 @@ def _checked(findings: Sequence[Finding], examined: Sequence[PairResult], prepar
 def _parts(
     finding: Finding, sites: Mapping[str, PairResult], inputs: Mapping[str, Sequence[PairResult]]
 ) -> tuple[PairResult, ...]:
-    """A parameter's gradient and what it is computed from: the output's gradient; for a matrix also the input; for a
-    norm's weight also the output, the weight, and the bias if any. Empty where one of them was not compared."""
+    """Return a parameter's gradient and the tensors from which it is computed; empty if one of them was not compared.
+
+    These are the output's gradient; for a matrix also the input; for a norm's weight also the output, the weight, and
+    the bias if there is one.
+    """
     path, _, port = finding.site.rpartition(":")
     own, outputs = sites.get(finding.site), _first(sites, path, _OUTPUTS)
     if own is None or outputs is None:
@@ -192,7 +201,7 @@ def _is_small(ready: PreparedPair) -> bool:
 
 
 def _products(sites: Sequence[Sequence[AssembledTensor]], *, of_norm: bool) -> dict[int, Product]:
-    """Step -> product; empty where the shapes of some step do not match."""
+    """Map each step to its product; empty if the shapes of some step do not match."""
     gradients, outputs, *more = [_by_step(wholes) for wholes in sites]
     by_step = {}
     for step, (own, *others) in gradients.items():
@@ -207,8 +216,10 @@ def _products(sites: Sequence[Sequence[AssembledTensor]], *, of_norm: bool) -> d
 
 
 def _hold_the_same(one: AssembledTensor, other: AssembledTensor) -> bool:
-    """Whether hashes show that two firings hold the same bytes: a gradient is recorded at the end of its step, and
-    again by an optimizer that steps later."""
+    """Return whether the hashes of two firings show equal bytes.
+
+    A gradient is recorded at the end of its step, and again by an optimizer that steps later.
+    """
     hashes = [[record.hash for record in whole.records] for whole in (one, other)]
     return hashes[0] == hashes[1] and None not in hashes[0]
 
@@ -221,7 +232,7 @@ def _by_step(wholes: Sequence[AssembledTensor]) -> dict[int, list[AssembledTenso
 
 
 def _gains(sides: Sequence[_Side]) -> dict[int, float]:
-    """Step -> the factor common to all gradients, due to clipping, a scaled loss, or a mean over ranks."""
+    """Map each step to the factor common to all gradients, due to clipping, a scaled loss, or a mean over ranks."""
     gains: dict[int, list[float]] = {}
     for side in sides:
         for step, one in side.items():
@@ -231,7 +242,7 @@ def _gains(sides: Sequence[_Side]) -> dict[int, float]:
 
 
 def _worst(one: _Checked, side: int, gains: Mapping[int, float]) -> tuple[float, int]:
-    """(largest error in epsilons, its step)."""
+    """Return (largest error in epsilons, its step)."""
     epsilon = max(_MIN_EPSILON, *(each.epsilon for products in one.sides for each in products.values()))
     errors = [(each.error(gains.get(step, 1.0)) / epsilon, step) for step, each in one.sides[side].items()]
     return max(errors, key=lambda error: error[0] if not math.isnan(error[0]) else math.inf)
@@ -242,7 +253,7 @@ def _is_weight(finding: Finding) -> bool:
 
 
 def _is_usual(errors: Sequence[float]) -> bool:
-    """Whether the identity holds for most parameters of a run."""
+    """Return whether the identity holds for most parameters of a run."""
     return len(errors) >= _MIN_PARAMETERS and 2 * sum(error <= MIN_VIOLATION for error in errors) > len(errors)
 
 

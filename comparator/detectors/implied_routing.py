@@ -1,8 +1,8 @@
-"""Implied routing: choices of experts that were not recorded, read off the router's scores.
+"""Implied routing: expert choices that were not recorded, inferred from the router's scores.
 
-JetMoE's routers return rows sorted by expert, others only scores: the experts of a token were not recorded. We take the
-k largest scores in both runs. Where these differ, the error of the scores decided at a near tie, and the token's rows
-are not comparable around that router, as where the choices were recorded (:mod:`.near_ties`).
+JetMoE's routers return rows sorted by expert, others return only scores: the experts of a token were not recorded. The
+detector takes the k largest scores in both runs. If these differ, the error of the scores decided a near tie. The
+token's rows are then not comparable around that router, as for recorded choices (:mod:`.near_ties`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,20 +20,22 @@ from tapscope.core.site import module_of, port_of
 
 
 class ImpliedRouting(Detector):
-    """Reads choices of experts off the router's scores, where no table of choices was recorded."""
+    """Infers expert choices from the router's scores where no choices were recorded."""
 
     name = "implied_routing"
     stage = Stage.SCREEN
 
     def detect(self, evidence: Evidence) -> Evidence:
-        """See :class:`.Detector`."""
+        """Run this detector; see :meth:`.Detector.detect`."""
         changes = implied_changes(evidence.pairs, evidence.preparer)
         return structs.replace(evidence, changes={**evidence.changes, **changes})
 
 
 def implied_changes(everything: Sequence[PairResult], preparer: PairPreparer) -> Mapping[str, ChoiceChange]:
-    """Site -> change, for the scores of routers whose choices were not recorded per token, and for integers that the
-    router returns in another order."""
+    """Return site -> change for routers whose choices were not recorded per token.
+
+    The sites are the router's scores, and integers that the router returns in another order.
+    """
     config = preparer.baseline.model_config
     num_experts, count = int(config.get("num_experts") or 0), int(config.get("num_experts_per_tok") or 0)
     if not 0 < count < num_experts or int(config.get("n_group") or 1) > 1:
@@ -58,7 +60,7 @@ def implied_changes(everything: Sequence[PairResult], preparer: PairPreparer) ->
 
 
 def _routers(everything: Sequence[PairResult]) -> dict[str, list[PairResult]]:
-    """The outputs of each router and of its parts."""
+    """Map each router to the outputs of the router and its submodules."""
     by_router: dict[str, list[PairResult]] = {}
     for one in everything:
         path, _, port = one.site.rpartition(":")
@@ -80,12 +82,12 @@ def _is_scores(result: PairResult, num_experts: int) -> bool:
 
 
 def _decides(result: PairResult) -> bool:
-    """Whether it says token by token what was chosen, or has a say in it."""
+    """Return whether the site records the choices per token, or is a buffer that influences them."""
     return (result.is_exact and result.rows.num_compared > 0) or port_of(result.site).startswith("buffer[")
 
 
 def _moved(preparer: PairPreparer, scores: PairResult, count: int) -> list[int]:
-    """Row pairs of which the largest scores are others."""
+    """Return the row pairs with different sets of largest scores."""
     rows = rows_of(preparer, scores, np.arange(preparer.row_map.num_pairs))
     if rows is None or not (np.isfinite(rows.baseline).all() and np.isfinite(rows.target).all()):
         return []

@@ -1,8 +1,8 @@
-"""Kink crossings: elements of a gradient that one run's ReLU passes on and the other's does not.
+"""Kink crossings: elements of a gradient that one run's ReLU propagates and the other's does not.
 
-The derivative of ReLU is 0 or 1. A value that is within its own error of 0 may be on either side, and then its gradient
-is all there in one run and zero in the other: an error as large as the element, however small the error of the value.
-Such elements are zero in exactly one run. This detector counts them and measures the error that they cause in each row;
+The derivative of ReLU is 0 or 1. A value that is within its own error of 0 may be on either side. Its gradient is then
+complete in one run and zero in the other: an error as large as the element, however small the error of the value. Such
+elements are zero in exactly one run. This detector counts them and measures the error that they cause in each row.
 :class:`~..noise_floor.derivative_error.DerivativeJump` decides whether the errors of the values explain their number.
 """
 
@@ -23,24 +23,24 @@ from tapscope.core.errors import DataError
 from tapscope.kernels.native.aggregate import SMALL_ROW
 
 _MIN_OUTLIER_RATIO = 4.0
-"""Gradients whose worst row differs by this many times more than the median row are read again."""
+"""Minimum ratio of the worst row's error to the median row's error for a gradient to be read again."""
 _MAX_ELEMENTS = 1 << 26
-"""Read at most this many elements of all sites together."""
+"""Maximum number of elements read over all sites."""
 
 
 class FindKinkCrossings(Detector):
-    """Finds elements of gradients that are zero in exactly one run, where a ReLU may be the reason."""
+    """Finds elements of gradients that are zero in exactly one run, possibly because of a ReLU."""
 
     name = "kink_crossings"
     stage = Stage.EXPECT
 
     def detect(self, evidence: Evidence) -> Evidence:
-        """See :class:`.Detector`."""
+        """Run this detector; see :meth:`.Detector.detect`."""
         return structs.replace(evidence, kink_crossings=kink_crossings(evidence.judged, evidence.preparer))
 
 
 def kink_crossings(results: Sequence[PairResult], preparer: PairPreparer) -> Mapping[str, KinkCrossings]:
-    """Site of a gradient -> its elements that are zero in exactly one run, for gradients with many zeros in both."""
+    """Return site -> elements that are zero in exactly one run, for gradients with many zeros in both runs."""
     by_site: dict[str, KinkCrossings] = {}
     left = _MAX_ELEMENTS
     for one in filter(_may_cross, results):
@@ -67,7 +67,7 @@ def _may_cross(result: PairResult) -> bool:
 
 
 def _measure(result: PairResult, preparer: PairPreparer) -> KinkCrossings | None:
-    """Of the rows that differ; None where no element is zero in exactly one run."""
+    """Measure the crossings in the rows that differ; None if no element is zero in exactly one run."""
     count = num_elements = 0
     crossed, sizes = [], []
     for chunk in chunks.rows(preparer.prepare(result.pair)):

@@ -1,9 +1,9 @@
-"""Linear gradients: a parameter's gradient next to the product of the run's own tensors that it is computed from.
+"""Linear gradients: a parameter's gradient and the product of the run's own tensors from which it is computed.
 
-For y = x Wᵀ + b, dL/db is the sum of dL/dy over rows, and dL/dW = (dL/dy)ᵀ x; a norm's weight has a similar identity
-(:func:`norm_product`). The matrix product is not computed. Both sides are multiplied by one vector of random signs,
-which preserves the size of an error in each row (R. Freivalds, *Probabilistic machines can use less running time*,
-1977) and reads every tensor once.
+For y = x Wᵀ + b, dL/db is the sum of dL/dy over rows, and dL/dW = (dL/dy)ᵀ x. A norm's weight has a similar identity
+(:func:`norm_product`). The matrix product itself is not computed. Instead, both sides are multiplied by a vector of
+random signs, which preserves the size of an error in each row (R. Freivalds, *Probabilistic machines can use less
+running time*, 1977) and reads every tensor once.
 """
 
 import math
@@ -18,41 +18,46 @@ from tapscope.comparator.assembly.pieces import Array
 from tapscope.core import dtypes
 
 MAX_ELEMENTS = 1 << 24
-"""Largest tensor that is read, in elements."""
+"""Maximum number of elements of a tensor that is read."""
 _CHUNK_ELEMENTS = 1 << 18
 _MAX_DEVIATIONS = 3.0
-"""By how many standard deviations a sum of independent errors may be off."""
+"""Maximum error of a sum of independent errors, in standard deviations."""
 
 
 class Product(Struct, frozen=True):
-    """One parameter's gradient of one step, each row times the vector of signs."""
+    """A parameter's gradient in one step, and its recomputation, each row times the vector of signs."""
 
     recorded: Array
-    """[outputs] float64"""
+    """[outputs] float64: from the recorded gradient."""
     made: Array
-    """[outputs] float64: of the run's other gradients."""
+    """[outputs] float64: computed from the run's other gradients."""
     size: Array
-    """[outputs] float64: the size that rounding is relative to: the root of the sum of squares of the terms, and the
-    norms of the rows themselves."""
+    """[outputs] float64: the magnitude that rounding is relative to: the root of the sum of squares of the terms, plus
+    the norms of the rows themselves."""
     scatter: Array
-    """[outputs] float64: the same with each element as large as the typical element of its row at least."""
+    """[outputs] float64: the root of the sum of squares of the terms, each element counted at least as large as the
+    typical element of its row."""
     epsilon: float
-    """Of the coarsest dtype."""
+    """Epsilon of the coarsest dtype."""
 
     @property
     def gain(self) -> float:
-        """recorded / made as one number; NaN where ``made`` is mostly rounding."""
+        """recorded / made as one number; NaN if ``made`` is mostly rounding."""
         square = float(self.made @ self.made)
         return float(self.recorded @ self.made) / square if square > 0.01 * float(self.size @ self.size) else math.nan
 
     def leaves(self, other: "Product", error: float) -> bool:
-        """Whether relative errors ``error`` of the rows, independent of each other, explain the difference from the
-        other run's gradient: a sum of as many independent errors as there are terms."""
+        """Return whether independent relative errors ``error`` of the rows explain the difference from the other run's
+        gradient.
+
+        The difference is then a sum of as many independent errors as there are terms.
+        """
         most = _MAX_DEVIATIONS * error * np.maximum(self.scatter, other.scatter)
         return bool((np.abs(self.recorded - other.recorded) <= most + self.epsilon * np.abs(self.recorded)).all())
 
     def error(self, gain: float) -> float:
-        """Largest error of a row, relative to its terms; NaN where values are not finite."""
+        """Return the largest error of a row relative to its terms, after scaling by ``gain``; NaN for nonfinite
+        values."""
         made = self.made * gain
         with np.errstate(all="ignore"):
             errors = np.abs(self.recorded - made) / (np.abs(made) + self.size * max(abs(gain), 1e-300))
@@ -63,8 +68,10 @@ class Product(Struct, frozen=True):
 def product(
     gradient: AssembledTensor, outputs: Sequence[AssembledTensor], inputs: Sequence[AssembledTensor] = ()
 ) -> Product | None:
-    """A parameter's ``gradient`` and the gradients of its module's ``outputs``, for a weight also its ``inputs``, call
-    by call; None where their shapes do not match."""
+    """Compute the product of a parameter's ``gradient`` with the gradients of its module's ``outputs``, call by call.
+
+    The identity of a weight also needs the module's ``inputs``. Returns None if the shapes do not match.
+    """
     rows = [_rows(whole) for whole in outputs]
     shape, width = gradient.shape, outputs[0].shape[-1]
     depth = inputs[0].shape[-1] if inputs else 1
@@ -94,8 +101,11 @@ def norm_product(
     weights: Sequence[AssembledTensor],
     *biases: Sequence[AssembledTensor],
 ) -> Product | None:
-    """The same for a norm's weight w. With y = w x + b, ``w dL/dw`` is the sum over rows of ``dL/dy (y - b)``; the
-    ``values`` are y."""
+    """Compute the product for a norm's weight w.
+
+    With y = w x + b, ``w dL/dw`` is the sum over rows of ``dL/dy (y - b)``; ``values`` are y. Returns None if the
+    shapes do not match.
+    """
     width = gradient.shape[-1]
     vectors = [_vector(some[0]) for some in (weights, *biases) if some[0].shape == (width,)]
     rows = [_rows(whole) for whole in outputs]
@@ -109,7 +119,7 @@ def norm_product(
     for whole, value in zip(outputs, values, strict=True):
         for (_, part, columns), (_, of, _) in zip(chunks_of(whole), chunks_of(value), strict=True):
             centred = of - bias[columns]
-            lengths = _squares(centred)  # a normalised value near zero is a difference of values as large as the rest
+            lengths = _squares(centred)  # a normalized value near zero is a difference of values of typical size
             made[columns] += (part * centred).sum(0)
             squares[columns] += (np.square(part) * lengths).sum(0)
             scatter[columns] += (_squares(part) * lengths).sum(0)
@@ -128,7 +138,7 @@ def _vector(whole: AssembledTensor) -> Array:
 
 
 def _shapes(width: int, depth: int, is_weight: bool) -> tuple[tuple[int, ...], ...]:
-    """Shapes that the parameter may have; Conv1D of transformers stores its weight transposed."""
+    """Return the possible shapes of the parameter; Conv1D of transformers stores its weight transposed."""
     return ((width, depth), (depth, width)) if is_weight else ((width,),)
 
 
@@ -137,7 +147,7 @@ def _rows(whole: AssembledTensor) -> int:
 
 
 def chunks_of(whole: AssembledTensor) -> Iterator[tuple[slice, Array, slice]]:
-    """Yield (rows, values [rows, columns] in float64, columns), some rows at a time."""
+    """Yield (rows, values [rows, columns] in float64, columns) in chunks of rows."""
     assert whole.piece is not None
     for block in _blocks(whole):
         step = max(1, _CHUNK_ELEMENTS // max(block.width, 1))
@@ -152,14 +162,16 @@ def _blocks(whole: AssembledTensor) -> list[Block]:
 
 
 def _squares(part: Array) -> Array:
-    """Squares of the elements, at least the mean square of their row: a row's error is spread over all of it."""
+    """Return the squares of the elements, at least the mean square of their row: a row's error is spread over the whole
+    row."""
     squares = np.square(part)
     floored: Array = np.maximum(squares, squares.mean(1, keepdims=True))
     return floored
 
 
 def _projected(whole: AssembledTensor, signs: Array) -> tuple[Array, Array]:
-    """[rows, 1] each: every row times the sign vector, and the row's sum of squares, the mean square of the former."""
+    """Return every row times the sign vector, and each row's sum of squares (the mean square of the former), [rows, 1]
+    each."""
     projected, squares = np.zeros((2, _rows(whole), 1))
     for rows, part, columns in chunks_of(whole):
         projected[rows, 0] += part @ signs[columns]
@@ -168,7 +180,7 @@ def _projected(whole: AssembledTensor, signs: Array) -> tuple[Array, Array]:
 
 
 def _times(gradient: AssembledTensor, signs: Array, *, transposed: bool) -> tuple[Array, Array]:
-    """(every row times the sign vector, norms of the rows); for a vector its values and their sizes."""
+    """Return (every row times the sign vector, norms of the rows); for a vector, its values and their magnitudes."""
     shape = gradient.shape
     if len(shape) == 1:
         values = np.concatenate([np.atleast_2d(block.rows(slice(0, 1)))[0] for block in _blocks(gradient)])

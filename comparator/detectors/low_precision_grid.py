@@ -1,8 +1,8 @@
-"""Low-precision grid: rows of the target whose values are all FP8 numbers, though the baseline's are not.
+"""Low-precision grid: rows of the target whose values are all FP8 numbers, unlike those of the baseline.
 
-A cast through FP8 may be smaller than a wide floor. But it puts all values on the grid of the format: n values of p
-significant bits have their last p - 4 bits zero by accident once in 16^n. One row is enough: a token that attends only
-to itself receives its value as it left the cache.
+A cast through FP8 may be smaller than a wide floor. But it puts all values on the grid of the format: by chance, n
+values of p significant bits have their last p - 4 bits zero once in 16^n. One row is sufficient evidence: a token that
+attends only to itself receives its value exactly as stored in the cache.
 """
 
 from collections.abc import Sequence
@@ -22,46 +22,48 @@ from tapscope.core.errors import DataError
 Array = np.ndarray[Any, Any]
 
 _MIN_FLOOR_SHARE = 0.15
-"""Findings above this share of their floor are checked; a cast through FP8 changes a value by 3 %."""
+"""Minimum error of checked findings, as a fraction of their floor; a cast through FP8 changes a value by 3 %."""
 _MAX_FINDINGS = 256
-"""Check at most this many findings, those nearest to their floor first."""
+"""Maximum number of findings to check; those nearest to their floor come first."""
 _MAX_ELEMENTS = 1 << 20
-"""Read at most this many elements per finding."""
+"""Maximum number of elements read per finding."""
 _MIN_VALUES = 16
-"""Least number of nonzero values of a row, and of different values."""
+"""Minimum number of nonzero values, and of distinct values, in a row."""
 _SIGNIFICANT_BITS = {"float8_e5m2": 3, "float8_e4m3fn": 4}
-"""Significant bits of the formats."""
+"""Format -> number of significant bits."""
 _ZERO_MANTISSA_BITS = np.uint32((1 << 24 - max(_SIGNIFICANT_BITS.values())) - 1)
-"""Mantissa bits of a float32 that are zero in all numbers of these formats."""
+"""Mantissa bits of a float32 that are zero for all numbers of these formats."""
 _WIDER_DTYPES = frozenset({"float32", "bfloat16", "float16"})
 
 
 class _Cast(Struct, frozen=True):
-    """Rows of a site that hold only FP8 numbers."""
+    """Rows of a site that contain only FP8 numbers."""
 
     count: int
     """Number of rows."""
     pair: int
-    """Row pair of the first; -1 where there are no token rows."""
+    """Row pair of the first of these rows; -1 without token rows."""
     name: str
     """Name of the format."""
 
 
 class LowPrecisionGrid(Detector):
-    """Finds rows of the target that hold nothing but FP8 numbers."""
+    """Detects rows of the target that contain only FP8 numbers."""
 
     name = "low_precision_grid"
     stage = Stage.REVIEW
 
     def detect(self, evidence: Evidence) -> Evidence:
-        """See :class:`.Detector`."""
+        """Run this detector; see :meth:`.Detector.detect`."""
         findings = with_coarse(evidence.findings, evidence.judged, evidence.preparer)
         return structs.replace(evidence, findings=findings)
 
 
 def with_coarse(findings: Sequence[Finding], examined: Sequence[PairResult], preparer: PairPreparer) -> list[Finding]:
-    """The findings; those that pass by the size of their error and hold only FP8 numbers become ``differs``. Skipped if
-    either run reports an 8-bit KV cache."""
+    """Return the findings, with ``differs`` for those that contain only FP8 numbers despite a small error.
+
+    Skipped if either run reports an 8-bit KV cache.
+    """
     reviewed = list(findings)
     if any(_is_narrow(str(run.manifest.get("kv_cache_dtype", ""))) for run in (preparer.baseline, preparer.target)):
         return reviewed
@@ -112,14 +114,16 @@ def _cast(result: PairResult, preparer: PairPreparer) -> _Cast | None:
 
 
 def _may_be_few(values: Array) -> bool:
-    """Whether any row may consist of values with few significant bits: a quick test that is rarely true."""
+    """Return whether any row may consist of values with few significant bits: a quick test that is rarely true."""
     together = np.bitwise_or.reduce(values.astype(np.float32).view(np.uint32), axis=1)
     return bool((together & _ZERO_MANTISSA_BITS == 0).any())
 
 
 def _bits(values: Array) -> Array:
-    """[rows]: most significant bits of any value of the row; 24 for rows with non-finite or subnormal values, which
-    have fewer for another reason."""
+    """Return the maximum number of significant bits of the values in each row, [rows].
+
+    Rows with nonfinite or subnormal values get 24, because these values have few significant bits for another reason.
+    """
     wide = np.ascontiguousarray(values.astype(np.float32))
     words = wide.view(np.uint32)
     least = np.float32(2.0**-14 if values.dtype == np.float16 else 2.0**-126)
@@ -132,7 +136,7 @@ def _bits(values: Array) -> Array:
 
 
 def _is_rich(values: Array) -> Array:
-    """[rows]: whether there are enough nonzero and different values to decide."""
+    """Return whether each row has enough nonzero and distinct values to decide, [rows]."""
     ordered = np.sort(values.astype(np.float32), axis=1)
     kinds = (np.diff(ordered, axis=1) != 0.0).sum(1) + 1
     is_rich: Array = ((values != 0).sum(1) >= _MIN_VALUES) & (kinds >= _MIN_VALUES)

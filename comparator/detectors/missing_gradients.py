@@ -1,9 +1,10 @@
-"""Missing gradients: those that only one run recorded, though both recorded the value.
+"""Missing gradients: gradients that only one run recorded, although both runs recorded the value.
 
-A tensor that no gradient reaches (a frozen weight, a detached branch) has none, which is equivalent to zeros. If both
-runs were configured to record the same sites, and the run without this gradient recorded others of its kind, a nonzero
-gradient in the other run is a difference. Unless it has no tensor of its own there: a run may return its logits cast to
-another dtype after the loss, where the other returns those of the loss.
+A tensor that no gradient reaches (a frozen weight, a detached branch) has no gradient, which is equivalent to zeros.
+Suppose that both runs were configured to record the same sites, and the run without this gradient recorded others of
+its kind. A nonzero gradient in the other run is then a difference. The exception is a gradient whose tensor the run
+does not have: one run may return its logits cast to another dtype after the loss, and the other the logits of the loss
+itself.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,23 +21,23 @@ from tapscope.core.site import module_of, port_of
 from tapscope.run_format.run import Run
 
 _SELECTING = ("keep", "rules", "filter", "mode", "grads", "params", "buffers", "capture_steps", "network")
-"""Settings of a dumper that decide which sites are recorded."""
+"""Dumper settings that determine the recorded sites."""
 _GRAD = ".grad"
 
 
 class MissingGradients(Detector):
-    """Finds gradients that one run lacks though it recorded the values."""
+    """Detects gradients that one run lacks although it recorded the values."""
 
     name = "missing_gradients"
     stage = Stage.EXPECT
 
     def detect(self, evidence: Evidence) -> Evidence:
-        """See :class:`.Detector`."""
+        """Run this detector; see :meth:`.Detector.detect`."""
         return structs.replace(evidence, missing_gradients=missing_gradients(evidence.judged, evidence.runs))
 
 
 def missing_gradients(examined: Sequence[PairResult], runs: tuple[Run, Run]) -> dict[str, str]:
-    """Site of each gradient that one run lacks and should have -> note for its finding."""
+    """Return site -> note for each gradient that one run should have but lacks."""
     settings = [_selection_settings(run) for run in runs]
     if settings[0] is None or settings[0] != settings[1]:
         return {}
@@ -57,8 +58,11 @@ def missing_gradients(examined: Sequence[PairResult], runs: tuple[Run, Run]) -> 
 
 
 def _is_cast_later(result: PairResult, paired: Mapping[str, PairResult]) -> bool:
-    """Whether both runs recorded the gradient at another site: of the same tensor in the run that has this one, and of
-    a tensor in another dtype in the run that lacks it."""
+    """Return whether both runs recorded the gradient at another site.
+
+    In the run that has this gradient, the other site is the same tensor; in the run that lacks it, a tensor in another
+    dtype.
+    """
     value, has = paired.get(result.site.removesuffix(_GRAD)), 0 if result.baseline is not None else 1
     gradient = content_id(series_of(result, has))
     if value is None or gradient is None:
@@ -72,7 +76,7 @@ def _is_cast_later(result: PairResult, paired: Mapping[str, PairResult]) -> bool
 
 
 def _selection_settings(run: Run) -> Mapping[str, Any] | None:
-    """The settings that decide which sites a run records; None where they are unknown or gradients are off."""
+    """Return the settings that determine the recorded sites of a run; None if they are unknown or gradients are off."""
     config = run.manifest.get("config")
     if not isinstance(config, Mapping) or not config.get("grads"):
         return None
@@ -80,12 +84,12 @@ def _selection_settings(run: Run) -> Mapping[str, Any] | None:
 
 
 def _alone(result: PairResult) -> Side | None:
-    """The side of the only run that has the site; None where both have it."""
+    """Return the side of the only run that has the site; None if both runs have it."""
     return (result.baseline or result.target) if result.baseline is None or result.target is None else None
 
 
 def _kind(site: str) -> str:
-    """``in``, ``out``, ``param`` or ``tap``: the kind of port that a gradient belongs to."""
+    """Return the kind of port that a gradient belongs to: ``in``, ``out``, ``param`` or ``tap``."""
     return port_of(site).partition("[")[0].removesuffix(_GRAD)
 
 
@@ -94,7 +98,7 @@ def _is_state(site: str) -> bool:
 
 
 def _is_zero(result: PairResult) -> bool:
-    """Whether all recorded values are zero."""
+    """Return whether all recorded values are zero."""
     series: Series | None = result.pair.baseline or result.pair.target
     records = [record for firing in series.firings for record in firing.records] if series is not None else []
     return all(record.stats is not None and record.stats.absmax == 0.0 for record in records)

@@ -1,13 +1,14 @@
 """Near ties: unequal integers that rounding explains, because they were chosen from nearly equal scores.
 
-Integers must be equal, and those that a module receives, such as positions, were not chosen. A sampled token may differ
-for two reasons. Its request forks right after it: then the rows after it are left out, and the fork is reported. Or its
-logits are so close that the error of their row decides between the two tokens, and that error is within its floor.
+Integers must be equal. Integers that a module receives, such as positions, were not chosen. A sampled token may differ
+for two reasons. First, its request forks right after it: later rows are then excluded, and the fork is reported.
+Second, its logits are so close that the error of their row decides between the two tokens, and that error is within its
+floor.
 
-The same holds for the experts that a router selects. With e the largest error of the row, a near tie means that the
-baseline's scores of both runs' c-th choices are within 2 e of each other. Where a bias or expert groups decide too
-(:mod:`.expert_choices`), both runs' choices must follow from their own scores by one rule. A token that went to other
-experts is not comparable downstream of them, see :mod:`.exclude_rerouted_rows`.
+The same applies to the experts that a router selects. With e the largest error of the row, a near tie means that the
+baseline's scores of both runs' c-th choices are within 2 e of each other. If a bias or expert groups influence the
+choice (:mod:`.expert_choices`), both runs' choices must follow from their own scores by one rule. A token that was
+routed to other experts is not comparable downstream of them, see :mod:`.exclude_rerouted_rows`.
 """
 
 import math
@@ -32,27 +33,28 @@ _OTHER_TERMS = "a bias or expert groups decide in addition to"
 _CANNOT_BE_SHOWN = "a near tie cannot be shown"
 _CLOSER_THAN_ERROR = "are closer together than their own error"
 _MAX_ROW_ERROR = 0.1
-"""Relative error of a row above which another choice may be the cause: one of k equal scores is 1 / sqrt(k)."""
+"""Relative error of a row above which a different choice may be the cause: one of k equal scores is 1 / sqrt(k) of the
+row."""
 _MAX_SITES_BEFORE = 8
-"""Number of sites before a choice that are searched for its scores."""
+"""Maximum number of sites before a choice that are searched for its scores."""
 
 
 class NearTies(Detector):
-    """Explains unequal integers that were chosen from scores closer together than their errors."""
+    """Explains unequal integers that were chosen from scores whose difference is smaller than their errors."""
 
     name = "near_ties"
     stage = Stage.SCREEN
 
     def detect(self, evidence: Evidence) -> Evidence:
-        """See :class:`.Detector`."""
+        """Run this detector; see :meth:`.Detector.detect`."""
         changes = explain_changes(evidence.pairs, evidence.preparer)
         return structs.replace(evidence, changes={**evidence.changes, **changes})
 
 
 def explain_changes(results: Sequence[PairResult], preparer: PairPreparer) -> Mapping[str, ChoiceChange]:
-    """Site -> explanation, for the sites whose unequal integers all have one.
+    """Return site -> explanation, for the sites whose unequal integers can all be explained.
 
-    ``results`` includes the pairs that could not be compared: they may hold the bias of a router.
+    ``results`` includes the pairs that could not be compared, because these may contain the bias of a router.
     """
     included = [result for result in results if not result.exclusion_reason]
     vectors = [
@@ -84,13 +86,16 @@ def explain_changes(results: Sequence[PairResult], preparer: PairPreparer) -> Ma
 
 
 def _has_rows(result: PairResult, *, of_experts: bool) -> bool:
-    """Whether the rows that differ are known. Row -1 is that of a tensor compared whole, of a host without tokens:
-    choices of experts are then told apart by the numbers of their rows."""
+    """Return whether the rows that differ are known.
+
+    Row -1 stands for a tensor compared as a whole, from a host without tokens: choices of experts are then identified
+    by row number.
+    """
     return bool(result.extras.unequal_rows) and (of_experts or min(result.extras.unequal_rows) >= 0)
 
 
 def _may_be_sampled(result: PairResult) -> bool:
-    """Whether its integers may be sampled tokens: no module receives the tokens of its own step."""
+    """Return whether the integers may be sampled tokens: no module receives the tokens sampled in its own step."""
     return result.is_exact and not port_of(result.site).startswith(("in[", "param[", "buffer["))
 
 
@@ -142,15 +147,17 @@ def _explain_choices(
 
 
 def _change(sentence: str, result: PairResult, scores: PairResult, rows: Rows) -> ChoiceChange:
-    """The change of the choices ``result`` in ``rows``, due to the errors of ``scores``."""
+    """Return the change of the choices ``result`` in ``rows`` due to the errors of ``scores``."""
     changed, shape = frozenset(rows.pairs.tolist()), result.baseline.shape if result.baseline is not None else ()
     num_rows = math.prod(shape[:-1]) if min(changed) < 0 else 0
     return ChoiceChange(sentence, scores.site, _rerouted_rows(rows), changed, rows.baseline.shape[1], num_rows)
 
 
 def _bias_of(vectors: Sequence[PairResult], result: PairResult, scores: PairResult) -> PairResult | None:
-    """The bias added to the scores, one number per expert: a buffer or an input of the module that computed the scores,
-    or of the module that selects."""
+    """Return the site of the bias added to the scores, with one number per expert, or None.
+
+    The bias is a buffer or an input of the module that computes the scores, or of the module that selects.
+    """
     width = scores.baseline.shape[-1:] if scores.baseline is not None else ()
     for each in vectors:
         path, _, port = each.site.rpartition(":")
@@ -168,9 +175,9 @@ def _bias_of(vectors: Sequence[PairResult], result: PairResult, scores: PairResu
 def _same_rule(
     preparer: PairPreparer, rows: Rows, score_rows: Rows, sites: tuple[PairResult, PairResult, PairResult | None]
 ) -> str:
-    """The rule by which both runs chose from their own scores, in words; empty where there is none.
+    """Describe the rule by which both runs chose from their own scores; empty if there is none.
 
-    ``sites``: the choices, the scores, and the bias if there is one.
+    ``sites`` contains the choices, the scores, and the bias if there is one.
     """
     choices, scores, holder = sites
     known = _choices(preparer, choices, scores)
@@ -185,8 +192,10 @@ def _same_rule(
 
 
 def _choices(preparer: PairPreparer, result: PairResult, scored: PairResult) -> tuple[Array, Array] | None:
-    """(choices [rows, k], scores [rows, width]) of the baseline, for the rows that both sites have; None where the
-    choices are not indices of the scores."""
+    """Return (choices [rows, k], scores [rows, width]) of the baseline for the rows of both sites.
+
+    Returns None if the choices are not indices into the scores.
+    """
     chosen, scores = rows_of(preparer, result, every=True), rows_of(preparer, scored, every=True)
     if chosen is None or scores is None:
         return None
@@ -198,7 +207,7 @@ def _choices(preparer: PairPreparer, result: PairResult, scored: PairResult) -> 
 
 
 def _of_tokens(before: Sequence[PairResult], rows: Rows, preparer: PairPreparer) -> ChoiceChange | None:
-    """Explains tokens that differ, one per row; None where the reason is unknown."""
+    """Explain tokens that differ, one per row; None if the reason is unknown."""
     if rows.baseline.shape[1:] != (1,) or rows.target.shape[1:] != (1,):
         return None
     sides = zip(rows.baseline[:, 0].tolist(), rows.target[:, 0].tolist(), strict=True)
@@ -207,7 +216,8 @@ def _of_tokens(before: Sequence[PairResult], rows: Rows, preparer: PairPreparer)
 
 
 def _scores(before: Sequence[PairResult], result: PairResult) -> Iterator[PairResult]:
-    """Sites that may hold the scores of a choice: other outputs of its module, then outputs of sibling modules."""
+    """Yield sites that may contain the scores of a choice: other outputs of its module, then outputs of sibling
+    modules."""
     path = module_of(result.site)
     near = [e for e in reversed(before) if e.distribution is not None and not e.is_exact and e.pair.target is not None]
     siblings = [e for e in near if path and parent(module_of(e.site)) == parent(path)]
@@ -216,20 +226,21 @@ def _scores(before: Sequence[PairResult], result: PairResult) -> Iterator[PairRe
 
 
 def _are_sets(preparer: PairPreparer, result: PairResult, scores: PairResult) -> bool:
-    """Whether the baseline's choices are unordered. A few rows may be ordered by accident, but not all of them."""
+    """Return whether the baseline's choices are unordered; a few rows may be ordered by chance, but not all of them."""
     known = _choices(preparer, result, scores)
     return known is not None and _rises(np.take_along_axis(known[1], known[0], 1))
 
 
 def _rises(scores: Array) -> bool:
-    """Whether a later choice has a larger score in any row."""
+    """Return whether a later choice has a larger score in any row."""
     return bool(np.diff(scores, axis=1).max(initial=-np.inf) > 0)
 
 
 def _are_near_ties(chosen: Rows, scores: Rows, *, are_sets: bool = False) -> bool:
-    """Whether the baseline's scores of both runs' choices are so close that the errors of the rows may swap them.
+    """Return whether the baseline's scores of both runs' choices are so close that the errors of the rows may swap
+    them.
 
-    ``are_sets``: the choices are unordered, though these rows may look ordered.
+    ``are_sets`` states that the choices are unordered, even if these rows look ordered.
     """
     if not np.array_equal(chosen.pairs, scores.pairs) or chosen.baseline.shape != chosen.target.shape:
         return False
@@ -247,8 +258,10 @@ def _are_near_ties(chosen: Rows, scores: Rows, *, are_sets: bool = False) -> boo
 
 
 def _use_other_terms(preparer: PairPreparer, result: PairResult, scored: PairResult) -> bool:
-    """Whether the baseline's own choices are not its largest scores. DeepSeek-V3 adds a bias to the scores and admits
-    only experts of the best groups."""
+    """Return whether the baseline's choices are not its largest scores.
+
+    DeepSeek-V3 adds a bias to the scores and admits only experts of the best groups.
+    """
     known = _choices(preparer, result, scored)
     if known is None or known[0].shape[1] < 2:
         return False
@@ -263,8 +276,10 @@ def _rerouted_rows(chosen: Rows) -> frozenset[int]:
 
 
 def _may_be_masked(result: PairResult) -> bool:
-    """Whether it may be a router's scores with zeros for all experts that were not selected, as in Llama 4. Where the
-    selection differs, the row has hardly anything in common with the baseline's."""
+    """Return whether the site may be a router's scores with zeros for experts that were not selected, as in Llama 4.
+
+    If the selection differs, the row has almost no element in common with the baseline's row.
+    """
     is_router = module_of(result.site).rpartition(".")[2] in ROUTERS
     return (
         is_router

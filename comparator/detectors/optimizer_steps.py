@@ -1,8 +1,8 @@
-"""Training runs: each optimizer step depends on the one before, so that a wrong step widens all later floors.
+"""Optimizer steps: each step of a training run depends on the previous one, so a wrong step widens all later floors.
 
-The floor of a site depends on the errors of its inputs. Once a weight is wrong, everything downstream of it is wrong
-too and explains itself. So a training run is judged by its beginning: the first step alone, then twice as many, and so
-on until something differs; then by the fewest steps in which something does.
+The floor of a site depends on the errors of its inputs. Once a weight is wrong, everything downstream is wrong too and
+explains itself. A training run is therefore judged by its beginning: the first step alone, then twice as many, and so
+on until a difference appears. The verdict is then that of the smallest number of steps with a difference.
 """
 
 from bisect import bisect_left
@@ -15,16 +15,18 @@ from tapscope.comparator.verdict.finding import Finding
 from tapscope.comparator.verdict.localise import Divergence
 
 Judged = tuple[list[Finding], list[Divergence]]
-"""Findings, and the sites that add an error of their own."""
+"""Findings, and the divergences among them."""
 
 
 def trained_steps(examined: Sequence[PairResult]) -> list[int]:
-    """The baseline's steps after which parameters updated by an optimizer were recorded; empty without any."""
+    """Return the baseline's steps after which parameters updated by an optimizer were recorded; empty if there are
+    none."""
     return sorted({drift.step for one in examined for drift in one.extras.parameter_updates})
 
 
 def with_parameter_updates(first: Sequence[PairResult], whole: Sequence[PairResult], last: int) -> list[PairResult]:
-    """The results of the first steps, with parameter updates taken from all steps: a single step does not show them."""
+    """Return the results of the first steps, with parameter updates from all steps: a single step does not show
+    updates."""
     known = {one.site: one.extras.parameter_updates for one in whole if one.extras.parameter_updates}
     return [
         one.replace(parameter_updates=tuple(d for d in known[one.site] if d.step <= last)) if one.site in known else one
@@ -33,9 +35,10 @@ def with_parameter_updates(first: Sequence[PairResult], whole: Sequence[PairResu
 
 
 def beginning(steps: Sequence[int], judge: Callable[[int], Judged]) -> Judged:
-    """The verdicts on the fewest steps in which something differs; empty where nothing does before the last step.
+    """Return the verdicts of the smallest number of steps with a difference; empty if only the last step has one, or
+    none.
 
-    ``judge`` returns the verdicts on all steps up to one, inclusive.
+    ``judge`` returns the verdicts of all steps up to and including a given one.
     """
     known: dict[int, Judged] = {}
 
@@ -54,8 +57,11 @@ def beginning(steps: Sequence[int], judge: Callable[[int], Judged]) -> Judged:
 
 
 def merged(findings: Sequence[Finding], early: Judged, later: Sequence[Divergence] = ()) -> Judged:
-    """The findings of all steps, corrected by those of the first steps: what differs there is the origin. Everything
-    else that differs is downstream of it, except what ``later`` lists."""
+    """Correct the findings of all steps by those of the first steps.
+
+    A site that differs in the first steps is the origin. Every other site that differs is downstream, except the
+    divergences in ``later``.
+    """
     begun = {(f.site, f.matched_by): f for f in early[0] if f.verdict.is_bad}
     merged_findings = [_in_light_of(f, begun.get((f.site, f.matched_by))) for f in findings]
     places = {(f.site, f.matched_by): i for i, f in enumerate(merged_findings)}

@@ -1,9 +1,8 @@
-"""Recomputed activations: what activation checkpointing recomputed, compared with the forward of the same run.
+"""Recomputed activations: compares the values recomputed by activation checkpointing with the forward of the same run.
 
-Both are computed from the same inputs and parameters by the same code: they are equal, or differ by a few roundings
-where a kernel sums in any order. If they differ more in one run and not in the other, the gradients of that run are
-those of another function: a random state that was not restored, a buffer that changed in between, a cast that only one
-of them had.
+The same code computes both from the same inputs and parameters. They are therefore equal, or differ by a few roundings
+if a kernel sums in varying order. If they differ by more in exactly one run, the gradients of that run belong to
+another function: the random state was not restored, a buffer changed in between, or only one of the passes had a cast.
 """
 
 import math
@@ -23,7 +22,7 @@ from tapscope.run_format.records import Records
 from tapscope.run_format.run import Run
 
 MAX_EPSILONS = 8.0
-"""The two may differ by this many epsilons of the dtype, relative to the norm of the forward's value."""
+"""Maximum distance between the two values, in epsilons of the dtype, relative to the norm of the forward's value."""
 
 
 class Mismatch(Struct, frozen=True):
@@ -36,19 +35,19 @@ class Mismatch(Struct, frozen=True):
 
 
 class RecomputedActivations(Detector):
-    """Finds activations that checkpointing recomputed differently from the forward, in one run only."""
+    """Detects activations that checkpointing recomputed differently from the forward, in one run only."""
 
     name = "recomputed_activations"
     stage = Stage.REVIEW
 
     def detect(self, evidence: Evidence) -> Evidence:
-        """See :class:`.Detector`."""
+        """Run this detector; see :meth:`.Detector.detect`."""
         findings = with_recomputed(evidence.findings, evidence.runs, evidence.records)
         return structs.replace(evidence, findings=findings)
 
 
 def recomputed(run: Run, records: Records) -> dict[tuple[str, str], Mismatch]:
-    """(model, site) -> mismatch with the forward; values are read only where hashes differ."""
+    """Return (model, site) -> mismatch with the forward; values are read only if hashes differ."""
     again = records.which(lambda kind: kind.pass_ == RECOMPUTE)
     if not len(again):
         return {}
@@ -65,7 +64,7 @@ def recomputed(run: Run, records: Records) -> dict[tuple[str, str], Mismatch]:
 def with_recomputed(
     findings: Sequence[Finding], runs: tuple[Run, Run], records: tuple[Records, Records]
 ) -> list[Finding]:
-    """The findings; those whose site was recomputed differently in one run only become ``differs``."""
+    """Return the findings, with ``differs`` for sites that were recomputed differently in one run only."""
     reviewed = list(findings)
     sides = [recomputed(run, some) for run, some in zip(runs, records, strict=True)]
     if not any(sides):
@@ -100,7 +99,7 @@ def _odd(finding: Finding, mismatch: Mismatch, name: str) -> Finding:
 
 
 def _allowed(record: Record) -> float:
-    """The largest relative distance that rounding explains; 0 for integers."""
+    """Return the maximum relative distance that rounding explains; 0 for integers."""
     name = record.dtype or ""
     if not name.startswith(("float", "bfloat")):
         return 0.0
@@ -108,7 +107,7 @@ def _allowed(record: Record) -> float:
 
 
 def _error(run: Run, first: Record, again: Record) -> float:
-    """Relative distance of two records; 0 where they are equal or cannot be compared."""
+    """Return the relative distance of two records; 0 if they are equal or cannot be compared."""
     if first.dtype is None or again.dtype is None or (first.hash is not None and first.hash == again.hash):
         return 0.0
     if first.shape != again.shape or first.dtype != again.dtype:

@@ -1,14 +1,15 @@
-"""Rotary tables: cosines and sines of RoPE, each element off by more than the rounding of its own angle and value.
+"""Rotary tables: cosines and sines of RoPE, judged per element by the rounding of its angle and its value.
 
-A row of such a table holds fast and slow pairs of columns. A floor is relative to the row, of which a slow pair, whose
-sines are small, is a tiny part: another frequency of one pair passes. But no error is inherited, because positions are
-integers: an element is rounded once to its dtype, by half a unit in its last place, and its angle in float32.
+A row of such a table contains fast and slow pairs of columns. A floor is relative to the row, of which a slow pair,
+whose sines are small, is a tiny part: a wrong frequency of one pair passes. But no error is inherited, because
+positions are integers: an element is rounded once to its dtype, by half a unit in its last place, and its angle in
+float32.
 
 If the dtypes of the runs differ, so may the frequencies: ``model.to(torch.bfloat16)`` rounds them too. The angle is
 then known to half a unit of the coarser dtype, relative to itself.
 
-Modules with two outputs are such tables if the squares of the baseline's add up to the same number in every element.
-A change below half a unit in the last place of every element is not detectable.
+A module with two outputs computes such tables if the squares of the baseline's outputs add up to the same number in
+every element. A change below half a unit in the last place of every element is not detectable.
 """
 
 from collections.abc import Sequence
@@ -29,16 +30,16 @@ from tapscope.core.formatting import number
 Array = np.ndarray[Any, Any]
 
 _MAX_COLUMNS = 1024
-"""Columns of a table at most: those of a head."""
+"""Maximum number of columns of a table: those of a head."""
 _ANGLE_RTOL = 2.0**-22
-"""Relative error of an angle that float32 computes from a position and a frequency; the fastest turns by 1 radian a
-position."""
+"""Relative error of an angle that float32 computes from a position and a frequency; the fastest pair turns by 1 radian
+per position."""
 _KERNEL = 2.0**-20
 """Error of a cosine in float32."""
 
 
 class _Excess(NamedTuple):
-    """The element of a table that is farthest beyond its rounding."""
+    """The element of a table that exceeds its rounding by the largest factor."""
 
     ratio: float
     error: float
@@ -47,13 +48,13 @@ class _Excess(NamedTuple):
 
 
 class RotaryTables(Detector):
-    """Finds elements of the tables of a rotary embedding that are off by more than one rounding."""
+    """Detects elements of a rotary embedding's tables that differ by more than one rounding."""
 
     name = "rotary_tables"
     stage = Stage.REVIEW
 
     def detect(self, evidence: Evidence) -> Evidence:
-        """See :class:`.Detector`."""
+        """Run this detector; see :meth:`.Detector.detect`."""
         findings = list(evidence.findings)
         sites = {one.site: (order, one) for order, one in enumerate(evidence.judged)}
         for path in [site.removesuffix(":out[1]") for site in sites if site.endswith(":out[1]")]:
@@ -71,7 +72,8 @@ def _passes_by_size(finding: Finding) -> bool:
 
 
 def _excesses(both: Sequence[PairResult], preparer: PairPreparer) -> list[_Excess]:
-    """Of the cosines and the sines; empty where the baseline's are not these, or positions are not known."""
+    """Return the worst elements of the cosines and the sines; empty if the sites are not such tables, or positions are
+    unknown."""
     if not all(_may_be_table(one) for one in both):
         return []
     ready, position = [preparer.prepare(one.pair) for one in both], preparer.row_map.pair_position
@@ -89,7 +91,7 @@ def _excesses(both: Sequence[PairResult], preparer: PairPreparer) -> list[_Exces
                 return []
             rows = slice(parts[0].row, parts[0].row + len(parts[0].baseline))
             at = position[pairs[rows]]
-            for row in np.flatnonzero(at == 1)[:1]:  # the angle of position 1 is that of one position
+            for row in np.flatnonzero(at == 1)[:1]:  # the angle at position 1 is the frequency
                 turn = np.abs(np.arctan2(*(part.baseline[row].astype(np.float64) for part in parts[::-1])))
             off = (_ANGLE_RTOL + 0.5 * max(dtype_steps) * turn) * at[:, None]
             each = [
@@ -109,14 +111,15 @@ def _may_be_table(result: PairResult) -> bool:
 
 
 def _is_table(cosine: Array, sine: Array, epsilon: float) -> bool:
-    """Whether the squares of both add up to the same number everywhere, which is 1 unless the table is scaled."""
+    """Return whether the squares of both add up to the same number everywhere, which is 1 unless the table is
+    scaled."""
     sums = np.square(cosine, dtype=np.float64) + np.square(sine, dtype=np.float64)
     radius = float(np.median(sums)) if sums.size else 0.0
     return radius > 0.0 and bool((np.abs(sums - radius) <= (epsilon + _KERNEL) * radius).all())
 
 
 def _worst(part: chunks.Chunk, inherited: Array, names: Sequence[str]) -> _Excess:
-    """The worst element, given the error that each has from its angle: that of a cosine is times its sine."""
+    """Return the worst element of a chunk, given the error that each element inherits from its angle."""
     one, two = (side.astype(np.float64) for side in (part.baseline, part.target))
     size = np.maximum(np.abs(one), np.abs(two))
     power = np.exp2(np.frexp(size)[1] - 1)

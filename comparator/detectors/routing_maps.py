@@ -1,10 +1,10 @@
-"""Routing maps: choices of experts that one run recorded as flags of all experts, and the other by its scores.
+"""Routing maps: expert choices that one run recorded as flags of all experts, and the other run as scores.
 
-Megatron's router returns a flag and a weight for each expert, and no scores; transformers' router returns scores. So
-their outputs do not match. The rows of both are the same tokens: the experts with the largest scores in one run are
-compared with the flags of the other. Where they differ, it is a near tie if the scores of both choices are closer
-together than the error of the router's input explains, and the token's rows are not comparable around that router,
-as where both runs recorded indices (:mod:`.near_ties`).
+Megatron's router returns a flag and a weight for each expert, and no scores; transformers' router returns scores. Their
+outputs therefore do not match. The rows of both are the same tokens: the experts with the largest scores in one run are
+compared with the flags of the other. Where they differ, it is a near tie if the error of the router's input explains
+the distance between the scores of both choices. The token's rows are then not comparable around that router, as if both
+runs had recorded indices (:mod:`.near_ties`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,17 +31,18 @@ from tapscope.core.formatting import plural
 from tapscope.core.site import module_of, port_of
 
 _MIN_TOP_K_SHARE = 0.9
-"""Share of the rows whose flags must be those of the largest scores: else a bias or expert groups decide, too."""
+"""Minimum fraction of rows whose flags match the largest scores; otherwise, a bias or expert groups influence the
+choice."""
 
 
 class RoutingMaps(Detector):
-    """Finds near ties between the scores of one run's routers and the flags of the other's."""
+    """Detects near ties between the scores of one run's routers and the flags of the other's."""
 
     name = "routing_maps"
     stage = Stage.SCREEN
 
     def detect(self, evidence: Evidence) -> Evidence:
-        """See :class:`.Detector`."""
+        """Run this detector; see :meth:`.Detector.detect`."""
         changes = flagged_changes(evidence.pairs, evidence.preparer)
         return structs.replace(evidence, changes={**evidence.changes, **changes})
 
@@ -51,7 +52,7 @@ class _Router(NamedTuple):
 
     site: str
     block: str
-    """The module that holds the router."""
+    """The module that contains the router."""
     side: int
     series: Series
 
@@ -63,11 +64,11 @@ class _Choices(NamedTuple):
     scores: Array
     """[rows, experts]"""
     flags: Array
-    """[rows, experts]: what the other run chose."""
+    """[rows, experts]: the choices of the other run."""
 
 
 def flagged_changes(everything: Sequence[PairResult], preparer: PairPreparer) -> Mapping[str, ChoiceChange]:
-    """Site of a router's scores -> change, where every row with another choice is a near tie."""
+    """Return site of a router's scores -> change, for routers whose differing rows are all near ties."""
     routers = list(_routers(everything))
     flags = {(one.side, canonical_name(f"{one.block}:")): one for one in routers if one.series.dtype == "bool"}
     inputs = {module_of(one.site): one for one in everything if _is_input(one)}
@@ -104,8 +105,10 @@ def _is_input(result: PairResult) -> bool:
 
 
 def _read(preparer: PairPreparer, scored: _Router, flagged: _Router) -> _Choices | None:
-    """The rows that both routers have; None where they cannot be aligned, or the flags are not those of the largest
-    scores in most rows."""
+    """Read the rows that both routers have.
+
+    Returns None if the rows cannot be aligned, or if the flags of most rows do not match the largest scores.
+    """
     both = (scored.series, flagged.series) if scored.side == 0 else (flagged.series, scored.series)
     ready = preparer.prepare(Pair(*both, site=scored.site))
     parts: list[_Choices] = []
@@ -127,7 +130,7 @@ def _read(preparer: PairPreparer, scored: _Router, flagged: _Router) -> _Choices
 
 
 def _largest(choices: _Choices) -> Array:
-    """[rows, experts]: flags of the largest scores, as many as the other run chose."""
+    """Return flags of the largest scores, [rows, experts], as many per row as the other run chose."""
     count = int(choices.flags[0].sum())
     flags = np.zeros_like(choices.flags)
     np.put_along_axis(flags, largest(choices.scores, count), True, axis=1)
@@ -135,7 +138,8 @@ def _largest(choices: _Choices) -> Array:
 
 
 def _change(preparer: PairPreparer, choices: _Choices, given: PairResult, block: str) -> ChoiceChange | None:
-    """The change of the rows with another choice; None where there are none, or one is not a near tie."""
+    """Return the change of the rows with a different choice; None if there are none, or one of them is not a near
+    tie."""
     mine = _largest(choices)
     moved = (mine != choices.flags).any(1)
     rows = rows_of(preparer, given, choices.pairs[moved]) if moved.any() else None

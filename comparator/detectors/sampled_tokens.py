@@ -1,8 +1,8 @@
-"""Sampled tokens that differ, compared with the logits that each run sampled them from.
+"""Sampled tokens that differ, compared with the logits from which each run sampled them.
 
-Two runs of one request may fork because their logits are closer together than their errors. Then each run took its most
-likely token, or one whose logit is within that error of it. Any other token is due to the sampler: it read another row,
-or it drew at random. Where no sampled tokens were recorded, the tokens that follow in the request show them.
+Two runs of one request may fork because their logits are closer together than their errors. Each run then took its most
+likely token, or one whose logit is within that error of it. Any other token is due to the sampler, which read another
+row or sampled randomly. If no sampled tokens were recorded, the next tokens of the request reveal them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,16 +22,16 @@ from tapscope.core.errors import DataError
 Array = np.ndarray[Any, Any]
 
 SITE = "sampler:out"
-"""Site of sampled tokens that were not recorded, but follow from the tokens that came next."""
+"""Site of sampled tokens that were not recorded, but inferred from the next tokens of the requests."""
 BASIS = "tokens"
 _MAX_SEEDS_SHOWN = 3
-"""Number of seeds that a note lists."""
+"""Maximum number of seeds that a note lists."""
 _MAX_TIE_RATIO = 2.0
-"""A near tie: the most likely logit exceeds the other by at most this many times the largest error of the row."""
+"""Maximum ratio of (most likely logit - other logit) to the largest error of the row in a near tie."""
 
 
 class SampledPair(Struct, frozen=True):
-    """The token that each run sampled from one row of logits."""
+    """The tokens that both runs sampled from one row of logits."""
 
     pair: int
     tokens: tuple[int, int]
@@ -40,16 +40,16 @@ class SampledPair(Struct, frozen=True):
     best: tuple[int, int]
     """Each run's most likely token."""
     tops: tuple[float, float]
-    """Its logit in each run."""
+    """Each run's logit of its most likely token."""
     error: float
-    """Largest error of the row."""
+    """Largest error in the row of logits."""
     steps: tuple[int, int] = (0, 0)
     seeds: tuple[str, str] = ("", "")
     """The seed that each run reports; empty if none."""
 
     @property
     def odd(self) -> tuple[bool, bool]:
-        """For each run, whether its token is not a near tie of its most likely one."""
+        """Whether each run's token is not in a near tie with its most likely token."""
         one, two = (top - own > _MAX_TIE_RATIO * self.error for own, top in zip(self.logits, self.tops, strict=True))
         return one, two or self.is_alike
 
@@ -59,7 +59,7 @@ class SampledPair(Struct, frozen=True):
         return self.error == 0.0 and self.logits[0] == self.logits[1]
 
     def sentence(self, where: str) -> str:
-        """The finding as a sentence."""
+        """Describe the mismatch in a sentence."""
         if all(self.seeds):
             mine, other = self.seeds
             how = f"with seed {mine}" if mine == other else f"with other seeds, {mine} against {other}"
@@ -78,18 +78,18 @@ class SampledPair(Struct, frozen=True):
 
 
 class SampledTokens(Detector):
-    """Adds a site for the tokens at which requests part, where neither run recorded them."""
+    """Adds a site for the tokens at which requests fork, if neither run recorded them."""
 
     name = "sampled_tokens"
     stage = Stage.SCREEN
 
     def detect(self, evidence: Evidence) -> Evidence:
-        """See :class:`.Detector`."""
+        """Run this detector; see :meth:`.Detector.detect`."""
         return structs.replace(evidence, pairs=with_tokens(evidence.pairs, evidence.preparer))
 
 
 def is_logits(result: PairResult) -> bool:
-    """Whether it holds logits that tokens are sampled from."""
+    """Return whether the site contains logits from which tokens are sampled."""
     path, _, port = result.site.rpartition(":")
     return port == "out[logits]" or (path.endswith("lm_head") and port == "out")
 
@@ -97,7 +97,7 @@ def is_logits(result: PairResult) -> bool:
 def sampled_pairs(
     preparer: PairPreparer, result: PairResult, tokens: Mapping[int, tuple[int, int]]
 ) -> dict[int, SampledPair]:
-    """Row pair -> the tokens of both runs, for those of ``tokens`` whose row is in the logits ``result``."""
+    """Return row pair -> the tokens of both runs, for those of ``tokens`` whose row is in the logits ``result``."""
     by_token: dict[int, SampledPair] = {}
     if result.basis not in ("values", "hash") or result.is_exact or not result.is_matched:
         return by_token
@@ -117,7 +117,7 @@ def sampled_pairs(
                 sides = chunk.baseline[row].astype(np.float64), chunk.target[row].astype(np.float64)
                 if (here := _sampled_pair(pairs.item(row), tokens[pairs.item(row)], sides, step)) is not None:
                     by_token.setdefault(here.pair, here)
-    except DataError:  # bytes that cannot be read are a finding of their own
+    except DataError:  # unreadable bytes are a separate finding
         return {}
     return by_token
 
@@ -138,7 +138,7 @@ def _sampled_pair(
 
 
 def fork_rows(preparer: PairPreparer) -> dict[int, Fork]:
-    """Row pair -> the fork right after it, where the runs generated different tokens."""
+    """Return row pair -> the fork right after it, for runs that generated different tokens."""
     rows = preparer.row_map
     forks = {(fork.index, fork.position - 1): fork for fork in rows.forks if not fork.in_prompt}
     if not forks:
@@ -148,7 +148,8 @@ def fork_rows(preparer: PairPreparer) -> dict[int, Fork]:
 
 
 def with_tokens(everything: Sequence[PairResult], preparer: PairPreparer) -> list[PairResult]:
-    """All sites, with one for the tokens at which requests fork, after the logits, if no site holds them."""
+    """Return all results, with a site after the logits for the tokens at which requests fork, unless a site contains
+    them."""
     others = [one for one in everything if one.basis != BASIS]
     forks = fork_rows(preparer)
     if not forks or any(_holds_tokens(one) for one in others):
@@ -164,7 +165,7 @@ def with_tokens(everything: Sequence[PairResult], preparer: PairPreparer) -> lis
 
 
 def _holds_tokens(result: PairResult) -> bool:
-    """Whether it holds a sampler's output: one integer for each row of logits."""
+    """Return whether the site is a sampler's output: one integer for each row of logits."""
     path, _, port = result.site.rpartition(":")
     return (
         result.is_exact
@@ -176,7 +177,7 @@ def _holds_tokens(result: PairResult) -> bool:
 
 
 def _site(logits: PairResult, known: Sequence[SampledPair], forks: Mapping[int, Fork]) -> PairResult:
-    """The tokens as a compared site; its pair is that of the logits."""
+    """Return the tokens as a compared site; its pair is that of the logits."""
     assert logits.meta.baseline is not None
     assert logits.meta.target is not None
     sides = [Side(side.site, "int64", side.shape[:-1], 0) for side in (logits.meta.baseline, logits.meta.target)]
@@ -195,8 +196,10 @@ def _site(logits: PairResult, known: Sequence[SampledPair], forks: Mapping[int, 
 def explained(
     preparer: PairPreparer, before: Iterable[PairResult], tokens: Mapping[int, tuple[int, int]]
 ) -> tuple[str, str, bool]:
-    """(why the tokens of some row pairs differ, the site of their logits, whether that excuses them); an empty reason
-    where no logits are known. ``before``: sites in order; the last logits count."""
+    """Return (why the tokens of some row pairs differ, the site of their logits, whether the reason excuses them).
+
+    The reason is empty if no logits are known. ``before`` contains sites in execution order; the last logits count.
+    """
     logits = [one for one in before if is_logits(one)]
     known = next((each for one in reversed(logits) if (each := sampled_pairs(preparer, one, tokens))), {})
     forks = fork_rows(preparer)
@@ -218,7 +221,8 @@ def explained(
 
 
 def _seeds(preparer: PairPreparer, one: SampledPair, request: str) -> tuple[str, str]:
-    """The seeds of both runs: that of the request if a run names it, else those of all requests of the step."""
+    """Return the seeds of both runs: that of the request if a run names it, otherwise those of all requests of the
+    step."""
     seeds = []
     for run, step in zip((preparer.baseline, preparer.target), one.steps, strict=True):
         known = {name: seed for line in run.steps.get(step, {}).values() for name, seed in line.info.seeds.items()}

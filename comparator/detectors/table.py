@@ -1,4 +1,4 @@
-"""Table: every detector, in the order in which they run."""
+"""Table of all detectors, in the order in which they run."""
 
 from collections.abc import Collection
 
@@ -38,12 +38,12 @@ DETECTORS: tuple[Detector, ...] = (
     RotaryTables(),
     RecomputedActivations(),
 )
-"""Stage by stage, and within a stage in this order: each sees what those before it found."""
+"""All detectors, by stage, and within a stage in execution order: each sees the results of those before it."""
 NAMES = tuple(detector.name for detector in DETECTORS)
 
 
 def run_detectors(stage: Stage, evidence: Evidence, disabled: Collection[str] = ()) -> Evidence:
-    """The evidence after the detectors of one stage, without the ``disabled`` ones."""
+    """Run the detectors of one stage, except the ``disabled`` ones, and return the updated evidence."""
     for detector in DETECTORS:
         if detector.stage is stage and detector.name not in disabled:
             evidence = detector.detect(evidence)

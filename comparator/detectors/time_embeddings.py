@@ -1,9 +1,9 @@
 """Time embeddings: sines and cosines of a time multiplied by frequencies, checked within each run.
 
-The rounding of a time is relative, that of an angle is as many times larger as the time is: near 1,000 in bfloat16 the
-time differs by up to 2, and so does its first angle in radians. No module has such a condition. Where each run's values
+The rounding error of a time is relative, so the error of an angle grows with the time: near 1,000 in bfloat16, the time
+differs by up to 2, and so does its first angle in radians. No module has such a large condition. If each run's values
 are the sinusoids of its own input, up to rounding, their distance is due to the rounding of that input. The frequencies
-are those of Vaswani et al., arXiv 1706.03762, section 3.5, with the variations of diffusion libraries. Values of
+are those of Vaswani et al., arXiv:1706.03762, section 3.5, with the variations of diffusion libraries. Values of
 another form, or of different forms in the two runs, are skipped.
 """
 
@@ -26,11 +26,11 @@ Array = np.ndarray[Any, Any]
 
 _MAX_PERIOD = 10_000.0
 _MOST_ROWS = 4096
-"""Largest number of rows of a site: an embedding of times has one row per sample."""
+"""Maximum number of rows of a site: an embedding of times has one row per sample."""
 _ANGLE_RTOL = 2.0**-20
-"""Relative error of an angle in float32: the exponents of frequencies, up to 9.2, are rounded too."""
+"""Relative error of an angle in float32; the exponents of frequencies, up to 9.2, are rounded too."""
 _VALUE_EPSILONS = 2.0
-"""Further error of a value, in epsilons of the output's dtype."""
+"""Additional error of a value, in epsilons of the output's dtype."""
 
 
 class Form(NamedTuple):
@@ -38,13 +38,13 @@ class Form(NamedTuple):
 
     has_cosines_first: bool
     shift: int
-    """Subtracted from the number of frequencies in the denominator of the exponents."""
+    """Number subtracted from the number of frequencies in the denominator of the exponents."""
     scale: float
-    """Factor on the time, before it is multiplied by frequencies."""
+    """Factor applied to the time before the multiplication by frequencies."""
     is_interleaved: bool = False
 
     def of(self, given: Array, width: int) -> tuple[Array, Array]:
-        """(embeddings [n, width] of times [n], their angles)."""
+        """Return (embeddings [n, width] of times [n], their angles)."""
         half = width // 2
         frequencies = _MAX_PERIOD ** (-np.arange(half) / max(half - self.shift, 1))
         angles = self.scale * given[:, None] * frequencies
@@ -60,18 +60,19 @@ _FORMS = [Form(*each) for each in product((False, True), (0, 1), (1.0, 1000.0), 
 
 
 class TimeEmbeddings(Detector):
-    """Shows that each run's embedding is the sinusoids of its own time, and measures their distance."""
+    """Verifies that each run's embedding is the sinusoids of its own time, and measures the distance between the
+    runs."""
 
     name = "time_embeddings"
     stage = Stage.EXPECT
 
     def detect(self, evidence: Evidence) -> Evidence:
-        """See :class:`.Detector`."""
+        """Run this detector; see :meth:`.Detector.detect`."""
         return structs.replace(evidence, time_embeddings=sinusoids(evidence.judged, evidence.preparer))
 
 
 def sinusoids(examined: Sequence[PairResult], preparer: PairPreparer) -> Mapping[str, float]:
-    """Site -> the largest error of a row, for embeddings that differ only because their times do."""
+    """Return site -> largest error of a row, for embeddings that differ only because their times do."""
     sites = {one.site: one for one in examined if _is_compared(one)}
     errors: dict[str, float] = {}
     for given in sites.values():
@@ -94,7 +95,7 @@ def _is_compared(result: PairResult) -> bool:
 
 
 def _fits(given: PairResult, result: PairResult) -> bool:
-    """Whether the input has one time per row of the output, the width is even, and both sites differ."""
+    """Return whether the input has one time per row of the output, the width is even, and both sites differ."""
     before, after = given.meta.baseline, result.meta.baseline
     if before is None or after is None or result.is_equal or given.is_equal or result.is_exact or len(after.shape) < 2:
         return False
@@ -103,7 +104,7 @@ def _fits(given: PairResult, result: PairResult) -> bool:
 
 
 def _form(given: Sequence[AssembledTensor], made: Sequence[AssembledTensor]) -> set[Form]:
-    """The layouts that fit all values of one run."""
+    """Return the layouts that fit all values of one run."""
     forms = set(_FORMS)
     for before, after in _pairs(given, made):
         numbers, values = _values(before).ravel(), _values(after)
@@ -126,14 +127,14 @@ def _explains(form: Form, numbers: Array, values: Array, step: float) -> bool:
 def _pairs(
     given: Sequence[AssembledTensor], made: Sequence[AssembledTensor]
 ) -> Iterator[tuple[AssembledTensor, AssembledTensor]]:
-    """Inputs and outputs, firing by firing; raises DataError where one of them is missing."""
+    """Yield inputs and outputs firing by firing; raises DataError if one of them is missing."""
     if len(given) != len(made) or any(not whole.has_values for whole in (*given, *made)):
         raise DataError("not every firing has both")
     yield from zip(given, made, strict=True)
 
 
 def _values(whole: AssembledTensor) -> Array:
-    """[rows, columns] float64."""
+    """Read the values as [rows, columns] float64."""
     parts = [(rows.start, columns.start, part) for rows, part, columns in chunks_of(whole)]
     if len({column for _, column, _ in parts}) != 1:
         raise DataError("its columns are split over several ranks")

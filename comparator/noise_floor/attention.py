@@ -84,6 +84,6 @@ class AttentionMean(Effect[float]):
         return given
 
     def explain(self, node: int) -> str:
-        """See :class:`.Effect`."""
+        """Explain the effect on ``node``; see :meth:`.Effect.explain`."""
         where = self.inputs.attention.module_of(node) or self.inputs.graph.nodes[node].path
         return f"{where} mixes token rows: the typical row receives the root mean square of the errors of all rows"

@@ -49,6 +49,6 @@ class BatchNormOffset(Effect[list[ErrorDistribution]]):
         return math.prod(shape) // num_channels if num_channels and not math.prod(shape) % num_channels else 0
 
     def explain(self, node: int) -> str:
-        """See :class:`.Effect`."""
+        """Explain the effect on ``node``; see :meth:`.Effect.explain`."""
         error = number(self.contribution(node))
         return f"the batch norm after it subtracts means, whose rounding adds up over the batch to {error}"

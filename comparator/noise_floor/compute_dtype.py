@@ -42,6 +42,6 @@ class ComputeDtype(Effect[tuple[str, str]]):
         return max(map(dtypes.epsilon, self.values[node]))
 
     def explain(self, node: int) -> str:
-        """See :class:`.Effect`."""
+        """Explain the effect on ``node``; see :meth:`.Effect.explain`."""
         one, two = map(dtypes.short, self.values[node])
         return f"computed from {one} and {two} inputs, whatever dtype the output has"

@@ -77,7 +77,7 @@ class LearnedCondition(Effect[float]):
         return conditions
 
     def explain(self, node: int) -> str:
-        """See :class:`.Effect`."""
+        """Explain the effect on ``node``; see :meth:`.Effect.explain`."""
         site = site_of_all_layers(self.inputs.site(node))
         return f"2.5 × the median amplification at {site} in the other layers"
 
@@ -106,7 +106,7 @@ class Condition(Effect[float]):
         return self.inputs.columns(self.values, DEFAULT_CONDITION)
 
     def explain(self, node: int) -> str:
-        """See :class:`.Effect`."""
+        """Explain the effect on ``node``; see :meth:`.Effect.explain`."""
         inputs = self.inputs.graph.inputs(node)
         given = plural(len(inputs.nodes), "input")
         return f"the most by which the module may amplify the errors of {given} and its own"

@@ -44,7 +44,7 @@ class DerivativeValues(Effect[list[ErrorDistribution]]):
         return [error for i in values if i is not None and (error := errors[i]) is not None]
 
     def explain(self, node: int) -> str:
-        """See :class:`.Effect`."""
+        """Explain the effect on ``node``; see :meth:`.Effect.explain`."""
         return f"the derivative is taken at values that differ by up to {number(self.contribution(node))}"
 
 
@@ -124,7 +124,7 @@ class DerivativeJump(Effect[list[ErrorDistribution]]):
         return self._measured[node].errors[-1] if node in self._measured else 0.0
 
     def explain(self, node: int) -> str:
-        """See :class:`.Effect`."""
+        """Explain the effect on ``node``; see :meth:`.Effect.explain`."""
         if node in self._measured:
             crossings = self._measured[node]
             return (

@@ -39,7 +39,7 @@ class Float16Underflow(Effect[float]):
         return {node: error for node, error in candidates if error > 0.0}
 
     def explain(self, node: int) -> str:
-        """See :class:`.Effect`."""
+        """Explain the effect on ``node``; see :meth:`.Effect.explain`."""
         smallest = max(map(dtypes.smallest, self.effects[ComputeDtype].names(node)))
         return f"rounding to multiples of {number(smallest)}, the smallest number of the coarser dtype"
 
@@ -64,6 +64,6 @@ class FlushedElement(Effect[list[ErrorDistribution]]):
         return self.values[node][0].peak
 
     def explain(self, node: int) -> str:
-        """See :class:`.Effect`."""
+        """Explain the effect on ``node``; see :meth:`.Effect.explain`."""
         smallest = max(map(dtypes.smallest, self.effects[ComputeDtype].names(node)))
         return f"the largest element of the smallest row is about {number(smallest)} and may be flushed to zero"

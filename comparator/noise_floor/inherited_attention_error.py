@@ -20,6 +20,6 @@ class InheritedAttention(Effect[float]):
         return {node: error for node, error in candidates if error}
 
     def explain(self, node: int) -> str:
-        """See :class:`.Effect`."""
+        """Explain the effect on ``node``; see :meth:`.Effect.explain`."""
         error = number(self.values[node])
         return f"each run's values are the attention of its own queries, keys and values: these move them by {error}"

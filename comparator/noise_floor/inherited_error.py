@@ -101,7 +101,7 @@ class InheritedError(Effect[float]):
         return self.values.get(node, 0.0) > 0.0
 
     def explain(self, node: int) -> str:
-        """See :class:`.Effect`."""
+        """Explain the effect on ``node``; see :meth:`.Effect.explain`."""
         graph = self.inputs.graph
         inputs, case = graph.inputs(node), self.inputs.case_of[node]
         worst = number(self.given.errors[-1].item(case))

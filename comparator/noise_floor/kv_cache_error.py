@@ -68,5 +68,5 @@ class KVCacheRounding(Effect[float]):
         return float(stored_error(np.array(error), self.values[node])) if node in self.values else error
 
     def explain(self, node: int) -> str:
-        """See :class:`.Effect`."""
+        """Explain the effect on ``node``; see :meth:`.Effect.explain`."""
         return f"both runs store keys and values in a format of epsilon {number(self.values[node])}"

@@ -31,7 +31,7 @@ class LargeRowRounding(Effect[float]):
         }
 
     def explain(self, node: int) -> str:
-        """See :class:`.Effect`."""
+        """Explain the effect on ``node``; see :meth:`.Effect.explain`."""
         spread = self.inputs.pairs[node].values.distribution
         reach = spread.row_sizes.max_to_median if spread is not None and spread.row_sizes is not None else 1.0
         return f"the largest row of the gradient is {number(reach)} times the typical one, which carries its rounding"

@@ -67,5 +67,5 @@ class LocalError(Effect[float]):
         return np.fromiter(each, np.float64, len(self.inputs.nodes))
 
     def explain(self, node: int) -> str:
-        """See :class:`.Effect`."""
+        """Explain the effect on ``node``; see :meth:`.Effect.explain`."""
         return "error of the module itself: the errors above added in quadrature"

@@ -42,7 +42,7 @@ class DtypeRounding(Effect[float]):
         return {node: _SCALE * _coarser(*names(node)) for node in self.inputs.nodes}
 
     def explain(self, node: int) -> str:
-        """See :class:`.Effect`."""
+        """Explain the effect on ``node``; see :meth:`.Effect.explain`."""
         one, two = map(dtypes.short, self.effects[ComputeDtype].names(node))
         eps = number(_coarser(*self.effects[ComputeDtype].names(node)))
         return f"{one} against {two}: 0.2 × sqrt(2) × eps, with eps = {eps}"
@@ -78,7 +78,7 @@ class ReductionOrder(Effect[float]):
         return max((gradient_reduction(self.inputs.shape(i), shape) for i in outputs), default=0)
 
     def explain(self, node: int) -> str:
-        """See :class:`.Effect`."""
+        """Explain the effect on ``node``; see :meth:`.Effect.explain`."""
         return f"sums of {plural(self.length(node), 'product')} accumulated in float32 in another order"
 
 
@@ -113,7 +113,7 @@ class RankSum(Effect[float]):
         return math.sqrt(self.values[node])
 
     def explain(self, node: int) -> str:
-        """See :class:`.Effect`."""
+        """Explain the effect on ``node``; see :meth:`.Effect.explain`."""
         about = self.inputs.pairs[node].meta
         assert about.baseline is not None
         assert about.target is not None
@@ -140,7 +140,7 @@ class OpsInSequence(Effect[float]):
         return math.sqrt(self.values[node])
 
     def explain(self, node: int) -> str:
-        """See :class:`.Effect`."""
+        """Explain the effect on ``node``; see :meth:`.Effect.explain`."""
         count = plural(int(self.values[node]), "rounding")
         source = self.inputs.graph.inputs(node).source
         since = "inputs of the module" if source in ("captured", "submodules") else "nearest values that were captured"

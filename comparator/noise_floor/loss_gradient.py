@@ -41,7 +41,7 @@ class LossGradient(Effect[list[ErrorDistribution]]):
         return {n: [loss_error(pairs[value].metrics)] for n, value in values_of_losses(self.inputs.graph).items()}
 
     def explain(self, node: int) -> str:
-        """See :class:`.Effect`."""
+        """Explain the effect on ``node``; see :meth:`.Effect.explain`."""
         error = number(self.values[node][0].element / 2.0)
         return f"logits differ by up to {error}, which is twice that relative to each element of softmax(z) - y"
 
@@ -67,6 +67,6 @@ class LossHead(Effect[list[ErrorDistribution]]):
         return errors_of
 
     def explain(self, node: int) -> str:
-        """See :class:`.Effect`."""
+        """Explain the effect on ``node``; see :meth:`.Effect.explain`."""
         error = number(self.contribution(node))
         return f"it sums the loss's gradient over the labels, which differs by up to {error} in one direction"

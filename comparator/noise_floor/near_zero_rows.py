@@ -89,7 +89,7 @@ class NormOfNearZeroRows(Effect[Quantiles]):
         return self.received(node)
 
     def explain(self, node: int) -> str:
-        """See :class:`.Effect`."""
+        """Explain the effect on ``node``; see :meth:`.Effect.explain`."""
         factor = number(self.received(node))
         return f"near-zero input rows: relative to their size they differ {factor} times as much"
 
@@ -117,7 +117,7 @@ class UnmatchedNorm(Effect[Quantiles]):
         return {node: UNMATCHED for node in values if graph.enclosing(node) in norms}
 
     def explain(self, node: int) -> str:
-        """See :class:`.Effect`."""
+        """Explain the effect on ``node``; see :meth:`.Effect.explain`."""
         return f"a norm inside {self.inputs.graph.enclosing(node)} was recorded and could not be compared"
 
 
@@ -154,7 +154,7 @@ class UnevenRows(Effect[tuple[Quantiles, float]]):
         return self.values[node][0][-1]
 
     def explain(self, node: int) -> str:
-        """See :class:`.Effect`."""
+        """Explain the effect on ``node``; see :meth:`.Effect.explain`."""
         spread: ErrorDistribution | None = self.inputs.pairs[node].distribution
         alone = number(spread.errors[-1]) if spread is not None else "-"
         return f"small rows of a function that was not captured: judged relative to the typical row, not by {alone}"

@@ -96,6 +96,6 @@ class OptimizerUpdates(Effect[ErrorDistribution]):
         return local + sum(min(local, each.update_size.errors[0]) for each in moved)
 
     def explain(self, node: int) -> str:
-        """See :class:`.Effect`."""
+        """Explain the effect on ``node``; see :meth:`.Effect.explain`."""
         steps = plural(len(self.inputs.pairs[node].extras.parameter_updates), "optimizer step")
         return f"the errors of its gradients move it by up to {number(self.contribution(node))} in {steps}"

@@ -81,6 +81,6 @@ class PathBound(Effect[float]):
         return np.array([self._upstream_errors[node] for node in self.inputs.nodes])
 
     def explain(self, node: int) -> str:
-        """See :class:`.Effect`."""
+        """Explain the effect on ``node``; see :meth:`.Effect.explain`."""
         most = number(PATH_CONDITION * self.values[node])
         return f"limit: all roundings upstream add up to this, and up to 4 × as much, {most}, may remain"

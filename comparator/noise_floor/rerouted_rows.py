@@ -27,6 +27,6 @@ class ReroutedRows(Effect[ErrorDistribution]):
         return PropagatedErrors(self.inputs.pairs, self.inputs.graph, self.values)
 
     def explain(self, node: int) -> str:
-        """See :class:`.Effect`."""
+        """Explain the effect on ``node``; see :meth:`.Effect.explain`."""
         error = number(self.contribution(node))
         return f"rows that went to other experts were left out here; with them rows differ by up to {error}"

@@ -37,5 +37,5 @@ class RopeAngle(Effect[float]):
         return worst.index[0] if len(worst.index) > 1 else 0  # a table compared whole, one row a position
 
     def explain(self, node: int) -> str:
-        """See :class:`.Effect`."""
+        """Explain the effect on ``node``; see :meth:`.Effect.explain`."""
         return f"angles at position {self._position(node)} are rounded relative to their size in radians"

@@ -62,7 +62,7 @@ class WeakGradient(Effect[float]):
         return factors
 
     def explain(self, node: int) -> str:
-        """See :class:`.Effect`."""
+        """Explain the effect on ``node``; see :meth:`.Effect.explain`."""
         return f"the loss depends on it {number(self.values[node])} times less than on the values computed from it"
 
 
@@ -93,7 +93,7 @@ class SumCancellation(Effect[float]):
         return factors
 
     def explain(self, node: int) -> str:
-        """See :class:`.Effect`."""
+        """Explain the effect on ``node``; see :meth:`.Effect.explain`."""
         return f"terms of the sum over tokens cancel: they are {number(self.values[node])} times as large as the sum"
 
 
@@ -121,7 +121,7 @@ class RaggedSum(Effect[float]):
         return unlimited
 
     def explain(self, node: int) -> str:
-        """See :class:`.Effect`."""
+        """Explain the effect on ``node``; see :meth:`.Effect.explain`."""
         return "integer inputs differ, so the sum covers different rows"
 
 
@@ -138,7 +138,7 @@ class MultiplicativeModule(Effect[float]):
         return {node: MULTIPLICATIVE_CONDITION for node in self.inputs.nodes if graph.is_of_many(node)}
 
     def explain(self, node: int) -> str:
-        """See :class:`.Effect`."""
+        """Explain the effect on ``node``; see :meth:`.Effect.explain`."""
         module = self.inputs.graph.enclosing(node)
         return f"computed by {module}, which has parameters of its own, in a function that was not captured"
 
@@ -157,7 +157,7 @@ class SingleTermRows(Effect[float]):
         return {node: 1.0 for node in summed if len(self.inputs.parameter_shape(node)) > MATRIX_NDIM}
 
     def explain(self, node: int) -> str:
-        """See :class:`.Effect`."""
+        """Explain the effect on ``node``; see :meth:`.Effect.explain`."""
         return "a row may be the sum of one term, since few tokens choose an expert"
 
 
@@ -184,7 +184,7 @@ class FewTerms(Effect[float]):
         return factors
 
     def explain(self, node: int) -> str:
-        """See :class:`.Effect`."""
+        """Explain the effect on ``node``; see :meth:`.Effect.explain`."""
         return f"it sums over about {number(NARROW_ROW_WIDTH / self.values[node])} token rows: the others are near zero"
 
 
@@ -202,7 +202,7 @@ class SharedGain(Effect[float]):
         return {node: gain for node, gain in zip(nodes, gains, strict=True) if gain}
 
     def explain(self, node: int) -> str:
-        """See :class:`.Effect`."""
+        """Explain the effect on ``node``; see :meth:`.Effect.explain`."""
         return "rows share the errors of later tokens, and with these a common gain"
 
 
@@ -294,5 +294,5 @@ class RowConcentration(Effect[float]):
         return not this.is_input and not this.is_summed and (bool(self.inputs.params[node]) or this.is_pointwise)
 
     def explain(self, node: int) -> str:
-        """See :class:`.Effect`."""
+        """Explain the effect on ``node``; see :meth:`.Effect.explain`."""
         return "errors may all be in a few rows: the worst row of the inputs counts for every row"

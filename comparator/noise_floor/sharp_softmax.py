@@ -59,5 +59,5 @@ class SharpSoftmax(Effect[Quantiles]):
         return upstream * float(root_mean_square(np.array(self.values[node])))
 
     def explain(self, node: int) -> str:
-        """See :class:`.Effect`."""
+        """Explain the effect on ``node``; see :meth:`.Effect.explain`."""
         return f"the softmax has a condition number of up to {number(DEFAULT_CONDITION * max(self.values[node]))}"

@@ -27,7 +27,7 @@ class OffsetWeight(Effect[float]):
         return {n: OFFSET_WEIGHT_ROUNDING for n in self.inputs.nodes if graph.nodes[n].has_offset_weight}
 
     def explain(self, node: int) -> str:
-        """See :class:`.Effect`."""
+        """Explain the effect on ``node``; see :meth:`.Effect.explain`."""
         cls = self.inputs.graph.nodes[node].cls
         return f"{cls} multiplies by 1 + weight; a weight near -1 is rounded relative to itself"
 
@@ -46,7 +46,7 @@ class NarrowRows(Effect[float]):
         return {self.inputs.nodes[case]: NARROW_PATH_WIDTH / width.item(case) for case in cases}
 
     def explain(self, node: int) -> str:
-        """See :class:`.Effect`."""
+        """Explain the effect on ``node``; see :meth:`.Effect.explain`."""
         width = self.inputs.spreads.width.item(self.inputs.case_of[node])
         return f"a row has {plural(width, 'element')}: the ratio of its error to its size varies widely"
 
@@ -81,7 +81,7 @@ class PointwiseChannel(Effect[float]):
         return given
 
     def explain(self, node: int) -> str:
-        """See :class:`.Effect`."""
+        """Explain the effect on ``node``; see :meth:`.Effect.explain`."""
         error = number(self.values[node])
         if self.inputs.graph.nodes[node].is_pointwise:
             return f"a pointwise function receives channels that differ by up to {error}, their noise included"

@@ -26,6 +26,6 @@ class TimeEmbedding(Effect[float]):
         return max((self.values.get(i, 0.0) for i in handed), default=self.values.get(node, 0.0))
 
     def explain(self, node: int) -> str:
-        """See :class:`.Effect`."""
+        """Explain the effect on ``node``; see :meth:`.Effect.explain`."""
         error = number(self.values[node])
         return f"each run's values are the sinusoids of its own time; the rounding of the time moves them by {error}"
