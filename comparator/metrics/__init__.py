@@ -1,1 +1,1 @@
-"""Metrics: how far matched values are apart, read once and in place."""
+"""Metrics: distances between matched values, read once and in place."""

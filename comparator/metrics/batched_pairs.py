@@ -1,7 +1,7 @@
 """Batched pairs: pairs with one shape key whose tensors are single stored records.
 
-Their rows are at the same places, so the rows of all such pairs form one block for each pair of files, which is
-compared in one call.
+Their rows are at the same offsets, so the rows of all such pairs form one block per pair of files, which is compared in
+one call.
 """
 
 import math
@@ -33,14 +33,14 @@ Reading = Literal["all", "nothing"]
 
 
 class _Side(Struct, frozen=True, eq=False):
-    """Where the joined rows are stored in one side's tensors."""
+    """Locations of the joined rows in one side's tensors."""
 
     run: Run
     rank: int
     dtype: np.dtype[Any]
-    """Dtype that is compared: for complex numbers that of their parts."""
+    """Dtype of the compared values; for complex numbers, the dtype of their parts."""
     nbytes: list[int]
-    """Bytes of each firing."""
+    """Number of bytes of each firing."""
     width: int
     counts: tuple[int, ...]
     """Number of rows of each join."""
@@ -56,15 +56,15 @@ class BatchedPairs(Struct, frozen=True, eq=False):
     sides: tuple[_Side, _Side]
     parts: tuple[ReadJoin, ...]
     joined: Array
-    """[2, joins]: baseline's and target's firings."""
+    """[2, joins]: firing indices of baseline and target."""
     excused: Array
-    """The same of the joins that need not be read if their hashes are equal."""
+    """[2, joins]: the columns of :attr:`joined` for joins that need not be read if their hashes are equal."""
     num_elements: int
-    """Elements of the joined rows, without padding."""
+    """Number of elements of the joined rows, without padding."""
 
     @property
     def num_rows(self) -> int:
-        """Number of rows of a pair."""
+        """Number of rows of one pair."""
         return len(self.sides[0].firing)
 
     @property
@@ -74,12 +74,14 @@ class BatchedPairs(Struct, frozen=True, eq=False):
 
     @property
     def width(self) -> int:
-        """Columns of a row; a complex number counts as two."""
+        """Number of columns of a row; a complex number counts as two."""
         return self.sides[0].width
 
     def reading(self, pair: Pair) -> "Reading | None":
-        """What must be read of a pair with this shape key: all of it, or nothing; None for a part of it, and where
-        values are not stored."""
+        """Return how much of a pair with this shape key must be read: all of it, or nothing.
+
+        Returns None if only a part must be read, or if values are not stored: the pair cannot be batched.
+        """
         baseline, target = pair.sides
         num_equal = _num_equal(baseline, target, self.excused, "hashes")
         if num_equal:
@@ -87,12 +89,15 @@ class BatchedPairs(Struct, frozen=True, eq=False):
         return "all" if baseline.is_stored and target.is_stored else None
 
     def has_equal_bags(self, pair: Pair) -> bool:
-        """Whether matched firings may hold the same elements in another order."""
+        """Return whether matched firings may contain the same elements in another order."""
         return _num_equal(*pair.sides, self.joined, "bags") > 0
 
     def rows_of(self, one: Series, side: int, join: Array, index: Array) -> Array | None:
-        """[rows, width]: some rows of one side of a pair with this shape key, by their joins and their indices in them;
-        None where values are not stored, or not where they should be."""
+        """Read some rows of one side of a pair with this shape key, [rows, width].
+
+        The rows are given by ``join`` and ``index`` within the join. Returns None if values are not stored, or not at
+        the expected offsets.
+        """
         stored = _rows(self.sides[side], [one]) if one.is_stored else None
         if stored is None:
             return None
@@ -104,8 +109,10 @@ class BatchedPairs(Struct, frozen=True, eq=False):
         return values
 
     def stored_rows(self, pairs: Sequence[Pair]) -> "StoredRows | None":
-        """The rows of pairs that are read whole, see :meth:`reading`. None if bytes are not where they should be; each
-        pair then reports that itself."""
+        """Locate the rows of pairs that are read as a whole, see :meth:`reading`.
+
+        Returns None if bytes are not at the expected offsets; each pair then reports this itself.
+        """
         series = zip(*((p.baseline, p.target) for p in pairs), strict=True)
         rows = [_rows(side, [one for one in mine if one]) for side, mine in zip(self.sides, series, strict=True)]
         left, right = rows
@@ -113,22 +120,22 @@ class BatchedPairs(Struct, frozen=True, eq=False):
 
 
 class StoredRows:
-    """The rows of a batch of pairs where they are stored, in the order of the pairs."""
+    """Locations of the stored rows of a batch of pairs, in the order of the pairs."""
 
     def __init__(self, left: "_Rows", right: "_Rows") -> None:
         self._left, self._right = left, right
         self._files = left.file * len(right.files) + right.file
-        """[rows]: number of the pair of files."""
+        """[rows]: index of the pair of files."""
 
     def by_files(self) -> tuple[list[Strip], Array | None]:
-        """One block per pair of files, and the index of each row, None if they are in order."""
+        """Return one block per pair of files, and the index of each row, or None if the rows are in order."""
         if len(self._left.files) == len(self._right.files) == 1:
             return [self._strip(np.s_[:])], None
         places = [np.flatnonzero(self._files == key) for key in np.unique(self._files)]
         return [self._strip(at) for at in places], np.concatenate(places)
 
     def in_order(self, rows: Array) -> Iterator[Strip]:
-        """Some rows, one block per run of rows in the same files."""
+        """Yield the given rows in order, one block per consecutive run of rows in the same files."""
         files = self._files[rows]
         cuts = [0, *(np.flatnonzero(files[1:] != files[:-1]) + 1).tolist(), len(rows)]
         for start, end in pairwise(cuts if len(rows) else ()):
@@ -142,7 +149,7 @@ class StoredRows:
 
 
 def _num_equal(left: Series, right: Series, joined: Array, what: Literal["hashes", "bags"]) -> int:
-    """How many of the matched firings, [2, joins], have equal hashes, or multiset hashes."""
+    """Return the number of matched firings, given as [2, joins], with equal hashes or multiset hashes."""
     if not joined.size:
         return 0
     one, two = left.digest_words(what), right.digest_words(what)
@@ -154,7 +161,7 @@ def _num_equal(left: Series, right: Series, joined: Array, what: Literal["hashes
 
 
 def batched_pairs_of(ready: PreparedPair) -> BatchedPairs | None:
-    """The common reading plan of all pairs with this shape key; None if they must be read one by one."""
+    """Return the common reading plan of all pairs with this shape key; None if they must be read one by one."""
     joins, sides = ready.plan.joins, []
     for which, wholes in enumerate((ready.left, ready.right)):
         picked = [(j.target, j.target_rows) if which else (j.baseline, j.baseline_rows) for j in joins]
@@ -172,7 +179,7 @@ def batched_pairs_of(ready: PreparedPair) -> BatchedPairs | None:
 
 
 def num_elements_of(whole: AssembledTensor, layout: Layout, join: RowJoin) -> int:
-    """Number of elements of the joined rows, without padding."""
+    """Return the number of elements of the joined rows, without padding."""
     if join.pairs is None:
         return math.prod(whole.shape)
     return len(join.pairs) * math.prod(n for axis, n in enumerate(whole.shape) if axis not in layout.axes)
@@ -199,14 +206,14 @@ def _side(wholes: Sequence[AssembledTensor], layout: Layout, picked: Sequence[tu
 
 
 class _Rows(NamedTuple):
-    """The rows of several pairs' tensors."""
+    """The rows of several pairs' tensors within their files."""
 
     files: list[Array]
-    """For each file, every row of its bytes that begins at an element; they overlap."""
+    """For each file, an array of all overlapping rows that start at any element."""
     file: Array
     """[rows]: index of the file."""
     first: Array
-    """[rows]: index among the rows of that file."""
+    """[rows]: index of the row in the array of that file."""
 
 
 def _rows(side: _Side, series: Sequence[Series]) -> _Rows | None:
@@ -240,8 +247,10 @@ def _rows(side: _Side, series: Sequence[Series]) -> _Rows | None:
 
 
 def _gathered(side: _Side, series: Sequence[Series]) -> Array:
-    """Copies of payloads that are not stored in one piece, one after the other; empty if a dtype is not the recorded
-    one. Raises DataError."""
+    """Copy payloads that are not stored contiguously into one buffer; empty if a dtype is not the recorded one.
+
+    Raises DataError if values cannot be read.
+    """
     values = [side.run.array(firing.records[0]) for one in series for firing in one.firings]
     if any(array.dtype != side.dtype and array.real.dtype != side.dtype for array in values):
         return np.empty(0, np.uint8)

@@ -1,7 +1,7 @@
-"""Channels: whether one channel is scaled, an error that the norm of a row dilutes by the square root of its width.
+"""Channels: detect a scaled channel, an error that the norm of a row dilutes by the square root of its width.
 
-The rounding of a channel averages out over rows, a scale does not. A sample of rows, of bounded size, is therefore read
-again column by column. Rows with non-finite values are skipped.
+The rounding of a channel averages out over rows, a scale does not. Therefore, a sample of rows, of bounded size, is
+read again column by column. Rows with nonfinite values are skipped.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,17 +20,17 @@ from tapscope.kernels.native.channels import KINDS, NO_CHANNEL, Channel, add_cha
 Array = np.ndarray[Any, Any]
 
 MAX_ELEMENTS = 65536
-"""Elements of either side that are read, or :data:`_FEW_ROWS` rows if that is more."""
+"""Maximum number of elements read per side, unless :data:`_FEW_ROWS` rows have more."""
 _FEW_ROWS = 32
-"""Rows that are read of wide tensors, which would otherwise have too few to average over."""
+"""Number of rows read of wide tensors, which would otherwise have too few rows to average over."""
 _MAX_COLUMNS = 1 << 20
-"""Columns above which they are elements of a flat tensor rather than channels, and too many to sum."""
+"""Number of columns above which they are elements of a flat tensor rather than channels, and too many to sum."""
 _MAX_ROWS = 256
 _MAX_JOINS = 8
 
 
 def worst_channel(opened: LazyPair, measured: MeasuredPair) -> Channel:
-    """The channel with the largest ratio of gain to noise, for a pair with values on both sides."""
+    """Return the channel with the largest ratio of gain to noise, for a pair with values on both sides."""
     last = len(measured.parts) - 1
     if last < 0:
         return NO_CHANNEL
@@ -55,14 +55,14 @@ def worst_channel(opened: LazyPair, measured: MeasuredPair) -> Channel:
 
 
 def _width(opened: LazyPair, parts: Sequence[ReadJoin]) -> int:
-    """Columns of the joined rows; 0 if they have different widths."""
+    """Return the number of columns of the joined rows; 0 if they have different widths."""
     sides = (side for part in parts for side in (opened.left[part.join.baseline], opened.right[part.join.target]))
     widths = {sum(block.width for block in side) for side in sides}
     return widths.pop() if len(widths) == 1 else 0
 
 
 def _strips(opened: LazyPair, parts: Sequence[ReadJoin], rows: Sequence[Array]) -> Iterator[Strip]:
-    """Some rows of each join."""
+    """Yield the selected rows of each join."""
     first = 0
     for part, at in zip(parts, rows, strict=True):
         join = part.join
@@ -78,8 +78,10 @@ def _strips(opened: LazyPair, parts: Sequence[ReadJoin], rows: Sequence[Array]) 
 
 @lru_cache(maxsize=256)
 def sample(num: int, width: int, num_joins: int) -> Array:
-    """Indices of evenly spaced rows out of ``num``, so that all joins together have at most :data:`MAX_ELEMENTS`
-    elements or :data:`_FEW_ROWS` rows, whichever is more; of the widest tensors as many elements as one row may have.
+    """Return the indices of evenly spaced rows out of ``num``.
+
+    All joins together have at most :data:`MAX_ELEMENTS` elements or :data:`_FEW_ROWS` rows, whichever is more. The
+    limit for the widest tensors is the number of elements that one row may have.
     """
     if not num:
         return _read_only(np.empty(0, np.int64))

@@ -1,4 +1,4 @@
-"""Chunks: the joined rows of a pair, some at a time, so that no tensor must fit into memory."""
+"""Chunks: the joined rows of a pair in portions of bounded size, so that no tensor must fit into memory."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -13,11 +13,11 @@ from tapscope.comparator.metrics.joined_rows import overlaps, part_of
 Array = np.ndarray[Any, Any]
 
 _CHUNK_ELEMENTS = 1 << 19
-"""Elements of either side per chunk."""
+"""Number of elements of either side per chunk."""
 
 
 class Chunk(NamedTuple):
-    """Some rows and columns of a join on both sides, [rows, columns], each in its own dtype."""
+    """Some rows and columns of a join on both sides, [rows, columns], each side in its own dtype."""
 
     join: RowJoin
     row: int
@@ -29,7 +29,7 @@ class Chunk(NamedTuple):
 
 
 def columns(ready: PreparedPair) -> Iterator[Chunk]:
-    """Every joined row not known equal by hash, in chunks of adjacent columns."""
+    """Yield every joined row that is not known equal by hash, in chunks of adjacent columns."""
     for join, left, right in _joined(ready):
         for offset, one, two in overlaps(left, right):
             for start, stop in _spans(join, left, max(one.stop - one.start, 1)):
@@ -41,7 +41,10 @@ def columns(ready: PreparedPair) -> Iterator[Chunk]:
 
 
 def rows(ready: PreparedPair, *, every: bool = False) -> Iterator[Chunk]:
-    """The same in whole rows, joined over shards; with ``every`` also rows known equal by hash."""
+    """Yield every joined row in chunks of whole rows, joined over shards.
+
+    Rows known equal by hash are skipped unless ``every`` is set.
+    """
     for join, left, right in _joined(ready, every=every):
         width = sum(block.width for block in left)
         for start, stop in _spans(join, left, max(width, 1)):

@@ -18,60 +18,61 @@ _WORDS = {1: (np.uint8, 0x80), 2: (np.uint16, 0x8000), 4: (np.uint32, 1 << 31), 
 
 
 _FRACTION_BITS = 4
-"""Mantissa bits: sixteen bins per octave, so percentiles are accurate to 3 %, and integers up to 31 are exact."""
+"""Mantissa bits of a bin: with sixteen bins per octave, percentiles are accurate to 3 %, and integers up to 31 are
+exact."""
 _SHIFT = 52 - _FRACTION_BITS
 _NUM_BINS = 0x7FF << _FRACTION_BITS
 
 
 PERCENTILES = (0.01, 0.05, 0.5, 0.95, 0.99)
 NUM_CHANNELS = 5
-"""Channels that are listed, the worst first."""
+"""Number of listed channels, the worst first."""
 _MAX_COLUMNS = 1 << 20
-"""Columns above which they are elements of a flat tensor rather than channels."""
+"""Number of columns above which they are elements of a flat tensor rather than channels."""
 _LOGITS = re.compile(r"(?:(?:^|\.)(?:lm_head|output_layer):out(?:\[0\])?|:out\[logits\])$")
 _ROUTER = re.compile(r"\.(?:router|gate|wg)(?:\.[a-z_]*linear|\.layer)?:out(?:\[(?:0|router_logits)\])?$")
 
 
 class ChannelError(Struct, frozen=True):
-    """The error of one channel."""
+    """Error of one channel."""
 
     index: int
     max_abs: float
     rel_l2: float
-    """Norm of its differences / norm of its baseline; inf if only the baseline is zero."""
+    """Norm of the channel's differences / norm of its baseline; inf if only the baseline is zero."""
 
 
 class Detail(Struct, frozen=True):
-    """Detailed metrics; differences are over positions finite on both sides, in float64."""
+    """Detailed metrics; differences cover positions that are finite on both sides, in float64."""
 
     percentiles: tuple[tuple[float, float], ...]
-    """(fraction, absolute difference not exceeded by it, to 3 %)."""
+    """(fraction, value that this fraction of the absolute differences does not exceed, to 3 %)."""
     histogram: tuple[tuple[int | None, int], ...]
-    """(e, number of differences in [2^e, 2^(e+1))); None: equal elements."""
+    """(e, number of differences in [2^e, 2^(e+1))); e is None for equal elements."""
     ulp_dtype: str | None = None
-    """The coarser dtype, in which ULPs are counted; None for other than floating-point values."""
+    """The coarser dtype, in which ULPs are counted; None for values that are not floating-point."""
     ulp_max: float | None = None
     ulp_p99: float | None = None
     channels: tuple[ChannelError, ...] = ()
-    """Empty for one row or one column."""
+    """The worst channels; empty for a single row or column."""
     logits: LogitsAgreement | None = None
     router: RouterAgreement | None = None
 
 
 def is_logits(site: str) -> bool:
-    """Whether a site is named as logits are."""
+    """Return whether the site's name is that of logits."""
     return _LOGITS.search(site) is not None
 
 
 def is_router(site: str) -> bool:
-    """Whether a site is named as a router's scores are."""
+    """Return whether the site's name is that of a router's scores."""
     return _ROUTER.search(site) is not None
 
 
 def detail_of(ready: PreparedPair, site: str, k: int | None = None) -> Detail:
-    """Detailed metrics of a pair with values on both sides; ``k`` experts are chosen per token, if known.
+    """Compute the detailed metrics of a pair with values on both sides.
 
-    Raises RunCorruptError if bytes are missing.
+    ``k`` is the number of experts per token, if known. Raises RunCorruptError if bytes are missing.
     """
     dtype = common_dtype(ready.left[0].dtype or "", ready.right[0].dtype or "")
     differences, steps, channels = Histogram(), Histogram(), _Channels()
@@ -98,14 +99,14 @@ def detail_of(ready: PreparedPair, site: str, k: int | None = None) -> Detail:
 
 
 class _Channels:
-    """Largest difference and sums of squares of differences and baseline, by column."""
+    """Maximum difference, and sums of squares of differences and baseline, for each column."""
 
     def __init__(self) -> None:
         self._sums = np.zeros((3, 0))
         self._rows = 0
 
     def add(self, column: int, difference: Array, baseline: Array) -> None:
-        """Add rows of the columns from ``column`` on."""
+        """Add rows of the columns that start at ``column``."""
         end = column + difference.shape[1]
         if end > _MAX_COLUMNS or not len(difference):
             return
@@ -118,7 +119,7 @@ class _Channels:
         self._rows += len(difference) if column == 0 else 0
 
     def worst(self) -> tuple[ChannelError, ...]:
-        """The channels with the largest relative error; of equal ones the first."""
+        """Return the channels with the largest relative error; among equal ones, the first."""
         largest, diff, base = self._sums
         if self._rows < 2 or len(largest) < 2:
             return ()
@@ -134,7 +135,7 @@ class Histogram(Struct):
     largest: float = 0.0
 
     def add(self, values: Array) -> None:
-        """Count ``values``, finite and non-negative, of any shape."""
+        """Count ``values``, which must be finite and non-negative, of any shape."""
         wide = np.ascontiguousarray(values, np.float64).reshape(-1)
         if wide.size:
             self.bins += np.bincount(wide.view(np.int64) >> _SHIFT, minlength=_NUM_BINS)
@@ -147,12 +148,14 @@ class Histogram(Struct):
 
     @property
     def count(self) -> int:
-        """Number of values counted."""
+        """Number of counted values."""
         return int(self.bins.sum())
 
     def percentile(self, share: float) -> float:
-        """The value that a fraction ``share`` (0 to 1) of all do not exceed, to the middle of its bin; 0 if nothing was
-        counted."""
+        """Return the value that a fraction ``share`` (0 to 1) of all values does not exceed, to the middle of its bin.
+
+        Returns 0 if no value was counted.
+        """
         total = np.cumsum(self.bins)
         if not total[-1]:
             return 0.0
@@ -164,15 +167,17 @@ class Histogram(Struct):
         return min(middle, self.largest)
 
     def octaves(self) -> tuple[tuple[int | None, int], ...]:
-        """(exponent e, number of values in [2^e, 2^(e+1))), ascending; zeros and subnormals have None."""
+        """Return (exponent e, number of values in [2^e, 2^(e+1))), ascending; e is None for zeros and subnormals."""
         counts = self.bins.reshape(-1, 1 << _FRACTION_BITS).sum(1)
         filled = np.flatnonzero(counts).tolist()
         return tuple((i - 1023 if i else None, int(counts[i])) for i in filled)
 
 
 def common_dtype(baseline: str, target: str) -> str | None:
-    """The coarser of two floating-point dtypes, in which both values are compared; None if one is not floating point,
-    or unsigned."""
+    """Return the coarser of two floating-point dtypes, in which both values are compared.
+
+    Returns None if one of the dtypes is not floating-point, or unsigned.
+    """
     names = [dtypes.COMPLEX.get(name, name) for name in (baseline, target)]
     if not all(map(dtypes.is_float, names)) or "float8_e8m0fnu" in names:
         return None
@@ -180,9 +185,9 @@ def common_dtype(baseline: str, target: str) -> str | None:
 
 
 def distances(baseline: Array, target: Array, dtype: str) -> Array:
-    """[...] float64: steps between the two values in ``dtype``, 0 between the two zeros.
+    """Return the number of ULPs between the two values in ``dtype``, float64; the two zeros have distance 0.
 
-    Both are rounded to ``dtype`` first. Positions where either is not finite are dropped, and the result is then flat.
+    Both values are first rounded to ``dtype``. The result is flat, without positions where either value is nonfinite.
     """
     kind = dtypes.numpy_dtype(dtype)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -193,7 +198,7 @@ def distances(baseline: Array, target: Array, dtype: str) -> Array:
 
 
 def _order(values: Array) -> Array:
-    """Ordinal of each number, counted from zero. In float64: exact below 2^53, which suffices."""
+    """Return the ordinal of each number, counted from zero, in float64: exact below 2^53, which suffices."""
     word, sign = _WORDS[values.dtype.itemsize]
     bits = np.ascontiguousarray(values).view(word)
     size = (bits & word(sign - 1)).astype(np.float64)

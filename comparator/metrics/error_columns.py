@@ -1,4 +1,4 @@
-"""Error columns: the error distributions of many sites as arrays, and the largest errors of their inputs."""
+"""Error columns: the error distributions of many sites as arrays, and the largest errors of the sites' inputs."""
 
 from collections.abc import Sequence
 from itertools import accumulate, chain, pairwise
@@ -12,11 +12,11 @@ from tapscope.comparator.metrics.error_distribution import QUANTILES, ErrorDistr
 Array = np.ndarray[Any, Any]
 _MEMBERS = len(QUANTILES) + 7
 ELEMENT, PEAK, CHANNELS = len(QUANTILES), len(QUANTILES) + 1, len(QUANTILES) + 3
-"""Row indices of these members of :class:`LargestErrors` in its values."""
+"""Row indices of these members in :attr:`LargestErrors.values`."""
 
 
 class ErrorColumns(NamedTuple):
-    """The members of :class:`~.error_distribution.ErrorDistribution` that floors depend on, one element per site."""
+    """The members of :class:`~.error_distribution.ErrorDistribution` that affect floors, with one element per site."""
 
     num_rows: Array
     width: Array
@@ -33,7 +33,7 @@ class ErrorColumns(NamedTuple):
 
     @classmethod
     def of(cls, spreads: Sequence[ErrorDistribution]) -> "ErrorColumns":
-        """The columns of some distributions."""
+        """Build the columns of the given distributions."""
         values = np.fromiter(chain.from_iterable(map(_members, spreads)), np.float64, _MEMBERS * len(spreads))
         errors, others = np.split(values.reshape(-1, _MEMBERS).T.copy(), [len(QUANTILES)])
         num_rows, width = np.array([(each.num_rows, each.width) for each in spreads], np.int64).reshape(-1, 2).T
@@ -41,8 +41,8 @@ class ErrorColumns(NamedTuple):
 
     @property
     def tests(self) -> Array:
-        """[tests, sites]: every error with a floor: at :data:`~.error_distribution.QUANTILES`, and the magnitudes of
-        gain, channel, element and peak."""
+        """[tests, sites]: every error that has a floor: errors at :data:`~.error_distribution.QUANTILES`, and the
+        magnitudes of gain, channel, element and peak."""
         return np.array((*self.errors, np.abs(self.gain), np.abs(self.channel), self.element, self.peak))
 
     @property
@@ -54,7 +54,7 @@ class ErrorColumns(NamedTuple):
         return np.array((*self.errors, element, peak, gain, channel, larger(self.gain_sd, self.sum_gain_sd)))
 
     def at(self, sites: Array | Sequence[int] | int) -> "ErrorColumns":
-        """The columns of some of the sites."""
+        """Return the columns of the given sites."""
         return ErrorColumns(*(column[..., sites] for column in self))
 
 
@@ -64,47 +64,48 @@ def _members(one: ErrorDistribution) -> tuple[float, ...]:
 
 
 class LargestErrors(NamedTuple):
-    """For each kind of error, the largest among the inputs of each site; 0 without inputs."""
+    """For each kind of error, the maximum over the inputs of each site; 0 without inputs."""
 
     values: Array
     """[kinds, sites]: the properties below, stacked."""
 
     @classmethod
     def of(cls, spreads: Sequence[Sequence[ErrorDistribution]]) -> "LargestErrors":
-        """The largest errors of the inputs of each site."""
+        """Compute the largest errors from the distributions of each site's inputs."""
         bounds = accumulate(map(len, spreads), initial=0)
         handed = ErrorColumns.of(list(chain.from_iterable(spreads))).propagated
         return cls(largest_in(handed, [range(first, stop) for first, stop in pairwise(bounds)]))
 
     @property
     def errors(self) -> Array:
-        """[quantiles, sites] relative errors of rows."""
+        """[quantiles, sites]: relative errors of rows."""
         return self.values[: len(QUANTILES)]
 
     @property
     def element(self) -> Array:
-        """[sites] :attr:`.ErrorDistribution.element`."""
+        """[sites]: :attr:`.ErrorDistribution.element`."""
         return self._row(0)
 
     @property
     def peak(self) -> Array:
-        """[sites] :attr:`.ErrorDistribution.peak`."""
+        """[sites]: :attr:`.ErrorDistribution.peak`."""
         return self._row(1)
 
     @property
     def gain(self) -> Array:
-        """[sites] magnitude of :attr:`.ErrorDistribution.gain`."""
+        """[sites]: magnitude of :attr:`.ErrorDistribution.gain`."""
         return self._row(2)
 
     @property
     def channel(self) -> Array:
-        """[sites] :attr:`.ErrorDistribution.channel`, as far as it exceeds its noise."""
+        """[sites]: magnitude of :attr:`.ErrorDistribution.channel`; 0 if it does not exceed its noise."""
         channel: Array = self.values[CHANNELS]
         return channel
 
     @property
     def gain_sd(self) -> Array:
-        """[sites] :attr:`.ErrorDistribution.gain_sd`; of gradients with what row gains may leave in a sum over rows."""
+        """[sites]: :attr:`.ErrorDistribution.gain_sd`; for gradients, at least the deviation that row gains cause in a
+        sum over rows."""
         return self._row(4)
 
     def _row(self, index: int) -> Array:

@@ -1,7 +1,7 @@
-"""Error distribution: the errors of a site's rows, each relative to its own norm.
+"""Error distribution: the errors of a site's rows, each relative to the norm of the row.
 
 The global error of a tensor hides one bad token among thousands and one dead channel among hundreds. Quantiles over
-rows and the worst element of each row do not.
+rows and the worst element of each row reveal both.
 """
 
 import math
@@ -29,19 +29,19 @@ class RowSizes(Struct, frozen=True, gc=False):
     min_rms: float
     """Root mean square of the elements of the smallest row."""
     sum_gain_sd: float = 0.0
-    """Standard deviation of the gain of a sum over rows that differences of row gains cause; a row's gain is weighted
-    by its share of the sum of squares."""
+    """Standard deviation of the gain of a sum over rows due to different row gains; the gain of a row is weighted by
+    its share of the sum of squares."""
     num_terms: float = math.inf
-    """Number of equal rows with an equally uneven sum of squares: ``(sum of s)^2 / sum of s^2`` for squares s of the
-    row norms; 1 if a single row holds all of it."""
+    """Effective number of rows: ``(sum of s)^2 / sum of s^2`` for the squares s of the row norms; 1 if a single row has
+    the whole sum of squares."""
 
 
 class ErrorDistribution(Struct, frozen=True, gc=False):
-    """Distribution of relative errors over rows."""
+    """Distribution of relative errors over the rows of a site."""
 
     num_rows: int
     errors: tuple[float, ...]
-    """At :data:`QUANTILES`: norm of the row's difference / norm of its baseline."""
+    """Errors at :data:`QUANTILES`: norm of the row's difference / norm of its baseline."""
     element: float
     """Median over rows of: difference of the largest element / max(that element, rms of the row)."""
     gain: float
@@ -51,28 +51,28 @@ class ErrorDistribution(Struct, frozen=True, gc=False):
     peak: float = 0.0
     """Maximum over rows of the quantity whose median is :attr:`element`."""
     channel: float = 0.0
-    """Gain of the channel that stands out most, see :mod:`.channels`."""
+    """Gain of the most conspicuous channel, see :mod:`.channels`."""
     channel_noise: float = 0.0
-    """The part of it that the scatter over rows and channels explains."""
+    """The part of :attr:`channel` that the scatter over rows and channels explains."""
     channel_index: int = 0
     row_sizes: RowSizes | None = None
-    """For gradients only."""
+    """Sizes of the baseline's rows; for gradients only."""
     width: int = 0
-    """Elements of the widest row; 0 if unknown."""
+    """Number of elements of the widest row; 0 if unknown."""
 
     @property
     def is_zero(self) -> bool:
-        """Whether nothing differs."""
+        """Whether all errors are zero."""
         return self.errors[-1] == 0.0
 
     def scaled(self, by: Sequence[float]) -> "ErrorDistribution":
-        """The distribution with its errors multiplied by a factor at each of :data:`QUANTILES`."""
+        """Return the distribution with its errors multiplied by one factor per quantile of :data:`QUANTILES`."""
         if max(by) == 1.0:
             return self
         return structs.replace(self, errors=tuple(e * more for e, more in zip(self.errors, by, strict=True)))
 
     def worst_everywhere(self) -> "ErrorDistribution":
-        """The distribution if every row and element were as far off as the worst one."""
+        """Return the distribution in which every row and element has the error of the worst one."""
         worst = (self.errors[-1],) * len(self.errors)
         return structs.replace(self, errors=worst, element=self.peak)
 
@@ -82,22 +82,25 @@ NO_ERROR = ErrorDistribution(0, (0.0,) * len(QUANTILES), 0.0, 0.0, 0.0)
 
 
 Quantiles = tuple[float, ...]
-"""One number at each of :data:`QUANTILES`."""
+"""One number per quantile of :data:`QUANTILES`."""
 
 
 class ParameterUpdate(Struct, frozen=True):
-    """The error of a parameter after one step of an optimizer."""
+    """Error of a parameter after one optimizer step."""
 
     step: int
     distribution: ErrorDistribution
     update_size: ErrorDistribution
-    """Size of the baseline's update, relative to its rows."""
+    """Size of the baseline's update, relative to the parameter's rows."""
     target_update_size: Quantiles = ()
-    """Size of the target's update, relative to the baseline's rows, at :data:`QUANTILES`; empty if unknown."""
+    """Size of the target's update relative to the baseline's rows, at :data:`QUANTILES`; empty if unknown."""
 
 
 def error_distribution_of(seen: Overview, width: int = 0, sizes: RowSizes | None = None) -> ErrorDistribution:
-    """The distribution over the rows that were read, ``width`` wide; rows known equal by hash do not dilute it."""
+    """Return the distribution over the rows that were read, ``width`` elements wide.
+
+    Rows known equal by hash are not part of the distribution, so they do not dilute it.
+    """
     if seen.is_zero:
         return NO_ERROR
     measured = seen.quantiles, seen.element, seen.gain, seen.gain_sd, seen.peak
@@ -105,8 +108,10 @@ def error_distribution_of(seen: Overview, width: int = 0, sizes: RowSizes | None
 
 
 def root_mean_square(errors: Array) -> Array:
-    """[sites]: root mean square over rows from [quantiles, sites], with squares linear between two quantiles and
-    constant below the first."""
+    """Return the root mean square over rows, [sites], from errors [quantiles, sites].
+
+    Squares are interpolated linearly between two quantiles and constant below the first.
+    """
     squares, shares = errors**2, np.diff((0.0, *QUANTILES))
     means = np.concatenate((squares[:1], (squares[:-1] + squares[1:]) / 2.0))
     rms: Array = np.sqrt(shares @ means)
@@ -114,12 +119,12 @@ def root_mean_square(errors: Array) -> Array:
 
 
 def with_channel(spread: ErrorDistribution, channel: Channel) -> ErrorDistribution:
-    """The distribution with the channel that stands out most."""
+    """Return the distribution with the most conspicuous channel set."""
     return structs.replace(spread, channel=channel.gain, channel_noise=channel.noise, channel_index=channel.index)
 
 
 def row_sizes_of(rows: RowMeasures) -> RowSizes:
-    """The sizes of the baseline's rows, without rows of zeros."""
+    """Compute the sizes of the baseline's rows, without rows of zeros."""
     use = np.isfinite(rows.sum_sq_baseline) & (rows.sum_sq_baseline > 0.0)
     if not use.any():
         return RowSizes(1.0, 0.0, 0.0)

@@ -1,7 +1,7 @@
-"""Images: the channels of tensors with the layout [batch, channels, positions], whose rows are along the last axis.
+"""Images: channels of tensors with the layout [batch, channels, positions], whose rows are along the last axis.
 
-Without token rows the last axis is the width of a row, here that of the picture. One scaled channel is then some rows
-among thousands. So the positions of a sample are arranged with channels as columns, and summed as token rows are
+Without token rows, a row runs along the last axis, here the width of the image. One scaled channel is then a few rows
+among thousands. Therefore, the positions of a sample are arranged with channels as columns, and summed like token rows
 (:mod:`.channels`).
 """
 
@@ -23,30 +23,31 @@ from tapscope.run_format.index import SiteInfo
 
 Array = np.ndarray[Any, Any]
 MAX_ELEMENTS = 65536
-"""Elements of either side that are read over all firings, but at least one position of each."""
+"""Maximum number of elements read per side over all firings, but at least one position of each."""
 _MAX_POSITION_ELEMENTS = 1 << 20
-"""Elements of all channels at one position (a row of the picture) above which nothing is read."""
+"""Number of elements of all channels at one position (a row of the image) above which no channel is measured."""
 _MAX_FIRINGS = 8
 _IMAGE = 4
-"""Axes from which a tensor without token rows counts as an image; for convolutions one less, a signal."""
+"""Minimum number of axes of an image without token rows; a signal, as convolutions process, has one axis less."""
 _CONVOLVES = re.compile(r"(Lazy)?Conv(Transpose)?[123]d|(Lazy)?(Batch|Instance)Norm[123]d|GroupNorm|\w*Pool[123]d")
-"""Not GPT-2's Conv1D, which is a linear map."""
+"""Classes of modules that process images or signals; not GPT-2's Conv1D, which is a linear map."""
 
 
 def is_conv_class(cls: str) -> bool:
-    """Whether modules of this class combine rows of an image or signal, and have channels on the second axis."""
+    """Return whether modules of this class combine rows of an image or signal, with channels on the second axis."""
     return _CONVOLVES.fullmatch(cls) is not None
 
 
 def conv_modules_of(sites: Mapping[str, SiteInfo]) -> frozenset[str]:
-    """Paths of the modules of such classes."""
+    """Return the paths of the modules with such a class."""
     return frozenset(module_of(site) for site, info in sites.items() if info.cls and is_conv_class(info.cls))
 
 
 def image_channel(opened: LazyPair, measured: MeasuredPair, *, is_signal: bool) -> Channel:
-    """The channel along the second axis with the largest ratio of gain to noise; zero for other than images.
+    """Return the channel along the second axis with the largest ratio of gain to noise; zero for tensors other than
+    images.
 
-    ``is_signal``: three axes suffice, because it is an input or output of a convolution or the like.
+    ``is_signal`` permits three axes, because the site is an input or output of a convolution or similar module.
     """
     last = len(measured.parts) - 1
     if last < 0 or any(layout.by_rows for layout in opened.layouts):
@@ -73,7 +74,7 @@ def _wholes(opened: LazyPair, part: ReadJoin) -> tuple[Any, Any]:
 
 
 def _is_plain(opened: LazyPair, part: ReadJoin) -> bool:
-    """Whether both sides are one tensor each, with all rows in order, as wide as the picture."""
+    """Return whether both sides are one tensor each, with all rows in order and rows along the last axis."""
     one, two = _wholes(opened, part)
     num = math.prod(one.shape[:-1])
     are_all = all(
@@ -89,7 +90,7 @@ def _sides(opened: LazyPair, part: ReadJoin) -> tuple[list[Block], list[Block]]:
 
 
 def _strips(opened: LazyPair, part: ReadJoin, shape: tuple[int, ...], odd: Array, most: int) -> Iterator[Strip]:
-    """Some positions of one firing, [positions x width, channels] of either side, all of them finite."""
+    """Yield some finite positions of one firing, [positions x width, channels] of either side."""
     channels, rest, width = shape[0], math.prod(shape[1:-1]), shape[-1]
     num = part.num_rows // channels
     wanted = max(1, min(num, most // (channels * width)))

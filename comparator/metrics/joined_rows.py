@@ -1,4 +1,4 @@
-"""Joined rows: matched rows of both sides, passed to the kernel in place where possible, else copied in chunks."""
+"""Joined rows: matched rows of both sides, passed to the kernel in place if possible, otherwise copied in chunks."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -15,20 +15,20 @@ from tapscope.kernels.native.row_blocks import Summands
 Array = np.ndarray[Any, Any]
 
 _COPY_ELEMENTS = 1 << 20
-"""Elements per copy if rows cannot be compared in place."""
+"""Number of elements per copy if rows cannot be compared in place."""
 
 
 class ReadJoin(Struct, frozen=True):
-    """A join that was read."""
+    """A join whose rows were read."""
 
     join: RowJoin
     first: int
-    """Index of its first row among all that were read."""
+    """Index of the join's first row among all rows that were read."""
     num_rows: int
 
 
 def part_at(parts: Sequence[ReadJoin], row: int) -> ReadJoin:
-    """The join of a row."""
+    """Return the join that contains a row."""
     return parts[bisect_right(parts, row, key=lambda part: part.first) - 1]
 
 
@@ -41,21 +41,21 @@ class JoinedRows:
         self._waiting = 0
         """Number of rows in the row blocks."""
         self._copied_rows: list[tuple[int, Array]] = []
-        """(index of the first of some of these rows, their order)."""
+        """(index of the first row of a group, order of the group's rows)."""
         self._done: list[Compared] = []
         self.ranks: list[int | None] = []
-        """For each row block, the rank that alone holds the target's columns."""
+        """For each row block, the rank that alone holds the target's columns, or None."""
         self.num_rows = 0
 
     def add(self, left: list[Block], right: list[Block], join: RowJoin, *, masks: bool = False) -> int:
         """Add the rows of a join, and return their number.
 
-        ``masks``: compare where both sides are visible, instead of values.
+        ``masks`` compares whether positions are visible, instead of values.
         """
         return self.add_columns(overlaps(left, right), join, masks=masks)
 
     def add_columns(self, both: "list[tuple[int, Columns, Columns]]", join: RowJoin, *, masks: bool = False) -> int:
-        """The same for column ranges as :func:`overlaps` gives them."""
+        """Add the rows of a join for the column ranges returned by :func:`overlaps`, and return their number."""
         num = _length(join.baseline_rows, both[0][1].block)
         if masks or not all(_is_in_place(side) for _, *sides in both for side in sides):
             self._compare()
@@ -70,7 +70,10 @@ class JoinedRows:
         return num
 
     def add_row_blocks(self, strips: Sequence[Strip], order: Array | None, rank: int) -> None:
-        """Add row blocks with whole rows; ``order`` is the index of each row among all, ``rank`` the target's."""
+        """Add row blocks of whole rows.
+
+        ``order`` is the index of each row among all rows, ``rank`` the target's rank.
+        """
         if order is not None:
             self._copied_rows.append((self._waiting, np.argsort(order)))
         for strip in strips:
@@ -107,12 +110,12 @@ class JoinedRows:
         self._row_blocks, self._waiting, self._copied_rows = [], 0, []
 
     def compared(self) -> Compared:
-        """The comparisons in the order in which rows were added."""
+        """Return the comparisons in the order in which rows were added."""
         self._compare()
         if len(self._done) == 1:
             return self._done[0]
         whole, start = Compared.empty(self.num_rows), self.num_rows
-        while self._done:  # each is released once it is copied: there may be millions of rows
+        while self._done:  # release each part once copied: there may be millions of rows
             part = self._done.pop()
             start -= len(part.strip)
             whole.put(start, part)
@@ -138,12 +141,12 @@ def _length(rows: Rows, block: Block) -> int:
 
 
 def _visible(mask: Array) -> Array:
-    """True where a mask is visible: where it is True, or adds nothing."""
+    """Return a mask of the visible positions, where ``mask`` is True or, as an additive mask, zero."""
     return mask if mask.dtype == np.bool_ else mask == 0
 
 
 def part_of(rows: Rows, start: int, stop: int) -> Rows:
-    """Rows ``start:stop`` of the given rows."""
+    """Return rows ``start:stop`` of the given rows."""
     if not isinstance(rows, slice):
         return rows[start:stop]
     first = rows.start or 0
@@ -161,7 +164,7 @@ def _stored(side: Columns) -> Array | Summands:
 
 
 def _picked(one: Array | Summands, rows_one: Rows, two: Array | Summands, rows_two: Rows) -> tuple[Any, Any, Any, Any]:
-    """(both matrices, both row indices) of a row block: slices become views, index arrays are kept."""
+    """Return (both matrices, both row indices) of a row block: slices become views, index arrays are kept."""
     left, right = isinstance(rows_one, slice), isinstance(rows_two, slice)
     return (
         _some_rows(one, rows_one) if left else one,
@@ -176,7 +179,7 @@ def _some_rows(side: Array | Summands, rows: Rows) -> Array | Summands:
 
 
 def overlaps(left: list[Block], right: list[Block]) -> list[tuple[int, Columns, Columns]]:
-    """(offset, baseline columns, target columns) for every column range held by one block on both sides, in order."""
+    """Return (offset, baseline columns, target columns) for each column range within one block per side, in order."""
     if len(left) == len(right) == 1 or not any(block.width for block in left):
         return [(0, left[0].columns(0, left[0].width), right[0].columns(0, right[0].width))]
     parts = []

@@ -12,7 +12,7 @@ from tapscope.comparator.metrics.batched_pairs import BatchedPairs
 
 
 class _Side:
-    """The column blocks of one side's firings, computed once each."""
+    """The column blocks of one side's firings, each computed once."""
 
     def __init__(self, wholes: Sequence[AssembledTensor], axes: tuple[int, ...]) -> None:
         self._wholes, self._axes = wholes, axes
@@ -37,9 +37,10 @@ class LazyPair:
         *,
         is_equal: bool = False,
     ) -> None:
-        """``alike``: how ``pair`` is read in a batch with the shape key of ``ready``; it need not be prepared then.
+        """Initialize from a prepared pair, or from ``pair`` with the shape key of ``ready``.
 
-        ``is_equal``: whether hashes show that all joined rows are equal, so that nothing is read.
+        ``alike`` is the reading plan of ``pair`` in a batch, for which ``pair`` need not be prepared. ``is_equal``
+        states that hashes show all joined rows to be equal, so that no bytes are read.
         """
         self._like, self.pair, self.batched, self.is_equal = ready, pair, alike, is_equal
 
@@ -50,7 +51,7 @@ class LazyPair:
 
     @property
     def may_be_permuted(self) -> bool:
-        """False if multiset hashes, which are equal if the elements are, are known to differ."""
+        """False if the multiset hashes, which are equal for permuted elements, are known to differ."""
         return self.batched is None or self.pair is None or self.batched.has_equal_bags(self.pair)
 
     @cached_property

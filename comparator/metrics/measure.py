@@ -1,4 +1,5 @@
-"""Measure: how far the joined rows of sites are apart, row by row, in one pass over the bytes of both sides."""
+"""Measure: compute the differences of the joined rows of sites, row by row, in one pass over the bytes of both
+sides."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -23,26 +24,26 @@ Array = np.ndarray[Any, Any]
 
 
 class WidthError(Exception):
-    """Rows to compare have different widths; the message gives both shapes."""
+    """Raised if rows to compare have different widths; the message contains both shapes."""
 
 
 class MeasuredPair(Struct, frozen=True):
-    """All joined rows of a site; arrays have one element per row, in the same order."""
+    """Measurements of all joined rows of a site; arrays have one element per row, in the same order."""
 
     rows: RowMeasures
     at_worst: Array
     """Baseline value at the row's largest difference (float64)."""
     row_block: Array
-    """Index in :attr:`ranks` of the columns with the largest difference."""
+    """Index into :attr:`ranks` of the row block with the largest difference."""
     ranks: tuple[int | None, ...]
-    """Rank that alone holds the target's columns, for each row block of all pairs of the batch."""
+    """For each row block of all pairs of the batch, the rank that alone holds the target's columns, or None."""
     parts: tuple[ReadJoin, ...] = ()
     num_hashed: int = 0
-    """Elements not read, because equal hashes show that they are equal."""
+    """Number of elements that were not read because equal hashes show that they are equal."""
     width: int = 0
-    """Elements of the widest row."""
+    """Number of elements of the widest row."""
     stored: tuple[StoredRows, int] | None = None
-    """Where its rows are stored, and the first of them; None for a pair that is read alone."""
+    """The stored rows of the batch, and the index of the pair's first row; None for a pair that is read by itself."""
 
     @property
     def total(self) -> Measure:
@@ -51,18 +52,18 @@ class MeasuredPair(Struct, frozen=True):
 
     @property
     def pairs(self) -> Array:
-        """Row pair of each row; -1 if compared whole."""
+        """Row pair of each row; -1 for rows of tensors compared as a whole."""
         pairs = [np.full(p.num_rows, -1, np.int64) if p.join.pairs is None else p.join.pairs for p in self.parts]
         return np.concatenate([np.empty(0, np.int64), *pairs])
 
     @property
     def target_firing(self) -> Array:
-        """Index of the firing of each row in the target."""
+        """Index of the target firing of each row."""
         firings = np.array([part.join.target for part in self.parts], np.int64)
         return np.repeat(firings, [part.num_rows for part in self.parts])
 
     def part_at(self, row: int) -> ReadJoin:
-        """The join of a row."""
+        """Return the join that contains a row."""
         return part_at(self.parts, row)
 
 
@@ -71,15 +72,15 @@ class _Begun(NamedTuple):
 
     parts: tuple[ReadJoin, ...]
     num_hashed: int
-    """Elements of the other joins."""
+    """Number of elements of the other joins."""
     width: int
-    """Width of the widest row."""
+    """Number of elements of the widest row."""
     stored: tuple[StoredRows, int] | None = None
-    """Of :class:`MeasuredPair`."""
+    """See :attr:`MeasuredPair.stored`."""
 
 
 class MeasuredBatch:
-    """Pairs that were measured together; results of the native code are in sections, one per pair."""
+    """Pairs that were measured together; the results of the native code consist of one section per pair."""
 
     def __init__(
         self,
@@ -88,38 +89,42 @@ class MeasuredBatch:
         sections: Sequence[tuple[int, _Begun | WidthError | DataError]],
         bounds: Sequence[int],
     ) -> None:
-        """``sections`` are (index of the pair, its state), ``bounds`` their first rows and the end of the last."""
+        """Initialize from the native results.
+
+        ``sections`` contains (index of the pair, its state); ``bounds`` contains the first row of each section and the
+        end of the last one.
+        """
         self._compared, self.ranks, self._bounds = compared, tuple(ranks), bounds
         self._sections = [begun for _, begun in sections]
         self.section = [0] * len(sections)
-        """State of each pair."""
+        """Section of each pair."""
         for section, (place, _) in enumerate(sections):
             self.section[place] = section
         self.overviews = overviews(compared.rows, compared.at_worst, bounds)
 
         self.num_hashed = [0 if isinstance(begun, Exception) else begun.num_hashed for begun in self._sections]
-        """Elements of each section skipped because of equal hashes."""
+        """Number of elements of each section that were skipped because of equal hashes."""
         self.widths = [0 if isinstance(begun, Exception) else begun.width for begun in self._sections]
-        """Width of the widest row of each section."""
+        """Number of elements of the widest row of each section."""
 
     def problem(self, section: int) -> WidthError | DataError | None:
-        """The error of a pair; None if there is none."""
+        """Return the error of a section's pair, or None."""
         begun = self._sections[section]
         return begun if isinstance(begun, Exception) else None
 
     def section_of(self, section: int) -> _Begun:
-        """The joins of a pair without an error."""
+        """Return the joins of a section's pair, which must not have an error."""
         begun = self._sections[section]
         assert not isinstance(begun, Exception)
         return begun
 
     def num_rows(self, section: int) -> int:
-        """Number of rows that were read."""
+        """Return the number of rows of a section that were read."""
         return self._bounds[section + 1] - self._bounds[section]
 
     @property
     def num_over(self) -> list[int]:
-        """Number of elements of each section beyond the tolerance."""
+        """Number of elements beyond the tolerance in each section."""
         num_over: list[int] = self.overviews.columns["counts"][:, INTEGERS.index("over")].tolist()
         return num_over
 
@@ -129,7 +134,7 @@ class MeasuredBatch:
         return MeasuredPair(rows[here], at_worst[here], strip[here], self.ranks, *self.section_of(section))
 
     def at_worst(self) -> tuple[list[int], list[int | None], list[int]]:
-        """(column, rank, number of non-finite mismatches) of the worst row of each section."""
+        """Return (columns, ranks, numbers of nonfinite mismatches) of the worst row of each section."""
         rows, _, strip = self._compared
         last = max(len(strip) - 1, 0)
         at = np.minimum(np.array(self._bounds[:-1]) + self.overviews.columns["worst"], last)
@@ -140,9 +145,10 @@ class MeasuredBatch:
 
 
 def measure(opened: LazyPair, tolerance: tuple[float, float] = (0.0, 0.0)) -> MeasuredPair:
-    """Compare every join. ``tolerance`` is (atol, rtol), counted in :attr:`RowMeasures.over`.
+    """Compare all joins of a pair.
 
-    Raises WidthError if rows have different widths, and RunCorruptError if bytes are missing.
+    ``tolerance`` is (atol, rtol); elements beyond it are counted in :attr:`RowMeasures.over`. Raises WidthError if rows
+    have different widths, and RunCorruptError if bytes are missing.
     """
     batch = measure_all([opened], tolerance)
     if (problem := batch.problem(0)) is not None:
@@ -151,7 +157,7 @@ def measure(opened: LazyPair, tolerance: tuple[float, float] = (0.0, 0.0)) -> Me
 
 
 def measure_all(pairs: Sequence[LazyPair], tolerance: tuple[float, float] = (0.0, 0.0)) -> MeasuredBatch:
-    """Measure several pairs, in one native call where their bytes are stored in place."""
+    """Measure several pairs, in one native call if their bytes are stored in place."""
     joined = JoinedRows(tolerance)
     sections: list[tuple[int, _Begun | WidthError | DataError]] = []
     bounds = [0]
@@ -175,8 +181,7 @@ def measure_all(pairs: Sequence[LazyPair], tolerance: tuple[float, float] = (0.0
 
 
 def _gathered(pairs: Sequence[LazyPair]) -> Iterator[tuple[BatchedPairs | None, list[int]]]:
-    """(shared layout, indices of the pairs), grouping the pairs that can form one row block, and those that are equal
-    by their hashes."""
+    """Yield (common reading plan, indices of the pairs) for pairs that form one row block, or are all equal by hash."""
     groups: dict[object, list[int]] = {}
     for i, one in enumerate(pairs):
         groups.setdefault(i if one.batched is None else (id(one.batched), one.is_equal), []).append(i)
@@ -192,7 +197,7 @@ def _begin(opened: LazyPair, joined: JoinedRows) -> _Begun | WidthError | DataEr
 
 
 def batched_form(ready: PreparedPair) -> BatchedPairs | None:
-    """How pairs with this shape key are read in a batch; None if each is read alone."""
+    """Return the reading plan of pairs with this shape key in a batch; None if each pair is read by itself."""
     try:
         for join in ready.plan.joins:
             _check_width(ready.left[join.baseline], ready.right[join.target], ready.layouts)
@@ -202,13 +207,13 @@ def batched_form(ready: PreparedPair) -> BatchedPairs | None:
 
 
 def has_masks(ready: PreparedPair) -> bool:
-    """Whether visibility is compared: the most negative number that hides a position depends on the dtype."""
+    """Return whether visibility is compared: the most negative number that hides a position depends on the dtype."""
     one, two = ready.left[0], ready.right[0]
     return are_masks(one.dtype, two.dtype) or (one.dtype != two.dtype and is_mask(one.records[0].key.site))
 
 
 def _join(opened: LazyPair, joined: JoinedRows) -> _Begun:
-    """The joins of a pair that must be read; those with equal hashes need not."""
+    """Add the joins of a pair that must be read, those without equal hashes."""
     ready = opened.prepared
     baseline, target, layouts = ready.left, ready.right, ready.layouts
     masks = has_masks(ready)
@@ -226,7 +231,8 @@ def _join(opened: LazyPair, joined: JoinedRows) -> _Begun:
 
 
 def are_masks(baseline: str | None, target: str | None) -> bool:
-    """Whether one side is boolean and the other floating point: an attention mask, as flags or as an additive term."""
+    """Return whether one side is boolean and the other floating-point: an attention mask as flags or as an additive
+    term."""
     return (baseline == "bool" and dtypes.is_float(target)) or (target == "bool" and dtypes.is_float(baseline))
 
 

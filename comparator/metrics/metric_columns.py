@@ -1,4 +1,4 @@
-"""Metric columns: error metrics of many pairs, one array per metric; converted to objects on demand."""
+"""Metric columns: error metrics of many pairs, with one array per metric; converted to objects on demand."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,41 +14,41 @@ from tapscope.kernels.native import Overviews
 
 Array = np.ndarray[Any, Any]
 _OVER_TOLERANCE = 2
-"""Row of the counts: elements beyond the tolerance."""
+"""Row of :attr:`MetricColumns.counts` with the elements beyond the tolerance."""
 
 
 class MetricColumns(Struct, frozen=True, eq=False):
     """Error metrics with one element per pair, or per section of a :class:`~.measure.MeasuredBatch`."""
 
     num_rows: Array
-    """[pairs] number of rows that were read."""
+    """[pairs]: number of rows that were read."""
     floats: Array
-    """[members, pairs] the members of :class:`~.facts.ErrorMetrics` that are floats."""
+    """[members, pairs]: the members of :class:`~.facts.ErrorMetrics` that are floats."""
     counts: Array
-    """[members, pairs] its members that are counts."""
+    """[members, pairs]: the members of :class:`~.facts.ErrorMetrics` that are counts."""
     distributions: ErrorColumns
     is_zero: Array
-    """[pairs] whether the squares of all differences are 0; the error distribution is empty then."""
+    """[pairs]: whether the squares of all differences are 0; the error distribution is then empty."""
 
     def with_num_over(self, num_over: Array) -> "MetricColumns":
-        """The columns with ``num_over`` [pairs] as the numbers of elements beyond the tolerance."""
+        """Return the columns with ``num_over`` [pairs] as the numbers of elements beyond the tolerance."""
         counts = self.counts.copy()
         counts[_OVER_TOLERANCE] = num_over
         return structs.replace(self, counts=counts)
 
     @property
     def num_unequal(self) -> Array:
-        """[pairs] elements that differ."""
+        """[pairs]: number of elements that differ."""
         equal, count, *_ = self.counts
         unequal: Array = count - equal
         return unequal
 
     def metrics(self, pair: int) -> ErrorMetrics:
-        """Error metrics of one pair over all rows."""
+        """Return the error metrics of one pair over all rows."""
         return ErrorMetrics(*self.floats[:, pair].tolist(), *self.counts[:, pair].tolist())
 
     def distribution(self, pair: int) -> ErrorDistribution:
-        """Distribution of the row errors of one pair."""
+        """Return the distribution of the row errors of one pair."""
         if self.is_zero.item(pair):
             return NO_ERROR
         num, width, errors, *others = self.distributions.at(pair)
@@ -56,19 +56,22 @@ class MetricColumns(Struct, frozen=True, eq=False):
         return ErrorDistribution(num.item(), tuple(errors.tolist()), element, gain, gain_sd, peak, width=width.item())
 
     def step(self, pair: int, step: int) -> StepResult:
-        """Result of one step, for a pair whose rows all belong to it."""
+        """Return the result of one step, for a pair whose rows all belong to that step."""
         max_abs, _, relative, *_ = self.floats[:, pair].tolist()
         error, odd = self.distributions.errors.item(-1, pair), self.counts.item(-1, pair)
         return StepResult(step, self.num_rows.item(pair), max_abs, relative, error, odd)
 
     def num_nonfinite_mismatch(self, pair: int) -> int:
-        """Number of elements that are not finite on one side and differ on the other."""
+        """Return the number of elements that are nonfinite on one side and different on the other."""
         count: int = self.counts.item(-1, pair)
         return count
 
 
 def metric_columns_of(batch: MeasuredBatch) -> MetricColumns:
-    """Metrics of a measured batch, one element per section. Values skipped because of equal hashes count as equal."""
+    """Compute the metrics of a measured batch, with one element per section.
+
+    Values skipped because of equal hashes count as equal.
+    """
     seen, is_zero = batch.overviews, batch.overviews.is_zero
     _, equal, over, _, nonfinite_baseline, nonfinite_target, mismatch, count = seen.columns["counts"].T
     counts = equal + batch.num_hashed, count + batch.num_hashed, over, nonfinite_baseline, nonfinite_target, mismatch
@@ -78,7 +81,7 @@ def metric_columns_of(batch: MeasuredBatch) -> MetricColumns:
 
 
 def _spreads(seen: Overviews, widths: Sequence[int]) -> ErrorColumns:
-    """Error distributions over the rows that were read; rows with equal hashes do not dilute them."""
+    """Return the error distributions over the rows that were read; rows with equal hashes do not dilute them."""
     is_off = ~seen.is_zero
     nothing = np.broadcast_to(0.0, len(seen))
     num_rows, width = np.diff(seen.bounds) * is_off, np.array(widths, np.int64) * is_off

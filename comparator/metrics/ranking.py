@@ -1,4 +1,4 @@
-"""Ranking: the effect of errors on values that are compared with each other: logits, and a router's scores."""
+"""Ranking: the effect of errors on values that are ranked: logits and router scores."""
 
 from typing import Any
 
@@ -11,26 +11,26 @@ from tapscope.comparator.metrics import chunks
 Array = np.ndarray[Any, Any]
 
 TOP = 5
-"""Candidates of a token whose agreement is counted."""
+"""Number of top candidates of a token whose agreement is counted."""
 MAX_FLIPS = 16
-"""Rows with different choices that are listed."""
+"""Maximum number of listed rows with different choices."""
 
 
 class LogitsAgreement(Struct, frozen=True):
-    """Agreement of two rows of logits, as a sampler sees it. Rows with NaN on either side are excluded."""
+    """Agreement of two sets of logits rows, as a sampler sees it; rows with NaN on either side are excluded."""
 
     rows: int
     top1: float
-    """Fraction of rows with the same largest logit; of equal ones the first counts."""
+    """Fraction of rows with the same largest logit; among equal logits, the first counts."""
     topk: float
-    """Mean fraction of the 5 largest that both sides have."""
+    """Mean fraction of the 5 largest logits that both sides share."""
     kl_mean: float
-    """Kullback-Leibler divergence of softmax(target) from softmax(baseline), in nats, over rows."""
+    """Mean over rows of KL(softmax(baseline) || softmax(target)), in nats."""
     kl_max: float
 
 
 class RouterAgreement(Struct, frozen=True):
-    """Whether a router chooses different experts."""
+    """Agreement of the expert choices of one router."""
 
     k: int
     """Experts per token."""
@@ -38,17 +38,17 @@ class RouterAgreement(Struct, frozen=True):
     num_flips: int
     """Rows whose sets of k experts differ."""
     flips: tuple[int, ...]
-    """The first of them: row pairs of the comparison, or row indices without token rows."""
+    """The first of these rows: row pairs of the comparison, or row indices without token rows."""
     margin: float
-    """Smallest gap between the last chosen expert and the first one not chosen, over the baseline's rows."""
+    """Minimum gap between the last chosen expert and the first one not chosen, over the baseline's rows."""
     margin_error: float
     """Twice the largest error of that row: a choice with a larger gap cannot flip."""
     num_exposed: int
-    """Rows with a gap of at most twice their largest error."""
+    """Number of rows whose gap is at most twice their largest error."""
 
 
 def agreement_of(ready: PreparedPair) -> LogitsAgreement | None:
-    """Agreement of logits [rows, vocabulary]; None if no row is left."""
+    """Compute the agreement of logits [rows, vocabulary]; None if no row remains."""
     same: list[Array] = []
     shared: list[Array] = []
     divergences: list[Array] = []
@@ -66,9 +66,11 @@ def agreement_of(ready: PreparedPair) -> LogitsAgreement | None:
 
 
 def divergence(baseline: Array, target: Array) -> Array:
-    """[rows] KL(softmax(baseline) || softmax(target)) in nats, of [rows, n] float64 logits; -inf masks a candidate.
+    """Compute KL(softmax(baseline) || softmax(target)) per row, in nats, from float64 logits [rows, n]; -inf masks a
+    candidate.
 
-    Computed from log-softmax, so that nothing overflows; inf where the target excludes what the baseline allows.
+    Computed from log-softmax to avoid overflow. The result, [rows], is inf where the target excludes a candidate that
+    the baseline allows.
     """
     logs = [x - x.max(1, keepdims=True) for x in (baseline, target)]
     logs = [x - np.log(np.exp(x).sum(1, keepdims=True)) for x in logs]
@@ -79,7 +81,8 @@ def divergence(baseline: Array, target: Array) -> Array:
 
 
 def choice_of(ready: PreparedPair, k: int) -> RouterAgreement | None:
-    """Agreement of a router's scores [rows, experts] with k chosen; None if there are no more experts than that."""
+    """Compute the agreement of router scores [rows, experts] with k chosen experts; None if there are at most k
+    experts."""
     num_rows = num_flips = num_exposed = 0
     flips: list[int] = []
     smallest = (np.inf, 0.0)
@@ -102,7 +105,7 @@ def choice_of(ready: PreparedPair, k: int) -> RouterAgreement | None:
 
 
 def _sound(chunk: chunks.Chunk) -> tuple[Array, Array, Array]:
-    """(baseline, target, row) in float64 of the rows without NaN or +inf, and with at least one finite value."""
+    """Return (baseline, target, row index) in float64 of the rows without NaN or +inf that have a finite value."""
     with np.errstate(invalid="ignore"):
         a, b = chunk.baseline.astype(np.float64), chunk.target.astype(np.float64)
     sound = np.ones(len(a), np.bool_)
@@ -114,6 +117,7 @@ def _sound(chunk: chunks.Chunk) -> tuple[Array, Array, Array]:
 
 
 def _shared(a: Array, b: Array, k: int) -> Array:
-    """[rows] fraction of the k largest that both have; of equal ones the first count."""
+    """Return the fraction of the k largest elements that both sides share, [rows]; among equal elements, the first
+    count."""
     one, two = (np.argsort(-side, axis=1, kind="stable")[:, :k] for side in (a, b))
     return np.asarray((one[:, :, None] == two[:, None, :]).any(2).mean(1))

@@ -1,10 +1,10 @@
 """Softmax condition: how an error of scores propagates to the weights computed by a softmax.
 
 For p = softmax(z), dp_j = p_j (dz_j - Σ p dz): a relative error of weights is an absolute error of scores. Attention
-scores are products of queries and keys, each with its own error: they are off by √2 times that error, relative to
-their scatter over the keys. Scores are not recorded, but they are the logarithms of the weights up to a constant per
-row. With a wide scatter, most rows put all weight on one key and are insensitive to errors, while rows undecided
-between two keys are off by many times the typical error.
+scores are products of queries and keys, each with its own error: their error is √2 times that error, relative to their
+scatter over the keys. Scores are not recorded, but equal the logarithms of the weights up to a constant per row. With a
+wide scatter, most rows put all weight on one key and are insensitive to errors, while rows undecided between two keys
+have many times the typical error.
 """
 
 import math
@@ -26,12 +26,16 @@ Array = np.ndarray[Any, Any]
 _PRODUCT = math.sqrt(2.0)
 """Condition of a product of two operands with equal errors."""
 _FULL = 1.02
-"""Upper bound of the sum of a row's weights, in 16 bits too."""
+"""Upper bound of the sum of a row's weights, including 16-bit rounding."""
 
 
 def softmax_condition_of(opened: LazyPair, measured: MeasuredPair) -> Quantiles:
-    """Condition of attention weights ``[batch, heads, queries, keys]`` at :data:`~.error_distribution.QUANTILES` over a
-    sample of the baseline's rows, of the sharpest head of each; empty for other than weights with sum 1."""
+    """Return the condition of attention weights at :data:`~.error_distribution.QUANTILES` over a sample of the
+    baseline's rows.
+
+    Weights are ``[batch, heads, queries, keys]``; the sharpest head of each row counts. Empty for values other than
+    weights with sum 1.
+    """
     some = []
     for part in measured.parts:
         side, rows = opened.left[part.join.baseline], part.join.baseline_rows
@@ -42,7 +46,7 @@ def softmax_condition_of(opened: LazyPair, measured: MeasuredPair) -> Quantiles:
 
 
 def softmax_condition_alone(firings: Sequence[list[Block]]) -> Quantiles:
-    """The same for weights that only one run recorded, over all their rows."""
+    """Return the softmax condition of weights that only one run recorded, over a sample of their rows."""
     widths = [sum(block.width for block in side) for side in firings]
     return _condition([(s, sample(s[0].num_rows, w, len(firings))) for s, w in zip(firings, widths, strict=True)])
 
@@ -59,7 +63,8 @@ def _condition(some: Sequence[tuple[list[Block], Array]]) -> Quantiles:
 
 
 def _scatter(block: Block, at: Array) -> Array | None:
-    """[rows]: standard deviation of the scores of the sharpest head; None for other than attention weights."""
+    """Return the standard deviation of the scores of the sharpest head, [rows]; None for values other than attention
+    weights."""
     weights = block.rows(at).astype(np.float64).reshape(len(at), -1, block.piece.shape[-1])
     if not (weights >= 0.0).all() or (weights.sum(2) > _FULL).any():
         return None
@@ -72,7 +77,7 @@ def _scatter(block: Block, at: Array) -> Array | None:
 
 
 def excess_condition(condition: float, sharp: Quantiles) -> Quantiles:
-    """Factor by which the errors of such weights may exceed a given condition."""
+    """Return the factor by which the errors of attention weights may exceed a given condition."""
     if not sharp:
         return NO_AMPLIFICATION
     excess = tuple(max(1.0, one / condition) for one in sharp)

@@ -1,4 +1,4 @@
-"""Faulty ranks: the only rank that is off, by its columns (shards) or by its partial sum."""
+"""Faulty ranks: find the only rank with an error, in its columns (shards) or in its partial sum."""
 
 from typing import Any
 
@@ -15,12 +15,14 @@ from tapscope.comparator.metrics.measure import MeasuredPair
 Array = np.ndarray[Any, Any]
 
 MAX_OTHERS_SHARE = 0.1
-"""Share of the squared error that all other ranks together may have: their rounding."""
+"""Maximum share of the squared error of all other ranks together, which is their rounding."""
 
 
 def faulty_rank(measured: MeasuredPair, row: int, ready: PreparedPair) -> int | None:
-    """The rank that alone has the error of a measured row of sums; None if there is no single one, or the runs are
-    sharded differently."""
+    """Return the rank that alone has the error of a measured row of sums.
+
+    Returns None if several ranks have the error, or the runs are sharded differently.
+    """
     part = part_at(measured.parts, row)
     join, at = part.join, row - part.first
     left = _summands(ready.left[join.baseline], ready.layouts[0], _row(join.baseline_rows, at))
@@ -34,8 +36,11 @@ def faulty_rank(measured: MeasuredPair, row: int, ready: PreparedPair) -> int | 
 
 
 def is_only_faulty_rank(measured: MeasuredPair, row: int, ready: PreparedPair, rank: int, floor: float) -> bool:
-    """Whether the columns of other ranks in a measured row are right: off by at most ``floor`` relative to themselves,
-    or by a small share of the error of ``rank``. True for a row on a single rank."""
+    """Return whether the columns of all other ranks in a measured row are correct.
+
+    Their error must be at most ``floor`` relative to themselves, or a small share of the error of ``rank``. True for a
+    row on a single rank.
+    """
     part = part_at(measured.parts, row)
     join, at = part.join, row - part.first
     sides = (ready.left[join.baseline], join.baseline_rows), (ready.right[join.target], join.target_rows)
@@ -65,7 +70,8 @@ def _row(rows: Rows, at: int) -> Array:
 
 
 def _summands(whole: AssembledTensor, layout: Layout, row: Array) -> dict[int, Array]:
-    """Rank -> its partial sum of the row; empty if ranks hold no partial sums, or several records make up one."""
+    """Return rank -> its partial sum of the row; empty if ranks do not hold partial sums, or several records form
+    one."""
     parts = whole.piece.parts if isinstance(whole.piece, Summed) else ()
     by_rank: dict[int, Array] = {}
     for piece in parts:

@@ -1,4 +1,4 @@
-"""Token log-probabilities: what both runs' logits give to the tokens that follow, row by row."""
+"""Token log-probabilities: the log-probability of each next token under both runs' logits, row by row."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,31 +14,31 @@ Array = np.ndarray[Any, Any]
 
 
 class TokenLogprobs(Struct, frozen=True):
-    """One element per token whose logits both runs have, in order of request and position."""
+    """Log-probabilities of tokens whose logits both runs have, ordered by request and position."""
 
     request: Array
     """[tokens] int64: index into the row map's requests."""
     position: Array
-    """[tokens] int64: of the token itself, so its logits are those of the row before."""
+    """[tokens] int64: position of the token itself; its logits are those of the previous row."""
     token: Array
-    """[tokens] int64: its id."""
+    """[tokens] int64: token id."""
     baseline: Array
     """[tokens] float64: log softmax(logits / temperature)[token], in nats."""
     target: Array
     kl: Array
     """[tokens] float64: KL(softmax(target) || softmax(baseline)) over the vocabulary, in nats."""
     num_unknown: int
-    """Rows without a known next token, such as the last one of a request."""
+    """Number of rows without a known next token, such as the last row of a request."""
     num_nonfinite: int
-    """Rows left out because a logit is NaN or infinite."""
+    """Number of rows that were left out because a logit is NaN or infinite."""
 
 
 def token_logprobs(
     ready: PreparedPair, rows: RowMap, next_tokens: Mapping[str, Mapping[int, int]], temperature: float
 ) -> TokenLogprobs:
-    """Log-probabilities from logits [rows, vocabulary] of a pair with token rows; computed in float64.
+    """Compute log-probabilities from logits [rows, vocabulary] of a pair with token rows, in float64.
 
-    ``next_tokens``: request -> position -> token id. Raises RunCorruptError for missing bytes.
+    ``next_tokens`` maps request -> position -> token id. Raises RunCorruptError if bytes are missing.
     """
     collected: list[tuple[Array, ...]] = []
     num_unknown = num_nonfinite = 0
@@ -67,6 +67,6 @@ def token_logprobs(
 
 
 def _log_softmax(logits: Array) -> Array:
-    """[rows, vocabulary] float64."""
+    """Compute the log-softmax of logits [rows, vocabulary] float64."""
     shifted = logits - logits.max(1, keepdims=True, initial=-np.inf)
     return np.asarray(shifted - np.log(np.exp(shifted).sum(1, keepdims=True)))

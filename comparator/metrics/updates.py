@@ -1,13 +1,13 @@
-"""Parameter updates: how far optimizer steps propagate the rounding of gradients to parameters.
+"""Parameter updates: how optimizer steps propagate the rounding of gradients to parameters.
 
 Adam and its variants divide every element of a gradient by its own magnitude. If an element is small relative to its
 error, its update may have either sign: in the first step ``u = g / |g|``, whatever ``g`` is. The distance of two runs'
-parameters is then the size of the update times the share of it that gradient errors may flip. Other optimizers do
-no worse (for SGD it is the error of the gradient).
+parameters is then the size of the update times the share of the update that gradient errors may flip. Other optimizers
+propagate at most as much (SGD propagates the error of the gradient).
 
-A gradient may vanish analytically: a key's bias shifts all scores of a query equally, which softmax ignores. What is
-left is rounding in both runs, with different signs and sizes: around Adam's epsilon in float32, far above it in 16
-bits. Either run may then move its parameter further than the other, and the larger update counts.
+A gradient may vanish analytically: a key's bias shifts all scores of a query equally, which softmax ignores. The rest
+is rounding in both runs, with different signs and sizes: around Adam's epsilon in float32, far above it in 16 bits.
+Either run may then move its parameter further than the other, and the larger update counts.
 """
 
 import math
@@ -38,16 +38,17 @@ from tapscope.kernels.native import Overview, overview, overviews
 Array = np.ndarray[Any, Any]
 
 OPPOSITE_SIGN_ERROR = 2.0
-"""Error of an update with the opposite sign, relative to itself."""
+"""Error of an update with the opposite sign, relative to the update."""
 UNRELATED_SHARE = 1.2
-"""Least share flipped if both runs' gradients are unrelated. A gradient much smaller than the other gives 1; half of
-the signs differing as well gives 1.6."""
+"""Minimum flipped share of unrelated gradients. A gradient much smaller than the other gives 1; if half of the signs
+also differ, the share is 1.6."""
 UNKNOWN_SHARE = (1.0,) * len(QUANTILES)
-"""Share flipped if no gradients were captured."""
+"""Flipped share if no gradients were captured."""
 
 
 def parameter_updates_of(opened: LazyPair, measured: MeasuredPair, seen: Overview) -> tuple[ParameterUpdate, ...]:
-    """The optimizer updates of a parameter, step by step; empty for one that was not updated, and for other sites.
+    """Return the optimizer updates of a parameter, step by step; empty for a parameter without updates, and for other
+    sites.
 
     The update before the first value is unknown: it counts as twice the next one, since learning rates change.
     """
@@ -70,12 +71,12 @@ def parameter_updates_of(opened: LazyPair, measured: MeasuredPair, seen: Overvie
 
 
 def update_sensitivity_of(opened: LazyPair, measured: MeasuredPair, seen: Overview) -> dict[int, Quantiles]:
-    """Step -> share of an update that errors of the gradients may flip, at :data:`QUANTILES` over a sample of rows.
+    """Return step -> share of an update that gradient errors may flip, at :data:`QUANTILES` over a sample of rows.
 
-    The optimizer divides each element by its magnitude. The share is the root mean square of
-    ``|t - b| / max(|t|, |b|)``, and 2 where signs differ. With momentum, updates depend on the gradients of all earlier
-    steps, also for a row without a gradient now: the largest value so far counts for each row, while the parameter
-    keeps its size. Steps without differences are left out; empty for other sites.
+    The optimizer divides each element by its magnitude. The share is the root mean square of ``|t - b| / max(|t|,
+    |b|)``, and 2 where signs differ. With momentum, updates depend on the gradients of all earlier steps, even for a
+    row without a gradient in this step. Each row therefore counts with its largest value so far, as long as the
+    parameter keeps its size. Steps without differences are omitted; empty for other sites.
     """
     site = opened.prepared.left[0].records[0].key.site
     if not seen.num_unequal or not is_parameter(site) or not site.endswith(".grad"):
@@ -96,7 +97,7 @@ def update_sensitivity_of(opened: LazyPair, measured: MeasuredPair, seen: Overvi
 
 
 def error_of_updates(moves: Sequence[tuple[Quantiles, ParameterUpdate]]) -> ErrorDistribution:
-    """The error of a parameter after updates, given the flipped share and size of each."""
+    """Return the error of a parameter after updates, given the flipped share and size of each."""
     errors, peak = [0.0] * len(QUANTILES), 0.0
     for flipped, drift in moves:
         moved, others = drift.update_size, drift.target_update_size or drift.update_size.errors
@@ -111,7 +112,7 @@ def error_of_updates(moves: Sequence[tuple[Quantiles, ParameterUpdate]]) -> Erro
 
 
 def _moved(opened: LazyPair, one: int, two: int) -> ErrorDistribution:
-    """Distance of two of the baseline's firings, over a sample of rows."""
+    """Return the distance between two of the baseline's firings, over a sample of rows."""
     sides, whole = (opened.left[one], opened.left[two]), (opened.prepared.left[one], opened.prepared.left[two])
     if whole[0].digest is not None and whole[0].digest == whole[1].digest:
         return NO_ERROR
@@ -123,8 +124,10 @@ def _moved(opened: LazyPair, one: int, two: int) -> ErrorDistribution:
 
 
 def _moved_target(opened: LazyPair, one: RowJoin, two: RowJoin) -> Quantiles:
-    """Distance of two of the target's firings relative to the baseline's rows, at :data:`QUANTILES`, without rows that
-    are zero in the baseline."""
+    """Return the distance between two of the target's firings relative to the baseline's rows, at :data:`QUANTILES`.
+
+    Rows that are zero in the baseline count as unmoved.
+    """
     left = opened.left[one.baseline]
     at = _rows(left)
     moved, own = np.zeros((2, len(at)))
@@ -145,12 +148,12 @@ def _values(block: Columns, at: Array) -> Array:
 
 
 def _unseen(following: ErrorDistribution) -> ErrorDistribution:
-    """The assumed update before the first recorded value."""
+    """Return the assumed update before the first recorded value."""
     return structs.replace(following, errors=tuple(2.0 * e for e in following.errors), peak=2.0 * following.peak)
 
 
 def _spreads(measured: MeasuredPair) -> dict[int, ErrorDistribution]:
-    """Firing of the baseline -> the errors of its rows; without equal ones."""
+    """Return firing of the baseline -> the errors of its rows, for the firings that were read."""
     bounds = [*(part.first for part in measured.parts), len(measured.rows)]
     each = overviews(measured.rows, measured.at_worst, bounds)
     width = int(measured.rows.width.max())
@@ -163,7 +166,7 @@ def _rows(side: list[Block]) -> Array:
 
 
 def _flipped_shares(left: list[Block], right: list[Block], at: Array) -> Array:
-    """[rows]: share of each row's update that errors may flip."""
+    """Return the share of each row's update that errors may flip, [rows]."""
     squares, width = np.zeros(len(at)), 0
     for _, one, two in overlaps(left, right):
         b, t = _values(one, at), _values(two, at)
