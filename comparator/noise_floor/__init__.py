@@ -1,1 +1,1 @@
-"""The noise floor: how much of an error rounding explains, from dtypes, depth and operations, effect by effect."""
+"""The noise floor: the part of an error that rounding explains, from dtypes, depth and operations, effect by effect."""

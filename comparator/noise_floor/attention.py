@@ -1,4 +1,5 @@
-"""Attention: which values are weighted means over token rows, and what that does to the errors of their inputs."""
+"""Attention: values that are weighted means over token rows, and the effect of the mean on the errors of their
+inputs."""
 
 import re
 from collections.abc import Mapping
@@ -27,23 +28,25 @@ class AttentionModules:
         self._of = [self._module(node) if self._paths else None for node in range(len(graph.nodes))]
 
     def module_of(self, node: int) -> str | None:
-        """The attention module whose weighted mean over rows a value may be (in the backward, a gradient): the module
-        that returned it, where that has no parameters, or the one between whose parts it was computed. None for any
-        other value, such as the queries and keys that the module receives."""
+        """Return the attention module whose weighted mean over rows a value may be (in the backward, a gradient).
+
+        This is the module that returned the value if it has no parameters, or the module between whose submodules the
+        value was computed. None for any other value, such as the queries and keys that the module receives.
+        """
         return self._of[node]
 
     def mixes(self, node: int) -> bool:
-        """Whether a row may be computed from several rows of the inputs: by attention, or by a function that was not
+        """Return whether a row may be computed from several input rows: by attention, or by a function that was not
         captured."""
         source = self._graph.inputs(node).source
         return source in _MIXES or self.module_of(node) is not None or self.convolves(node)
 
     def convolves(self, node: int) -> bool:
-        """Whether rows of an image were mixed by a convolution or a similar module."""
+        """Return whether a convolution or a similar module mixed the rows of an image."""
         return self._graph.nodes[node].convolves and self._graph.inputs(node).source == "captured"
 
     def is_mean(self, node: int) -> bool:
-        """Whether it is a value, not a gradient, that may be a weighted mean over rows."""
+        """Return whether the node is a value, not a gradient, that may be a weighted mean over rows."""
         return not self._graph.is_backward[node] and self.module_of(node) is not None
 
     def _module(self, node: int) -> str | None:
@@ -58,19 +61,19 @@ class AttentionModules:
 
 
 class AttentionMean(Effect[float]):
-    """A weighted mean over rows passes the error of one row to every row that attends to it. The typical row therefore
-    receives the root mean square of the errors of all rows, ``sqrt(mean(e_i^2))``, not their median."""
+    """Weighted mean over rows, which propagates the error of one row to every row that attends to it. The typical row
+    therefore receives the root mean square of the errors of all rows, ``sqrt(mean(e_i^2))``, not their median."""
 
     name = "attention_mean"
     unit = Unit.FACTOR
 
     def find(self) -> Mapping[int, float]:
-        """Node -> 1; the factor depends on the errors, see :meth:`apply`."""
+        """Compute node -> 1; the actual factor depends on the errors, see :meth:`apply`."""
         attention = self.inputs.attention
         return {n: 1.0 for n in self.inputs.nodes if attention.is_mean(n) or attention.convolves(n)}
 
     def apply(self, given: Array) -> Array:
-        """The errors of the inputs, [kinds, cases], with those of the typical row as it receives them."""
+        """Return the errors of the inputs, [kinds, cases], with the error of the typical row after the mean."""
         at = [self.inputs.case_of[node] for node in self.values]
         if not at:
             return given

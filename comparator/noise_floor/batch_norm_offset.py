@@ -1,4 +1,4 @@
-"""Batch norm: what the rounding of its sums over the batch does to the gradient of the weight before it."""
+"""Batch norm: the effect of rounding in sums over the batch on the gradient of the weight before the norm."""
 
 import math
 import re
@@ -15,15 +15,16 @@ _BATCH_NORM = re.compile(r"(Lazy|Sync)?BatchNorm([123]d)?")
 
 
 class BatchNormOffset(Effect[list[ErrorDistribution]]):
-    """The backward of a batch norm subtracts from each channel its mean over the batch. The rounding of this sum of n
-    values, ``0.2 sqrt(2) 2^-23 sqrt(n)``, is the same at every position. It adds up in the gradient of the weight
-    before the norm, which is a sum over the same positions. Independent terms grow there as ``sqrt(n)``; relative to
-    these, it is another ``sqrt(n)`` times as large."""
+    """Rounding of batch means: the backward of a batch norm subtracts the mean over the batch from each channel. The
+    rounding of this sum of n values, ``0.2 sqrt(2) 2^-23 sqrt(n)``, is the same at every position. It adds up in the
+    gradient of the weight before the norm, which is a sum over the same positions. Independent terms grow there as
+    ``sqrt(n)``; relative to these, it is another ``sqrt(n)`` times as large.
+    """
 
     name = "batch_norm_offset"
 
     def find(self) -> Mapping[int, list[ErrorDistribution]]:
-        """Gradient of a weight -> errors that go into it."""
+        """Compute gradient of a weight -> errors that enter it."""
         graph = self.inputs.graph
         offsets = {}
         for node in graph.gradients:
@@ -40,11 +41,11 @@ class BatchNormOffset(Effect[list[ErrorDistribution]]):
     def _is_of_batch_norm(self, gradient: int) -> bool:
         graph = self.inputs.graph
         inputs = graph.inputs(gradient)
-        first = inputs.nodes[0] if inputs.source == "aliased" else gradient  # whichever site recorded it first
+        first = inputs.nodes[0] if inputs.source == "aliased" else gradient  # the site that recorded it first
         return any(_BATCH_NORM.fullmatch(cls) for cls in graph.consumer_classes(first))
 
     def _places(self, gradient: int, node: int) -> int:
-        """Over how many places the norm takes a mean: all of a channel."""
+        """Return the number of positions over which the norm takes a mean: all positions of a channel."""
         shape, num_channels = self.inputs.shape(gradient), self.inputs.parameter_shape(node)[0]
         return math.prod(shape) // num_channels if num_channels and not math.prod(shape) % num_channels else 0
 

@@ -1,17 +1,17 @@
-"""The two bounds that make a floor: local, given the errors of a site's inputs, and along the path.
+"""The two bounds that form a floor: the local bound, given the errors of a site's inputs, and the bound along the path.
 
 For a module that computes y from x in a dtype of machine epsilon ``eps``, with errors relative to the row:
 
-- rounding to nearest leaves 0.2 eps a value, on each side: ``0.2 sqrt(2) eps`` (:mod:`.local_rounding`);
+- rounding to nearest leaves an error of 0.2 eps per value, on each side: ``0.2 sqrt(2) eps`` (:mod:`.local_rounding`);
 - a sum of n products in another order is a random walk of float32 roundings: ``0.2 sqrt(2) 2^-23 sqrt(n)`` (Higham,
   *Accuracy and Stability of Numerical Algorithms*, 2nd ed., section 4.2; Higham and Mary, *A New Approach to
   Probabilistic Rounding Error Analysis*, SIAM J. Sci. Comput. 41(5), 2019: independent errors grow as sqrt(n), not n);
 - the variances of these and of further effects add up to ``local``, the error that the module adds by itself. The error
-  of the inputs passes through, times the condition k of the module.
+  of the inputs propagates, multiplied by the condition k of the module.
 
 A site must stay within both bounds:
 
-- *local*: ``k hypot(error of the inputs, local)``. k is learned from the same module of other layers, which has a
+- *local*: ``k hypot(error of the inputs, local)``. k is learned from the same module in other layers, which has a
   similar condition;
 - *path*: ``PATH_CONDITION m``, where ``m`` adds up the ``local`` of everything upstream as if each module had condition
   1, so that an error that grows by just less than k in every module does not pass.
@@ -48,7 +48,7 @@ _WIDENING, _CONDITION = np.array([QUANTILE_WIDENING]).T, np.array([CONDITION_WID
 
 
 class SiteTerms(NamedTuple):
-    """What the bounds of some sites depend on in addition to the errors of their inputs; one element a site."""
+    """Terms of the bounds of some sites other than the errors of their inputs, with one element per site."""
 
     spreads: ErrorColumns
     local: Array
@@ -56,30 +56,32 @@ class SiteTerms(NamedTuple):
     eps: Array
     """Epsilon of the coarser dtype."""
     limit: Array | float = MAX_ROW_ERROR
-    """Largest error of the typical row, and half of that of its largest element."""
+    """Maximum error of the typical row, and half of the maximum error of its largest element."""
     tail_limit: Array | float = 0.0
-    """Largest error of any other row, where that is more."""
+    """Maximum error of any other row, if larger."""
     weight_rounding: Array | float = 1.0
-    """Rounding of a weight, in epsilons of its channel."""
+    """Rounding error of a weight, in epsilons of its channel."""
     widens_narrow: bool = True
     """Whether the tail is wider for rows of few elements."""
     is_gradient: Array | bool = False
-    """Whether it is a gradient."""
+    """Whether the site is a gradient."""
 
     @property
     def few(self) -> Array:
-        """Widening for few rows: their median varies as much as their worst."""
+        """Widening for few rows, whose median varies as much as their worst row."""
         return 1.0 + 3.0 / np.maximum(self.spreads.num_rows, 1)
 
     @property
     def narrow(self) -> Array:
-        """Widening of the tail for rows of few elements, see :data:`~.constants.NARROW_ROW_WIDTH`. As all of a few
-        elements may be near zero, it holds for the largest error that a row may have as well."""
+        """Widening of the tail for rows of few elements, see :data:`~.constants.NARROW_ROW_WIDTH`.
+
+        All of a few elements may be near zero, so the widening also applies to the maximum error of a row.
+        """
         return self._narrower_than(NARROW_ROW_WIDTH)
 
     @property
     def narrow_path(self) -> Array:
-        """The same for the error along a path, see :data:`~.constants.NARROW_PATH_WIDTH`."""
+        """Widening of the tail along a path for rows of few elements, see :data:`~.constants.NARROW_PATH_WIDTH`."""
         return self._narrower_than(NARROW_PATH_WIDTH)
 
     def _narrower_than(self, least: int) -> Array:
@@ -88,20 +90,26 @@ class SiteTerms(NamedTuple):
 
     @property
     def widening(self) -> Array:
-        """[quantiles, sites]: of n rows, n (1 - q) are above the quantile q. If these are fewer than two, the quantile
-        is the worst row or the next to it."""
+        """[quantiles, sites]: widening of the errors at each quantile.
+
+        Of n rows, n (1 - q) are above the quantile q. If these are fewer than two, the quantile is one of the two worst
+        rows.
+        """
         is_worst = np.maximum(self.spreads.num_rows, 1) * (1.0 - np.array([QUANTILES]).T) < 2.0
         is_worst[0] = False
         return np.where(is_worst, QUANTILE_WIDENING[-1], _WIDENING)
 
     @property
     def condition_widening(self) -> Array:
-        """[quantiles, sites]: the same of :data:`~.constants.CONDITION_WIDENING`."""
+        """[quantiles, sites]: :data:`~.constants.CONDITION_WIDENING`, with its last element for quantiles of the worst
+        rows."""
         return np.where(self.widening == QUANTILE_WIDENING[-1], CONDITION_WIDENING[-1], _CONDITION)
 
     def rising(self, errors: Array) -> Array:
-        """[quantiles, sites]: limits that never fall from one quantile to the next, and never exceed the largest error
-        that a row may have."""
+        """Return limits that never fall from one quantile to the next, and never exceed the maximum error of a row.
+
+        Shape [quantiles, sites], like ``errors``.
+        """
         tail_limit = larger(self.tail_limit, self.limit * self.narrow)
         rising, most = [smaller(errors[0], self.limit)], larger(self.limit, tail_limit)
         for error in errors[1:]:
@@ -110,13 +118,16 @@ class SiteTerms(NamedTuple):
         return np.array(rising)
 
     def gain(self, inherited: Array, carried: Array | float = 0.0) -> Array:
-        """Limit of a common gain. Rounding has no direction: a gain beyond half an epsilon and its own sampling error
-        is systematic. Values in float32 that were computed from narrower ones carry the errors of these, ``carried`` in
-        the typical row; half of that counts, and half of bfloat16's epsilon at most.
+        """Return the limit of a common gain, [sites].
 
-        In the second order errors e do have a direction: a norm of a row with independent errors shrinks the row by
-        e^2 / 2, and the product of two factors with the same errors grows by e^2. A gradient is linear in those that it
-        is computed from."""
+        Rounding has no direction: a gain beyond half an epsilon and its own sampling error is systematic. Float32
+        values computed from narrower values carry the errors of these, ``carried`` in the typical row. Half of that
+        counts, and at most half of bfloat16's epsilon.
+
+        In second order, errors e do have a direction: a norm of a row with independent errors shrinks the row by e^2 /
+        2, and the product of two factors with the same errors grows by e^2. A gradient is linear in the gradients that
+        it is computed from.
+        """
         rows = np.maximum(self.spreads.num_rows, 1)
         deviation = 3.0 * MEDIAN_SAMPLING * larger(self.spreads.gain_sd, self.spreads.errors[0] / rows)
         narrow = 0.5 * smaller(carried, dtypes.epsilon("bfloat16"))
@@ -134,18 +145,18 @@ def local_bound(
     sums_rows: Array | bool = False,
     stretch: Array | float = 1.0,
 ) -> FloorTable:
-    """The local bound, given the largest errors of each site's inputs.
+    """Compute the local bound, given the largest errors of each site's inputs.
 
-    ``mixes``: rows are mixed, as in attention; their errors are then alike and do not average out.
-    ``keeps_channels``: of these, sites whose channels are stored along another axis (:mod:`..metrics.images`).
-    ``sums_rows``: the site is a sum over the rows of its inputs, such as the gradient of a parameter.
-    ``stretch``: how much larger the condition of single rows may be.
+    ``mixes``: rows are mixed, as in attention, so their errors are similar and do not average out. ``keeps_channels``:
+    sites among these whose channels are stored along another axis (:mod:`..metrics.images`). ``sums_rows``: the site is
+    a sum over the rows of its inputs, such as the gradient of a parameter. ``stretch``: factor by which the condition
+    of single rows may be larger.
     """
     spreads, local, eps, few, worst = terms.spreads, terms.local, terms.eps, terms.few, given.errors[-1]
     errors = terms.condition_widening * condition * hypot(given.errors, terms.widening * local)
     errors[0] *= few
     stretch = stretch * terms.narrow
-    summed = np.where(sums_rows, condition * worst * stretch, 0.0)  # one token may contribute all of a channel
+    summed = np.where(sums_rows, condition * worst * stretch, 0.0)  # a single token may contribute a whole channel
     errors[1:] *= np.where(stretch == 1.0, 1.0, stretch)
     terms = terms._replace(tail_limit=larger(terms.tail_limit, worst_limit(given, condition)))
     element = smaller(2.0 * few * condition * hypot(given.element, 2.0 * local), 2.0 * terms.limit)
@@ -171,9 +182,9 @@ def local_bound(
 
 
 def path_bound(modelled: Array, terms: SiteTerms, worst_rows: Array | float = 0.0) -> FloorTable:
-    """The bound along the path for sites whose upstream roundings add up to ``modelled``.
+    """Compute the bound along the path for sites whose upstream roundings add up to ``modelled``.
 
-    ``worst_rows``: larger errors upstream that are in single rows.
+    ``worst_rows`` are larger errors upstream in single rows.
     """
     grown, few, narrow = PATH_CONDITION * modelled, terms.few, terms.narrow_path
     single = PATH_CONDITION * np.asarray(worst_rows)
@@ -194,14 +205,18 @@ def path_bound(modelled: Array, terms: SiteTerms, worst_rows: Array | float = 0.
 
 
 def worst_limit(given: LargestErrors, condition: Array | float) -> Array:
-    """Largest error of a single row whose inputs differ already: the module's condition times theirs."""
+    """Return the maximum error of a single row whose inputs already differ: the module's condition times their
+    error."""
     limit: Array = condition * given.errors[-1]
     return limit
 
 
 def summed_gain(given: LargestErrors) -> Array:
-    """Common gain of a sum over rows that the gains of single rows explain: it is their mean weighted by what each row
-    contributes, and equals the gain of one row where that one contributes nearly all."""
+    """Return the common gain of a sum over rows that the gains of single rows explain.
+
+    The gain of the sum is the mean of the row gains, weighted by the contribution of each row. It equals the gain of a
+    single row that contributes nearly the whole sum.
+    """
     return 3.0 * given.gain_sd
 
 

@@ -1,4 +1,4 @@
-"""ComputeDtype: the dtypes that values were computed in, where these are coarser than those they were returned in."""
+"""ComputeDtype: the dtypes in which values were computed, if coarser than those in which they were returned."""
 
 from collections.abc import Mapping
 
@@ -9,25 +9,25 @@ _FLOAT32 = dtypes.epsilon("float32")
 
 
 class ComputeDtype(Effect[tuple[str, str]]):
-    """A module that receives 16-bit values computes in 16 bits even if it returns float32, as output heads do. So the
-    coarser dtype's epsilon counts."""
+    """Dtype in which values were computed: a module that receives 16-bit values computes in 16 bits even if it returns
+    float32, as output heads do. The epsilon of the coarser dtype therefore counts."""
 
     name = "compute_dtype"
 
     def find(self) -> Mapping[int, tuple[str, str]]:
-        """Node -> (baseline's, target's), where they differ from the value's own."""
+        """Compute node -> (baseline's dtype, target's dtype), if they differ from those of the value."""
         pairs = self.inputs.pairs
         dtypes = {node: self._computed_in(node) for node in range(len(pairs))}
         return {node: names for node, names in dtypes.items() if names != pairs[node].dtypes}
 
     def names(self, node: int) -> tuple[str, str]:
-        """The dtypes that a node was computed in, on both sides."""
+        """Return the dtypes in which a node was computed, on both sides."""
         return self.values.get(node) or self.inputs.pairs[node].dtypes
 
     def _computed_in(self, node: int) -> tuple[str, str]:
         graph, pairs = self.inputs.graph, self.inputs.pairs
         own, inputs = pairs[node].dtypes, graph.inputs(node)
-        multiplies = inputs.source == "submodules" and graph.nodes[node].has_params  # by weights of its own
+        multiplies = inputs.source == "submodules" and graph.nodes[node].has_params  # by its own weights
         if inputs.source != "captured" and not multiplies:
             return own
         given = [pairs[i].dtypes for i in inputs.nodes if graph.nodes[i].numeric]
@@ -38,7 +38,7 @@ class ComputeDtype(Effect[tuple[str, str]]):
         return baseline, target
 
     def contribution(self, node: int) -> float:
-        """Epsilon of the coarser dtype."""
+        """Return the epsilon of the coarser dtype."""
         return max(map(dtypes.epsilon, self.values[node]))
 
     def explain(self, node: int) -> str:

@@ -1,4 +1,4 @@
-"""Conditions: how much a module may amplify the error of its inputs, learned from the same module of other layers."""
+"""Conditions: how much a module may amplify the error of its inputs, learned from the same module in other layers."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -26,13 +26,16 @@ _LAYER = re.compile(r"(?<=\.)\d+(?=[.:])")
 
 
 def site_of_all_layers(site: str) -> str:
-    """The site's name with its layer number replaced by ``*``."""
+    """Return the site's name with its layer number replaced by ``*``."""
     return _LAYER.sub("*", site, count=1)
 
 
 def learned_conditions(observed: Sequence[float]) -> list[float]:
-    """k of the same module in several layers: of each the median of what the others show, times
-    :data:`~.constants.LEARNED_CONDITION_MARGIN`; the default for fewer than three layers."""
+    """Return the condition k of the same module in several layers.
+
+    For each layer, k is the median of the amplification in the other layers, times
+    :data:`~.constants.LEARNED_CONDITION_MARGIN`; the default for fewer than three layers.
+    """
     if len(observed) < 3:
         return [DEFAULT_CONDITION] * len(observed)
     low, high = CONDITION_RANGE
@@ -47,16 +50,17 @@ def learned_conditions(observed: Sequence[float]) -> list[float]:
 
 
 class LearnedCondition(Effect[float]):
-    """The same module in other layers shows how much it amplifies errors: ``k = 2.5 median(error / hypot(error of the
-    inputs, local error))``, from 2.5 to 6. Rows of w < 5 elements are products with w rows of a weight; if token rows
-    share a direction, all of them cancel the same way in one layer. There k is at least the default, 4
-    (:data:`~.constants.NARROW_ROW_WIDTH`)."""
+    """Amplification of errors by the same module in other layers: ``k = 2.5 median(error / hypot(error of the inputs,
+    local error))``, from 2.5 to 6. Rows of w < 5 elements are products with w rows of a weight; if token rows share a
+    direction, all of them cancel the same way in one layer. There k is at least the default, 4
+    (:data:`~.constants.NARROW_ROW_WIDTH`).
+    """
 
     name = "learned_condition"
     unit = Unit.FACTOR
 
     def find(self) -> Mapping[int, float]:
-        """Node -> k, where at least three layers show one."""
+        """Compute node -> k, if at least three layers show an amplification."""
         inputs, errors = self.inputs, self.effects[UnevenRows].judged.errors
         local, typical = self.effects[LocalError].column, self.effects[InheritedError].typical
         has_inputs = np.array([bool(inputs.graph.inputs(node).nodes) for node in inputs.nodes], bool)
@@ -83,15 +87,15 @@ class LearnedCondition(Effect[float]):
 
 
 class Condition(Effect[float]):
-    """A module multiplies the error of its inputs by its condition number k: 4 unless learned, and 1.5 for a parameter
-    and a row of an embedding table, which are copied."""
+    """Condition number k of a module, by which it multiplies the error of its inputs: 4 unless learned, and 1.5 for a
+    parameter and a row of an embedding table, which are copied."""
 
     name = "condition"
     unit = Unit.FACTOR
     is_optional = False
 
     def find(self) -> Mapping[int, float]:
-        """Node -> k."""
+        """Compute node -> k."""
         learned, nodes, inputs = self.effects[LearnedCondition].values, self.inputs.graph.nodes, self.inputs
         return {
             node: PARAMETER_CONDITION

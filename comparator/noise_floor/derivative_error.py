@@ -1,4 +1,5 @@
-"""Derivatives: a gradient is computed with the derivative of a function at a value, and carries that value's error."""
+"""Derivatives: a gradient is computed with the derivative of a function at a value, and inherits the error of that
+value."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -24,18 +25,18 @@ def _is_derivative(graph: Graph, node: int) -> bool:
 
 
 class DerivativeValues(Effect[list[ErrorDistribution]]):
-    """A derivative is evaluated at values. If the function was not captured, the errors of the values around it enter
-    the gradient in addition to the errors of other gradients."""
+    """Errors of the values at which a derivative is evaluated. If the function was not captured, the errors of the
+    values around it enter the gradient in addition to the errors of other gradients."""
 
     name = "derivative_values"
 
     def find(self) -> Mapping[int, list[ErrorDistribution]]:
-        """Gradient -> errors that go into it."""
+        """Compute gradient -> errors of its values."""
         errors_of = {node: self.around(node) for node in self.inputs.graph.gradients}
         return {node: errors for node, errors in errors_of.items() if errors}
 
     def around(self, node: int) -> list[ErrorDistribution]:
-        """Errors of the values around a function that was not captured."""
+        """Return the errors of the values around a function that was not captured."""
         graph, errors = self.inputs.graph, self.effects[ReroutedRows].errors
         inputs = graph.inputs(node)
         if not _is_derivative(graph, node) or inputs.source != "enclosing_module":
@@ -50,30 +51,33 @@ class DerivativeValues(Effect[list[ErrorDistribution]]):
 
 class KinkCrossings(Struct, frozen=True):
     """Elements of a gradient that are zero in exactly one run: their values are on different sides of a ReLU's kink.
-    Measured by :mod:`..detectors.kink_crossings`."""
+
+    Measured by :mod:`..detectors.kink_crossings`.
+    """
 
     count: int
-    """Elements that are zero in exactly one run."""
+    """Number of elements that are zero in exactly one run."""
     num_elements: int
-    """Elements of the rows that differ."""
+    """Number of elements of the rows that differ."""
     errors: Quantiles
-    """Error of the gradient's rows due to these elements alone, at each quantile over rows."""
+    """Error of the gradient's rows due to the crossings alone, at each quantile over rows."""
     mean_error: float
-    """The same for all rows together: the root mean square."""
+    """Root mean square error over all rows due to the crossings alone."""
 
 
 class DerivativeJump(Effect[list[ErrorDistribution]]):
-    """The derivative of ReLU jumps at 0: an element whose value is within its error e of 0 may pass its whole gradient
-    in one run and nothing in the other. Of normally distributed values, a share of ``0.8 e`` is that close. If no more
-    elements than that are zero in exactly one run, the error that they cause is known; otherwise it is ``sqrt(0.8 e)``.
+    """Jump of ReLU's derivative at 0: an element whose value is within its error e of 0 may propagate its whole
+    gradient in one run and zero in the other. Of normally distributed values, a share of ``0.8 e`` is that close. If no
+    more elements than that are zero in exactly one run, the error that they cause is known; otherwise it is ``sqrt(0.8
+    e)``.
     """
 
     name = "derivative_jump"
     _measured: Mapping[int, KinkCrossings] = {}
-    """Gradients whose elements were counted, and are no more than expected."""
+    """Gradients whose crossings were counted, and are no more than expected."""
 
     def find(self) -> Mapping[int, list[ErrorDistribution]]:
-        """Gradient -> errors that the jumps of its derivative add."""
+        """Compute gradient -> errors that the jumps of its derivative add."""
         values = {node: at_kink for node in self.inputs.graph.gradients if (at_kink := self._values_at_kink(node))}
         self._measured = {node: crossings for node in values if (crossings := self._crossings(node, values[node]))}
         return {
@@ -84,14 +88,14 @@ class DerivativeJump(Effect[list[ErrorDistribution]]):
         }
 
     def _crossings(self, node: int, values: Sequence[ErrorDistribution]) -> KinkCrossings | None:
-        """Those of a gradient, if the errors of the values explain their number."""
+        """Return the crossings of a gradient, if the errors of the values explain their number."""
         crossings = self.inputs.facts.kink_crossings.get(self.inputs.site(node))
         return (
             crossings if crossings is not None and crossings.count <= _expected_crossings(values, crossings) else None
         )
 
     def _values_at_kink(self, node: int) -> list[ErrorDistribution]:
-        """Errors of the values at which a derivative that jumps was taken; empty for any other gradient."""
+        """Return the errors of the values at which a jumping derivative was evaluated; empty for any other gradient."""
         graph, errors = self.inputs.graph, self.effects[ReroutedRows].errors
         if not _is_derivative(graph, node):
             return []
@@ -104,7 +108,7 @@ class DerivativeJump(Effect[list[ErrorDistribution]]):
         return spreads
 
     def _zeros(self, node: int) -> float:
-        """Share of a gradient's elements that are zero in the run with fewer of them; 0 where it is not known."""
+        """Return the fraction of zeros in the run with fewer zeros; 0 if unknown."""
         pair = self.inputs.pairs[node].pair
         return min(zero_fraction(one) if one is not None else 0.0 for one in (pair.baseline, pair.target))
 
@@ -113,14 +117,17 @@ class DerivativeJump(Effect[list[ErrorDistribution]]):
         return max(map(self._zeros, gradients), default=1.0)
 
     def jump(self, node: int) -> float:
-        """Error of the typical row of a gradient, and of everything upstream of it in the backward, due to the jumps:
-        later rows are sums over earlier ones, so that the root mean square over rows counts."""
+        """Return the error of the typical row of a gradient, and of everything downstream in the backward, due to the
+        jumps.
+
+        Later rows are sums over earlier ones, so the root mean square over rows counts.
+        """
         if node in self._measured:
             return self._measured[node].mean_error
         return max((spread.errors[-1] for spread in self.values.get(node, ())), default=0.0)
 
     def worst_row(self, node: int) -> float:
-        """The same of the worst row, where it was measured; else 0."""
+        """Return the error of the worst row due to the jumps if it was measured; otherwise 0."""
         return self._measured[node].errors[-1] if node in self._measured else 0.0
 
     def explain(self, node: int) -> str:
@@ -136,7 +143,8 @@ class DerivativeJump(Effect[list[ErrorDistribution]]):
 
 
 def _expected_crossings(values: Sequence[ErrorDistribution], crossings: KinkCrossings) -> float:
-    """The most elements that may change sides: the share ``0.8 e`` of normal values, with some room."""
+    """Return the maximum number of elements that may change sides: the share ``0.8 e`` of normal values, with a
+    margin."""
     error = max(spread.errors[0] for spread in values)
     return MIN_KINK_CROSSINGS + KINK_CROSSING_MARGIN * NORMAL_DENSITY_AT_ZERO * error * crossings.num_elements
 
@@ -146,5 +154,6 @@ def _modelled_errors(spread: ErrorDistribution) -> Quantiles:
 
 
 def _distribution(errors: Quantiles) -> ErrorDistribution:
-    """Errors of rows of which single elements may be all or nothing."""
+    """Return the error distribution of rows in which single elements may be complete in one run and zero in the
+    other."""
     return structs.replace(NO_ERROR, errors=errors, element=1.0, peak=1.0)

@@ -1,4 +1,4 @@
-"""Effect: one named cause of rounding error, with the sites that it applies to and what it contributes there."""
+"""Effect: one named cause of rounding error, with the sites that it affects and its contribution there."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ E = TypeVar("E", bound="Effect[Any]")
 
 
 class Unit(StrEnum):
-    """What the contribution of an effect is."""
+    """Unit of an effect's contribution."""
 
     ERROR = "error"
     """An error relative to the row; errors of one site add up in quadrature."""
@@ -24,40 +24,43 @@ class Unit(StrEnum):
 
 
 class Effect(ABC, Generic[V]):
-    """One named effect. Subclasses fill :attr:`values`, and say what these mean."""
+    """One named effect. Subclasses compute :attr:`values`, and document their meaning."""
 
     name: ClassVar[str]
     unit: ClassVar[Unit] = Unit.ERROR
     is_optional: ClassVar[bool] = True
-    """Whether a floor still makes sense without it, so that an ablation may switch it off."""
+    """Whether a floor is still meaningful without the effect, so that an ablation may disable it."""
     is_sum: ClassVar[bool] = False
-    """Whether it only adds up what effects before it contribute."""
+    """Whether the effect only sums contributions of earlier effects."""
 
     def __init__(self, inputs: "FloorInputs", effects: "EffectTable", *, is_enabled: bool = True) -> None:
-        """``effects`` holds those before it in the table. An effect that is not enabled applies to no site."""
+        """Evaluate the effect for all nodes.
+
+        ``effects`` contains the earlier effects of the table. A disabled effect applies to no site.
+        """
         self.inputs, self.effects, self.is_enabled = inputs, effects, is_enabled
         self.values: Mapping[int, V] = self.find() if is_enabled else {}
-        """Node -> what it contributes there; nodes that it does not apply to are left out."""
+        """Node -> contribution, without the nodes that the effect does not apply to."""
 
     @abstractmethod
     def find(self) -> Mapping[int, V]:
-        """Node -> what it contributes there, for the nodes that it applies to."""
+        """Compute the contributions: node -> contribution, for the nodes that the effect applies to."""
 
     def applies(self, node: int) -> bool:
-        """Whether it contributes to the floor of a node."""
+        """Return whether the effect contributes to the floor of a node."""
         return node in self.values
 
     def contribution(self, node: int) -> float:
-        """Size of the contribution to a node, in :attr:`unit`."""
+        """Return the size of the contribution to a node, in :attr:`unit`."""
         return size_of(self.values[node])
 
     @abstractmethod
     def explain(self, node: int) -> str:
-        """One sentence on why it applies to a node, with the numbers that it was computed from."""
+        """Explain in one sentence why the effect applies to a node, with the numbers behind it."""
 
 
 class EffectTable:
-    """The effects of one comparison, by class, in the order in which they were made."""
+    """The effects of one comparison, by class, in evaluation order."""
 
     def __init__(self) -> None:
         self._made: dict[type[Effect[Any]], Effect[Any]] = {}
@@ -67,20 +70,20 @@ class EffectTable:
         self._made[type(effect)] = effect
 
     def __getitem__(self, kind: type[E]) -> E:
-        """The effect of a class."""
+        """Return the effect of a class."""
         return self._made[kind]  # type: ignore[return-value]
 
     def __iter__(self) -> Iterator[Effect[Any]]:
-        """In order."""
+        """Iterate over the effects in evaluation order."""
         return iter(self._made.values())
 
     def applying(self, node: int) -> list[Effect[Any]]:
-        """The effects that contribute to the floor of a node, in order."""
+        """Return the effects that contribute to the floor of a node, in order."""
         return [effect for effect in self if effect.applies(node)]
 
 
 def size_of(value: Any) -> float:
-    """The largest number in a value: a number, a spread, or a sequence of either."""
+    """Return the largest number in a value: a number, an error distribution, or a sequence of either."""
     if isinstance(value, ErrorDistribution):
         return value.errors[-1]
     if isinstance(value, Sequence):

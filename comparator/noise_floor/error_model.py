@@ -1,4 +1,4 @@
-"""ErrorModel: the noise floor of every site of a comparison, made by a table of named effects."""
+"""ErrorModel: computes the noise floor of every site of a comparison from a table of named effects."""
 
 from collections.abc import Collection, Sequence
 from functools import cached_property
@@ -60,12 +60,12 @@ ROW_EFFECTS = (
     SharedGain,
     RowConcentration,
 )
-"""Effects that count only where errors may all be in a few rows."""
+"""Effects that count only if all errors may be in a few rows."""
 EFFECTS: tuple[type[Effect[Any]], ...] = (
-    # What is compared, and in which dtype it was computed
+    # Measured errors, and the dtypes in which values were computed
     ComputeDtype,
     UnevenRows,
-    # What one pass through the module adds
+    # Errors that one pass through the module adds
     DtypeRounding,
     ReductionOrder,
     Float16Underflow,
@@ -76,7 +76,7 @@ EFFECTS: tuple[type[Effect[Any]], ...] = (
     OpsInSequence,
     RankSum,
     LocalError,
-    # What goes into the site
+    # Errors of the site's inputs
     ReroutedRows,
     OptimizerUpdates,
     NormOfNearZeroRows,
@@ -91,24 +91,24 @@ EFFECTS: tuple[type[Effect[Any]], ...] = (
     AttentionMean,
     KVCacheRounding,
     InheritedError,
-    # How much of it comes out
+    # Amplification of these errors
     LearnedCondition,
     Condition,
     UnmatchedNorm,
     OffsetWeight,
     NarrowRows,
-    # Errors that are all in a few rows
+    # Errors concentrated in a few rows
     *ROW_EFFECTS,
-    # The other bound
+    # The bound along the path
     PathBound,
 )
-"""Every effect, in the order in which they are evaluated: each may use those before it."""
+"""Every effect, in evaluation order: each may use the effects before it."""
 OPTIONAL = tuple(kind.name for kind in EFFECTS if kind.is_optional)
-"""Names of the effects that an ablation may switch off."""
+"""Names of the effects that an ablation may disable."""
 
 
 class SiteFloor(NamedTuple):
-    """The floor of one site in the test whose error is largest relative to it."""
+    """The floor of one site, in the test with the largest ratio of error to floor."""
 
     error: float
     floor: float
@@ -116,26 +116,26 @@ class SiteFloor(NamedTuple):
     row_floor: float
     """Floor of a single row."""
     growth: float
-    """error / floor of the site alone, given the errors of its own inputs."""
+    """error / floor of the site's own module, given the errors of its inputs."""
 
 
 class FloorEffect(Struct, frozen=True):
-    """What one effect contributes to the floor of a site."""
+    """The contribution of one effect to the floor of a site."""
 
     effect: str
-    """Its name, see the table in docs/reference/noise-floor-effects.md."""
+    """Name of the effect, see the table in docs/reference/noise-floor-effects.md."""
     contribution: float
-    """Its size, in :attr:`unit`."""
+    """Size of the contribution, in :attr:`unit`."""
     unit: str
     """``error``, relative to the row; or ``factor``, on the errors of inputs or on the limits of some tests."""
     floor_without: float | None
-    """Floor of the deciding test with this effect switched off; None for an effect that every floor needs."""
+    """Floor of the deciding test with this effect disabled; None for an effect that every floor needs."""
     explanation: str
     """One sentence."""
 
 
 class _Columns(NamedTuple):
-    """The members of :class:`SiteFloor`, one element a case."""
+    """The members of :class:`SiteFloor`, with one element per case."""
 
     errors: Array
     floors: Array
@@ -145,7 +145,7 @@ class _Columns(NamedTuple):
 
 
 class ErrorModel:
-    """The floors of one comparison: they depend on inputs and on the same site in other layers."""
+    """The floors of one comparison, which depend on inputs and on the same site in other layers."""
 
     def __init__(
         self,
@@ -155,8 +155,10 @@ class ErrorModel:
         facts: ComparisonFacts = NO_FACTS,
         disabled: Collection[str] = (),
     ) -> None:
-        """``pairs`` are those of the graph's nodes, ``params`` the parameters of their modules; ``disabled``: names of
-        effects to leave out."""
+        """Evaluate all effects that are not ``disabled`` (names of effects).
+
+        ``pairs`` are the results of the graph's nodes, ``params`` the parameters of their modules.
+        """
         self._arguments = pairs, graph, params, facts
         self._disabled = frozenset(disabled)
         self._others: dict[str, ErrorModel] = {}
@@ -171,31 +173,32 @@ class ErrorModel:
         is_state = np.array([node.is_state for node in nodes], bool)
         given = [graph.inputs(node) for node in inputs.nodes]
         self._is_made = is_state | np.array([bool(each.nodes) or each.source == NO_INPUTS for each in given], bool)
-        """Whether the inputs of a case are known."""
+        """[cases]: whether the inputs of the case are known."""
         self._mixes = np.array([inputs.attention.mixes(node) for node in inputs.nodes], bool)
         self._condition = effects[Condition].column
         self._factors = self._unobserved_factors()
         self._is_rerouted = self._downstream_of_rerouted()
         self._is_concentrated = self._is_made & (self._is_rerouted | self._is_back)
-        """Whether all errors of a case may be in a few rows, wherever its inputs come from."""
+        """[cases]: whether all errors of the case may be in a few rows, even if no site upstream is bad."""
         self._terms = self._site_terms()
         self._local, self._path = self._bounds()
 
-    # Answers
+    # Queries
 
     def is_numeric(self, node: int) -> bool:
-        """Whether the site was compared as rounded numbers."""
+        """Return whether the site was compared as rounded numbers."""
         return self.inputs.case_of[node] >= 0
 
     def local_error(self, node: int) -> float:
-        """What the module of a site adds by itself; 0 where it was not compared as rounded numbers."""
+        """Return the error that the module of a site adds by itself; 0 if the site was not compared as rounded
+        numbers."""
         return self.effects[LocalError].values.get(node, 0.0)
 
     def floor(self, node: int, *, is_downstream: bool = False) -> SiteFloor:
-        """The floor of a numeric site.
+        """Return the floor of a numeric site.
 
-        ``is_downstream`` of a culprit: the inputs carry another module's error, which may be concentrated in a few
-        rows.
+        ``is_downstream`` states that the site is downstream of a culprit: its inputs carry another module's error,
+        which may be concentrated in a few rows.
         """
         case, columns = self.inputs.case_of[node], self._downstream_columns if is_downstream else self._usual_columns
         errors, floors, tests, row_floors, growths = columns
@@ -204,9 +207,9 @@ class ErrorModel:
         )
 
     def explain(self, node: int, *, is_downstream: bool = False) -> tuple[FloorEffect, ...]:
-        """The effects that made the floor of a numeric site, in the order of the table.
+        """Return the effects that make up the floor of a numeric site, in the order of the table.
 
-        Each optional effect is switched off in turn to see what the floor of the deciding test is without it.
+        Each optional effect is disabled in turn to determine the floor of the deciding test without that effect.
         """
         own = self.floor(node, is_downstream=is_downstream)
         _, local, whole = self._downstream_tables if is_downstream else self._usual_tables
@@ -224,13 +227,13 @@ class ErrorModel:
         return tuple(effects)
 
     def _without(self, effect: str) -> "ErrorModel":
-        """The same with one more effect switched off."""
+        """Return the model with one more effect disabled."""
         if effect not in self._others:
             self._others[effect] = ErrorModel(*self._arguments, disabled={*self._disabled, effect})
         return self._others[effect]
 
     def limit(self, node: int, test: str, *, is_downstream: bool = False) -> float:
-        """The floor of a site in one test; of the two tests of the tail, the one with the smaller floor."""
+        """Return the floor of a site in one test; the two tail tests share a name, and the smaller floor applies."""
         tables = self._downstream_tables if is_downstream else self._usual_tables
         rows = [i for i, name in enumerate(TESTS) if name == test]
         return float(tables[2].limits[rows, self.inputs.case_of[node]].min())
@@ -244,7 +247,7 @@ class ErrorModel:
 
     @cached_property
     def _downstream_tables(self) -> tuple[Array, FloorTable, FloorTable]:
-        # The error of a culprit is not rounding, so that the path bounds it whatever is among the inputs.
+        # The error of a culprit is not rounding, so the path bounds all cases, regardless of their inputs.
         return self._tables(self._is_made, np.zeros_like(self._is_made))
 
     @cached_property
@@ -256,8 +259,10 @@ class ErrorModel:
         return _columns(*self._downstream_tables)
 
     def _tables(self, is_concentrated: Array, is_open: Array) -> tuple[Array, FloorTable, FloorTable]:
-        """(errors by test, local bounds, both bounds) of all cases; the errors of those that are ``is_concentrated``
-        may all be in a few rows, and the path does not bound those that are ``is_open``."""
+        """Return (errors by test, local bounds, both bounds) of all cases.
+
+        The errors of ``is_concentrated`` cases may all be in a few rows. The path does not bound ``is_open`` cases.
+        """
         tests, local, whole = self._terms.spreads.tests, self._local, self._bounded(self._local, self._path)
         if is_concentrated.any() and self.effects[RowConcentration].is_enabled:
             cases = np.flatnonzero(is_concentrated)
@@ -273,7 +278,7 @@ class ErrorModel:
         return tests, local, whole
 
     def _bounds(self) -> tuple[FloorTable, FloorTable]:
-        """(local bound, path bound). A site that was computed from nothing has the second alone."""
+        """Return (local bound, path bound); a site without inputs has only the path bound."""
         given = self.effects[InheritedError].given
         near_zero = self.effects[NormOfNearZeroRows].factors(self.inputs.nodes)
         factors = np.where((self._factors > 1.0).any(0), self._factors, near_zero)
@@ -295,11 +300,11 @@ class ErrorModel:
         return local, summed.where(self._is_sum & self._is_made, path)
 
     def _bounded(self, local: FloorTable, path: FloorTable) -> FloorTable:
-        """The stricter of both bounds."""
+        """Return the stricter of both bounds."""
         return local.smaller(path) if self.effects[PathBound].is_enabled else local
 
     def _row_concentrated(self, cases: Array, is_open: Array) -> tuple[FloorTable, FloorTable]:
-        """(local bound, both bounds) of some cases whose errors may all be in a few rows."""
+        """Return (local bound, both bounds) of the given cases, whose errors may all be in a few rows."""
         is_back, mixes = self._is_back[cases], self._mixes[cases]
         rows = self.effects[RowConcentration]
         local, is_bounded = rows.floors(self._terms, cases, self._condition[cases], mixes, self._is_rerouted[cases])
@@ -308,7 +313,7 @@ class ErrorModel:
         both = self._bounded(local.where(is_back, self._local.at(cases)), self._path.at(cases).with_gain(shared))
         return local, local.where(is_open | ~is_bounded, both)
 
-    # What the bounds are made of
+    # Terms of the bounds
 
     def _site_terms(self) -> SiteTerms:
         names = [self.effects[ComputeDtype].names(node) for node in self.inputs.nodes]
@@ -324,14 +329,16 @@ class ErrorModel:
         )
 
     def _unobserved_factors(self) -> Array:
-        """[quantiles, cases]: factors on the errors of rows of functions that were not captured."""
+        """Return factors on the row errors of functions that were not captured, [quantiles, cases]."""
         norms, softmax = self.effects[UnmatchedNorm].values, self.effects[SharpSoftmax]
         return np.array([norms.get(n) or softmax.factor(n) for n in self.inputs.nodes]).reshape(-1, 4).T
 
     def _downstream_of_mean(self) -> Array:
-        """[cases]: whether a norm upstream subtracts from each channel of an image its mean. Rounding errors do not
-        share it, so that each such norm amplifies them by rms / standard deviation of its input; the path adds errors
-        up as if no module amplified them, and does not bound these."""
+        """Return, for each case, whether a norm upstream subtracts the mean of each channel of an image.
+
+        Rounding errors do not share that mean, so each such norm amplifies them by rms / standard deviation of its
+        input. The path adds up errors as if no module amplified them, so it does not bound these cases.
+        """
         is_downstream = [False] * len(self.inputs.pairs)
         for node in self.inputs.nodes:
             if not self._graph.is_backward[node]:
@@ -341,8 +348,10 @@ class ErrorModel:
         return np.array([is_downstream[node] for node in self.inputs.nodes], bool)
 
     def _downstream_of_rerouted(self) -> Array:
-        """[cases]: whether the inputs contain token rows that went to other experts, or rows that are all rounding:
-        what they add is not rounding of the modules upstream, so that the path does not bound it."""
+        """Return, for each case, whether its inputs contain rerouted token rows, or rows that are pure rounding.
+
+        The errors of these rows are not rounding of the modules upstream, so the path does not bound these cases.
+        """
         noise, rerouted = self.effects[NormOfNearZeroRows].noise, self.effects[ReroutedRows].values
         holds = [node in rerouted for node in range(len(self.inputs.pairs))]
         is_downstream = [False] * len(self.inputs.nodes)

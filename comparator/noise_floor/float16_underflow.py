@@ -1,4 +1,4 @@
-"""Float16 underflow: rounding to multiples of the smallest number, which only float16's range makes large."""
+"""Float16 underflow: rounding to multiples of the smallest number, which is large only in float16."""
 
 from collections.abc import Mapping, Sequence
 
@@ -14,11 +14,12 @@ from tapscope.core import dtypes
 from tapscope.core.formatting import number
 
 _MIN_VISIBLE_UNDERFLOW = 1e-30
-"""Smallest number of a format whose underflow never shows: bfloat16 and float32 reach down to 1e-38."""
+"""Smallest number of a format below which underflow has no effect: bfloat16 and float32 reach down to 1e-38."""
 
 
 def underflow_error(names: Sequence[str], spread: ErrorDistribution) -> float:
-    """Error that rounding to multiples of the smallest number adds to the typical row, relative to the row."""
+    """Return the error that rounding to multiples of the smallest number adds to the typical row, relative to the
+    row."""
     if spread.row_sizes is None or spread.row_sizes.median_rms <= 0.0:
         return 0.0
     steps = rounding_error("float32", "float32", 1) / FLOAT32_STEP
@@ -26,13 +27,13 @@ def underflow_error(names: Sequence[str], spread: ErrorDistribution) -> float:
 
 
 class Float16Underflow(Effect[float]):
-    """Gradients below float16's normal range are rounded to multiples of its smallest number, 6e-8. This is an absolute
-    error, which is large relative to a small row."""
+    """Underflow in float16: gradients below its normal range are rounded to multiples of its smallest number, 6e-8.
+    This is an absolute error, which is large relative to a small row."""
 
     name = "float16_underflow"
 
     def find(self) -> Mapping[int, float]:
-        """Node -> error."""
+        """Compute node -> error."""
         names, pairs = self.effects[ComputeDtype].names, self.inputs.pairs
         spreads = ((node, pairs[node].values.distribution) for node in self.inputs.nodes)
         candidates = ((node, underflow_error(names(node), spread)) for node, spread in spreads if spread is not None)
@@ -45,12 +46,12 @@ class Float16Underflow(Effect[float]):
 
 
 class FlushedElement(Effect[list[ErrorDistribution]]):
-    """The largest element of the smallest row may be flushed to zero: an error of ``smallest number / element``."""
+    """Possible flush to zero of the largest element in the smallest row: an error of ``smallest number / element``."""
 
     name = "flushed_element"
 
     def find(self) -> Mapping[int, list[ErrorDistribution]]:
-        """Gradient -> errors that go into it."""
+        """Compute gradient -> errors that enter it."""
         flushed, names, errors = {}, self.effects[ComputeDtype].names, self.effects[ReroutedRows].errors
         for node in self.inputs.graph.gradients:
             spread = errors[node]
@@ -60,7 +61,7 @@ class FlushedElement(Effect[list[ErrorDistribution]]):
         return flushed
 
     def contribution(self, node: int) -> float:
-        """Error of the largest element."""
+        """Return the error of the largest element."""
         return self.values[node][0].peak
 
     def explain(self, node: int) -> str:

@@ -1,11 +1,12 @@
 """Graph: the dataflow graph of a comparison, from the module tree, the firing order, and values with equal bytes.
 
-Modules call functions that no hook observes, so that not all edges are known. The inputs of a site are, in this order:
+Modules call functions that no hook observes, so not all edges are known. The inputs of a site are, in order of
+precedence:
 
-1. the earlier site that holds the same bytes;
-2. for the output of a module, what was captured inside the module, its inputs and its parameters;
-3. nothing, for the output of a module without parameters that was called without tensors: the host passed its values;
-4. for anything else, what the enclosing module received and what its other parts computed before.
+1. the earlier site with the same bytes; 2. for the output of a module, the captured values inside the module, its
+inputs and its parameters; 3. none, for the output of a module without parameters that was called without tensors: the
+host passed its values; 4. for any other site, the values that the enclosing module received and that its other
+submodules computed before.
 
 Gradients follow the same rules in the backward, in addition to the values of the forward.
 """
@@ -29,7 +30,7 @@ class Graph:
     def __init__(self, nodes: Sequence[Node]) -> None:
         self.nodes = nodes
         self.is_backward = [node.is_backward for node in nodes]
-        """[nodes]"""
+        """[nodes]: whether the node is a gradient."""
         self.gradients = [i for i, is_gradient in enumerate(self.is_backward) if is_gradient]
         """Nodes that are gradients."""
         self._is_called_again = any("#" in node.port for node in nodes)
@@ -53,13 +54,13 @@ class Graph:
                 if above in self._called:
                     self._inside.setdefault(above, []).append(i)
         self.depth = _depths(nodes, self.is_backward)
-        """[nodes]: number of layers before it."""
+        """[nodes]: number of layers before the node."""
         self._consumers: dict[int, list[str]] = {}
         self.all_inputs = self._resolve()
-        """[nodes]: its inputs."""
+        """[nodes]: inputs of the node."""
 
     def inputs(self, index: int) -> Inputs:
-        """What a node was computed from."""
+        """Return the inputs of a node."""
         return self.all_inputs[index]
 
     def _resolve(self) -> list[Inputs]:
@@ -75,8 +76,11 @@ class Graph:
         return inputs
 
     def _gradient_groups(self) -> dict[int, list[int]]:
-        """First node of each gradient -> all sites that hold it. A tensor has one gradient: the module that computed
-        the tensor records it for its output, each consumer for its input. So has a parameter that modules share."""
+        """Return first node of each gradient -> all sites that have this gradient.
+
+        A tensor has one gradient: the module that computed the tensor records it for its output, each consumer for its
+        input. The same applies to a parameter that modules share.
+        """
         groups: dict[object, list[int]] = {}
         for i, node in enumerate(self.nodes):
             if self.is_backward[i] and node.numeric and None not in node.identities:
@@ -85,7 +89,7 @@ class Graph:
         return {i: members for i, members in first.items() if len(members) > 1 or not self.nodes[i].is_summed}
 
     def _through(self, index: int, group: Sequence[int]) -> Inputs | None:
-        """Inputs of a gradient: those through each module that consumed the tensor."""
+        """Return the inputs of a gradient through all modules that consumed the tensor; None if none were captured."""
         captured = [self._inputs(i) for i in group if not self.nodes[i].is_input]
         captured = [each for each in captured if each.source in ("captured", "submodules")]
         nodes = tuple(sorted({n for each in captured for n in each.nodes if n < index}))
@@ -97,9 +101,11 @@ class Graph:
         return Inputs(nodes, "submodules" if inside else "captured", max(each.ops for each in captured))
 
     def blamed(self, index: int, owners: Collection[str] = ()) -> tuple[str, ...]:
-        """The modules that may have computed a value, the likeliest first; the enclosing one for a value that was
-        computed between its parts. ``owners`` have a parameter whose gradient is wrong by itself: if one of them is
-        among the consumers of a tensor, it computed that tensor's gradient."""
+        """Return the modules that may have computed a value, the likeliest first.
+
+        A value computed between submodules belongs to the enclosing module. ``owners`` are modules with a parameter
+        whose gradient is wrong by itself: if exactly one of them consumed a tensor, it computed the tensor's gradient.
+        """
         node = self.nodes[index]
         if consumers := self._consumers.get(index):
             inner = [c for c in consumers if not any(other != c and is_within(other, c) for other in consumers)]
@@ -113,31 +119,34 @@ class Graph:
         return (self._enclosing(node.path),)
 
     def enclosing(self, index: int) -> str:
-        """Path of the nearest called module around that of the node."""
+        """Return the path of the nearest called module around that of the node."""
         return self._enclosing(self.nodes[index].path)
 
     def is_of_many(self, index: int) -> bool:
-        """Whether it is a value of a function that was not captured, in a module with parameters of its own."""
+        """Return whether the node is a value of a function that was not captured, in a module with parameters of its
+        own."""
         if self.all_inputs[index].source != "enclosing_module" or self.is_backward[index]:
             return False
         return any(self.nodes[i].has_params for i in self._given.get(self.enclosing(index), ()))
 
     def value_of(self, index: int) -> int | None:
-        """The node of the value that a gradient belongs to; None for a value, or where the value was not compared."""
+        """Return the node of the value that a gradient belongs to; None for a value, or if the value was not
+        compared."""
         node = self.nodes[index]
         return self._values.get((node.path, node.port.removesuffix(".grad"))) if node.is_backward else None
 
     def has_kink(self, index: int) -> bool:
-        """Whether it is the gradient of the input of a pointwise function whose derivative has a jump, such as ReLU."""
+        """Return whether the node is the input gradient of a pointwise function whose derivative jumps, such as
+        ReLU."""
         return any(map(_KINKED.fullmatch, self.consumer_classes(index)))
 
     def consumer_classes(self, index: int) -> list[str]:
-        """Classes of the modules whose backward computed a gradient: those that the tensor went into."""
+        """Return the classes of the modules whose backward computed a gradient: the consumers of the tensor."""
         paths = self._consumers.get(index, [self.nodes[index].path])
         return [self._classes.get(path, "") for path in paths]
 
     def _enclosing(self, path: str) -> str:
-        """Path of the nearest called module around another; a list of modules is never called."""
+        """Return the path of the nearest called module around another one; a list of modules is never called."""
         holder = parent(path)
         known = self._around_path.get(holder)
         if known is None:
@@ -148,7 +157,7 @@ class Graph:
     def _first_holder(
         self, index: int, node: Node, holders: tuple[dict[object, int], dict[object, int]]
     ) -> Inputs | None:
-        """The site that held these bytes first, on both sides or on one."""
+        """Return the site that had these bytes first, on both sides or on one, as the only input."""
         if self._is_state[index]:
             return None
         one, two = holders[0].get(node.identities[0]), holders[1].get(node.identities[1])
@@ -156,10 +165,10 @@ class Graph:
             return Inputs((one,), "aliased", 0)
         if not node.numeric:  # integers may be equal on one side by accident
             return None
-        # Two sites hold it in one run, and only the later one in the other: there the later one computed another value.
+        # The two sites are equal in only one run: in the other run, the later site has a value of its own.
         origin = max((each for each in (one, two) if each is not None), default=None)
         if origin is None or not self._is_input[index] or self.is_backward[index]:
-            return None  # returning its input on one side may be the module's fault
+            return None  # an output that equals the input in one run only may be the module's bug
         return Inputs((origin,), "aliased", 1)
 
     def _inputs(self, index: int) -> Inputs:
@@ -173,14 +182,14 @@ class Graph:
             if self._is_called_again:
                 own = self._of_call(own, node.call)
             if is_backward and not any(self.is_backward[i] for i in own):
-                own = []  # the incoming gradient was recorded later, by a module that returns its input, or never
-            elif is_backward:  # the gradient of a tensor that bypasses the module too, along the residual
+                own = []  # the incoming gradient was recorded later (the module returns its input), or not at all
+            elif is_backward:  # also the gradient of a tensor that bypasses the module, along the residual
                 own += [i for i in self._given.get(parent(path), ()) if i < index and self._goes(i, index)]
             inside = [] if path != node.path else [i for i in self._inside.get(path, ()) if i < index]
             inside = [i for i in inside if self._reaches(i, index)]
             if any(self.nodes[i].numeric for i in inside):
                 return Inputs(tuple(sorted({*own, *inside})), "submodules", 2)
-            # Only integers: the input of an embedding. A decoder layer has other inputs too.
+            # Integers suffice as the inputs of an embedding. A decoder layer must also have numeric inputs.
             if own and (node.has_params or any(self.nodes[i].numeric and not self._is_state[i] for i in own)):
                 return Inputs(tuple(own), "captured", self._ops(node))
             if node.has_no_inputs and not node.has_params:
@@ -196,28 +205,30 @@ class Graph:
         return Inputs(before, "preceding", 4 + OPS_PER_LAYER * self._gap(before, index))
 
     def _of_call(self, own: list[int], call: str) -> list[int]:
-        """Of the inputs of a module, those of one call, and its parameters."""
+        """Return the inputs of one call among all inputs of a module, and its parameters."""
         mine = [i for i in own if self._is_state[i] or self.nodes[i].call == call]
         return mine if any(not self._is_state[i] for i in mine) else own
 
     def _updates(self, index: int) -> Inputs:
-        """The gradient that a parameter was updated by."""
+        """Return the gradient by which a parameter was updated."""
         node = self.nodes[index]
         places = self._gradients if node.is_trained else {}
         node_of_update = places.get((node.path, node.port))
         return Inputs((), "") if node_of_update is None else Inputs((node_of_update,), "captured")
 
     def _is_before(self, origin: int, index: int) -> bool:
-        """Whether a site fires before another; an updated parameter is used in the next step."""
+        """Return whether a site precedes another; an updated parameter is used in the next step."""
         return origin < index or self.nodes[origin].is_trained
 
     def _reaches(self, origin: int, index: int) -> bool:
-        """Whether a value may go into a site: not from the backward into the forward."""
+        """Return whether a value may be an input of a site: the backward does not affect the forward."""
         return not self.is_backward[origin] or self.is_backward[index]
 
     def _around(self, index: int) -> tuple[int, ...]:
-        """What the enclosing module received, and the latest values of its other parts; of two levels where the nearer
-        one's inputs were not captured."""
+        """Return the values that the enclosing module received, and the latest values of its other submodules.
+
+        If the inputs of the nearest enclosing module were not captured, a second level is included.
+        """
         node = self.nodes[index]
         indices: list[int] = []
         above, levels = node.path, 0
@@ -241,7 +252,7 @@ class Graph:
         return max(self.depth[index] - self.depth[origins[-1]], 0)
 
     def _ops(self, node: Node) -> int:
-        """Roundings inside a module of which only inputs and outputs were captured."""
+        """Return the number of sequential roundings inside a module of which only inputs and outputs were captured."""
         if node.has_params:
             return 1
         if node.is_pointwise:
@@ -256,7 +267,7 @@ class Graph:
 
 
 def _depths(nodes: Sequence[Node], is_backward: Sequence[bool]) -> list[int]:
-    """[nodes]: layers before it, counted up through the forward and on through the backward."""
+    """Return the number of layers before each node, counted up through the forward and on through the backward."""
     layers = [layer_of(node.path) for node in nodes]
     depths, deepest, num_layers = [], 0, 1 + max((layer for layer in layers if layer is not None), default=-1)
     for layer, is_back in zip(layers, is_backward, strict=True):

@@ -1,4 +1,4 @@
-"""InheritedError: the errors of what each site was computed from, as they arrive there."""
+"""InheritedError: the errors of each site's inputs, as they arrive at the site."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -30,23 +30,23 @@ _EXTRA_INPUTS: tuple[type[Effect[list[ErrorDistribution]]], ...] = (
     FlushedElement,
     BatchNormOffset,
 )
-"""Effects that go into a gradient in addition to other gradients."""
+"""Effects that enter a gradient in addition to other gradients."""
 
 
 class InheritedError(Effect[float]):
-    """The largest error among the sites from which a site was computed, at each quantile over rows."""
+    """Errors of a site's inputs: the maximum over the inputs, at each quantile over rows."""
 
     name = "inherited_error"
     is_optional = False
     given: LargestErrors
-    """What went into each case, as it arrives there."""
+    """The largest errors of the inputs of each case, as they arrive there."""
     typical: Array
-    """[cases]: of the typical row."""
+    """[cases]: error of the typical row."""
     are_equal: Array
-    """[cases]: whether everything that went in is equal."""
+    """[cases]: whether all inputs are equal."""
 
     def find(self) -> Mapping[int, float]:
-        """Node -> error of the typical row."""
+        """Compute node -> error of the typical row."""
         lifts = self.effects[NormOfNearZeroRows]
         handed = np.zeros((len(self.inputs.spreads.propagated), len(self.inputs.pairs)))
         handed[:, self.inputs.nodes] = self.inputs.spreads.propagated
@@ -70,14 +70,14 @@ class InheritedError(Effect[float]):
         return dict(zip(self.inputs.nodes, self.given.errors[0].tolist(), strict=True))
 
     def spreads(self, node: int) -> tuple[ErrorDistribution, ...]:
-        """The error distributions of the inputs of a node."""
+        """Return the error distributions of the inputs of a node."""
         if self.inputs.graph.nodes[node].is_trained:
             return tuple(self._updates(node))
         passed = tuple(spread for spread in map(self._passed, self._origins(node)) if spread is not None)
         return *passed, *self._extra(node)
 
     def _passed(self, node: int) -> ErrorDistribution | None:
-        """What a node passes on to a site computed from it."""
+        """Return the errors that a node propagates to the sites computed from it."""
         lifts = self.effects[NormOfNearZeroRows]
         spread = lifts.errors[node]
         return spread.scaled(lifts.values[node]) if spread is not None and node in lifts.values else spread
@@ -86,7 +86,7 @@ class InheritedError(Effect[float]):
         return () if self.inputs.graph.nodes[node].is_trained else self.inputs.graph.inputs(node).nodes
 
     def _extra(self, node: int) -> Sequence[ErrorDistribution]:
-        """What goes into a node in addition to what the graph says."""
+        """Return the errors that enter a node in addition to those of its inputs in the graph."""
         own = self._updates(node)
         if not self.inputs.graph.is_backward[node]:
             return own
@@ -97,7 +97,7 @@ class InheritedError(Effect[float]):
         return [updates[node]] if node in updates else []
 
     def applies(self, node: int) -> bool:
-        """Whether anything that went in differs."""
+        """Return whether any input differs."""
         return self.values.get(node, 0.0) > 0.0
 
     def explain(self, node: int) -> str:

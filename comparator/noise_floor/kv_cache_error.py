@@ -1,4 +1,4 @@
-"""KV cache: what storing keys and values in a narrower format does to their errors."""
+"""KV cache: the effect of storing keys and values in a narrower format on their errors."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,8 +19,10 @@ _FORMATS = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "fl
 
 
 def kv_cache_epsilon(manifests: Sequence[Mapping[str, Any]]) -> float:
-    """Epsilon of the format in which both runs store their KV caches; 0 where the formats differ, or where it is not
-    coarser than the dtypes of the runs."""
+    """Return the epsilon of the format in which both runs store their KV caches.
+
+    Returns 0 if the formats differ, or if the format is not coarser than the dtypes of the runs.
+    """
     dtype = [str(each.get("dtype", "")) for each in manifests]
     kept = [str(each.get("kv_cache_dtype", "")) for each in manifests]
     formats = {_FORMATS.get(k, own if k in ("", "auto") else k) for k, own in zip(kept, dtype, strict=True)}
@@ -32,29 +34,30 @@ def kv_cache_epsilon(manifests: Sequence[Mapping[str, Any]]) -> float:
 
 
 def stored_error(errors: Array, epsilon: float) -> Array:
-    """Errors of values after both runs rounded them to one format.
+    """Return the errors of values after both runs rounded them to one format.
 
-    Two values at distance d round to different numbers, s apart, with probability d / s. The mean square is therefore
-    s times the mean of d, much more than that of d.
+    Two values at distance d round to different numbers, s apart, with probability d / s. The mean square error is
+    therefore s times the mean of d, much more than the mean square of d.
     """
     stored: Array = np.sqrt(errors**2 + KV_CACHE_STEP_SHARE * epsilon * errors)
     return stored
 
 
 class KVCacheRounding(Effect[float]):
-    """Both runs store keys and values in a narrower cache format: an error d becomes ``sqrt(d^2 + 0.57 eps d)``."""
+    """Storage of keys and values in a narrower cache format in both runs: an error d becomes ``sqrt(d^2 + 0.57 eps
+    d)``."""
 
     name = "kv_cache_rounding"
 
     def find(self) -> Mapping[int, float]:
-        """Node of an attention's weighted mean -> epsilon of the cache."""
+        """Compute node of an attention's weighted mean -> epsilon of the cache."""
         epsilon = self.inputs.facts.kv_cache_epsilon
         if not epsilon:
             return {}
         return {node: epsilon for node in self.inputs.nodes if self.inputs.attention.is_mean(node)}
 
     def apply(self, given: Array) -> Array:
-        """The errors of the inputs, [kinds, cases], as they leave the cache."""
+        """Return the errors of the inputs, [kinds, cases], after storage in the cache."""
         at = [self.inputs.case_of[node] for node in self.values]
         if not at:
             return given
@@ -64,7 +67,7 @@ class KVCacheRounding(Effect[float]):
         return given
 
     def stored(self, node: int, error: float) -> float:
-        """An error upstream of a node, as it leaves the cache."""
+        """Return an error upstream of a node after storage in the cache."""
         return float(stored_error(np.array(error), self.values[node])) if node in self.values else error
 
     def explain(self, node: int) -> str:

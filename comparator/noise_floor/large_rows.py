@@ -1,4 +1,4 @@
-"""Large rows: the float32 rounding of the largest row, as it appears in the typical one."""
+"""Large rows: the float32 rounding of the largest row, as it appears in the typical row."""
 
 from collections.abc import Mapping
 
@@ -9,7 +9,7 @@ from tapscope.core.formatting import number
 
 
 def large_row_error(spread: ErrorDistribution) -> float:
-    """Float32 rounding of the largest row, relative to the typical one; 0 where sizes of rows are not known."""
+    """Return the float32 rounding of the largest row, relative to the typical row; 0 if the row sizes are unknown."""
     return (
         rounding_error("float32", "float32", 1) * spread.row_sizes.max_to_median
         if spread.row_sizes is not None
@@ -18,13 +18,15 @@ def large_row_error(spread: ErrorDistribution) -> float:
 
 
 class LargeRowRounding(Effect[float]):
-    """Gradients of logits add up to zero over a row, and gradients of experts that no token chose are differences of
-    larger ones. The typical row therefore carries the float32 rounding of the largest one."""
+    """Float32 rounding of the largest row in the typical one: gradients of logits add up to zero over a row, and
+    gradients of experts that no token chose are differences of larger ones. The typical row therefore carries the
+    rounding of the largest one.
+    """
 
     name = "large_row_rounding"
 
     def find(self) -> Mapping[int, float]:
-        """Node -> error."""
+        """Compute node -> error."""
         spreads = ((node, self.inputs.pairs[node].values.distribution) for node in self.inputs.nodes)
         return {
             n: large_row_error(spread) for n, spread in spreads if spread is not None and spread.row_sizes is not None

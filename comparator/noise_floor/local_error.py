@@ -1,4 +1,4 @@
-"""LocalError: what one pass through a module adds by itself, all effects together."""
+"""LocalError: the error that one pass through a module adds by itself, with all effects combined."""
 
 import math
 from collections.abc import Mapping
@@ -20,7 +20,8 @@ Array = np.ndarray[Any, Any]
 
 
 class LocalError(Effect[float]):
-    """Variances of independent errors add up: ``sqrt(ops × ranks) hypot(rounding, order of sums, underflow, …)``."""
+    """Error that the module adds. Variances of independent errors add up: ``sqrt(ops × ranks) hypot(rounding, order of
+    sums, underflow, …)``."""
 
     name = "local_error"
     is_optional = False
@@ -46,18 +47,18 @@ class LocalError(Effect[float]):
         return errors
 
     def of_small_rows(self, node: int) -> float:
-        """The part that is an absolute error, and relative to a small row may exceed any limit."""
+        """Return the part that is an absolute error, which relative to a small row may exceed any limit."""
         underflow, rest = self.effects[Float16Underflow].values, self.effects[LargeRowRounding].values
         return math.hypot(underflow.get(node, 0.0), rest.get(node, 0.0))
 
     @cached_property
     def column(self) -> Array:
-        """[cases]: the error."""
+        """[cases]: local error."""
         return np.array([self.values[node] for node in self.inputs.nodes])
 
     @cached_property
     def limits(self) -> Array:
-        """[cases]: the largest error that the typical row may have."""
+        """[cases]: maximum error of the typical row."""
         received, attention = self.effects[TimeEmbedding].received, self.effects[InheritedAttention].values
         k = DEFAULT_CONDITION
         each = (

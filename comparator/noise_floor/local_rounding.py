@@ -17,7 +17,8 @@ _SCALE = ROUND_TO_NEAREST * TWO_SIDES
 
 @lru_cache(maxsize=4096)
 def rounding_error(baseline: str, target: str, reduction: int) -> float:
-    """Relative error that a module adds when both sides compute it in these dtypes and sum ``reduction`` products."""
+    """Return the relative error that a module adds if both sides compute in these dtypes and sum ``reduction``
+    products."""
     return _SCALE * math.hypot(_coarser(baseline, target), _accumulation(baseline, target) * math.sqrt(reduction))
 
 
@@ -26,7 +27,7 @@ def _coarser(baseline: str, target: str) -> float:
 
 
 def _accumulation(baseline: str, target: str) -> float:
-    """Step in which sums are accumulated: float32's, and float64's for tensors of that dtype."""
+    """Return the epsilon in which sums are accumulated: float32's, or float64's for tensors of that dtype."""
     return FLOAT64_STEP if _coarser(baseline, target) <= FLOAT64_STEP else FLOAT32_STEP
 
 
@@ -37,7 +38,7 @@ class DtypeRounding(Effect[float]):
     is_optional = False
 
     def find(self) -> Mapping[int, float]:
-        """Node -> error."""
+        """Compute node -> error."""
         names = self.effects[ComputeDtype].names
         return {node: _SCALE * _coarser(*names(node)) for node in self.inputs.nodes}
 
@@ -49,13 +50,13 @@ class DtypeRounding(Effect[float]):
 
 
 class ReductionOrder(Effect[float]):
-    """A sum of n products in another order differs by ``0.2 sqrt(2) 2^-23 sqrt(n)``, a random walk of n float32
-    roundings (Higham and Mary 2019)."""
+    """Different summation order: a sum of n products in another order differs by ``0.2 sqrt(2) 2^-23 sqrt(n)``, a
+    random walk of n float32 roundings (Higham and Mary 2019)."""
 
     name = "reduction_order"
 
     def find(self) -> Mapping[int, float]:
-        """Node -> error."""
+        """Compute node -> error."""
         return {node: self._error(node) for node in self.inputs.nodes}
 
     def _error(self, node: int) -> float:
@@ -63,8 +64,10 @@ class ReductionOrder(Effect[float]):
         return _SCALE * step * math.sqrt(max(self.length(node), 1))
 
     def length(self, node: int) -> int:
-        """Reduction length: of the module's parameters or of its sums over token rows; 1 for a pointwise function, and
-        the longest of the comparison for a module without parameters."""
+        """Return the reduction length: that of the module's parameters or of its sums over token rows.
+
+        The length is 1 for a pointwise function, and the longest of the comparison for a module without parameters.
+        """
         this = self.inputs.graph.nodes[node]
         unknown = 1 if this.is_pointwise or this.is_state else self.inputs.longest_reduction
         return max(self.inputs.reductions[node] or unknown, self._over_rows(node))
@@ -83,16 +86,17 @@ class ReductionOrder(Effect[float]):
 
 
 class RankSum(Effect[float]):
-    """A sum over a different number of ranks rounds each rank's part to the narrow dtype, and then the total: two
-    roundings, so the local error is ``sqrt(2)`` times as large. A row of an embedding table is on one rank, and the
+    """Sum over a different number of ranks: each rank's part is rounded to the narrow dtype, and then the total. With
+    two roundings, the local error is ``sqrt(2)`` times as large. A row of an embedding table is on one rank, and the
     others add zeros. If partial sums were recorded, their sizes are known: parts that cancel are rounded relative to
-    their own size (Higham, section 4.2)."""
+    their own size (Higham, section 4.2).
+    """
 
     name = "rank_sum"
     unit = Unit.FACTOR
 
     def find(self) -> Mapping[int, float]:
-        """Node -> factor on the number of roundings in sequence."""
+        """Compute node -> factor on the number of sequential roundings."""
         energies = {}
         for node in self.inputs.nodes:
             about = self.inputs.pairs[node].meta
@@ -105,11 +109,12 @@ class RankSum(Effect[float]):
         return energies
 
     def _energy_of_parts(self, node: int) -> float:
-        """Of all partial sums together, relative to that of their sum: about 1 if they are independent."""
+        """Return the energy of all partial sums together, relative to that of their sum: about 1 if they are
+        independent."""
         return self.inputs.pairs[node].extras.summand_ratio ** 2
 
     def contribution(self, node: int) -> float:
-        """Factor on the local error."""
+        """Return the factor on the local error."""
         return math.sqrt(self.values[node])
 
     def explain(self, node: int) -> str:
@@ -124,19 +129,19 @@ class RankSum(Effect[float]):
 
 
 class OpsInSequence(Effect[float]):
-    """If n roundings in sequence between the captured inputs and the site were not captured, their variances add up:
-    the local error is ``sqrt(n)`` times as large."""
+    """Sequential roundings that were not captured: if there are n between the captured inputs and the site, their
+    variances add up, and the local error is ``sqrt(n)`` times as large."""
 
     name = "ops_in_sequence"
     unit = Unit.FACTOR
 
     def find(self) -> Mapping[int, float]:
-        """Node -> number of roundings, where that is not one."""
+        """Compute node -> number of roundings, unless it is one."""
         counts = ((node, self.inputs.graph.inputs(node).ops) for node in self.inputs.nodes)
         return {node: float(ops) for node, ops in counts if ops != 1}
 
     def contribution(self, node: int) -> float:
-        """Factor on the local error."""
+        """Return the factor on the local error."""
         return math.sqrt(self.values[node])
 
     def explain(self, node: int) -> str:

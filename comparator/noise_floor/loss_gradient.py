@@ -1,4 +1,4 @@
-"""Loss: what the errors of logits do to the first gradients of the backward."""
+"""Loss: the effect of the errors of logits on the first gradients of the backward."""
 
 from collections.abc import Mapping
 
@@ -12,7 +12,7 @@ from tapscope.core.formatting import number
 
 
 def values_of_losses(graph: Graph) -> dict[int, int]:
-    """Gradients that were computed from no other gradient -> the value that they are the gradient of."""
+    """Return gradient -> its value, for gradients that were computed from no other gradient."""
     value_of = {}
     for i in graph.gradients:
         if any(graph.is_backward[j] for j in graph.inputs(i).nodes):
@@ -24,19 +24,20 @@ def values_of_losses(graph: Graph) -> dict[int, int]:
 
 
 def loss_error(logits: ErrorMetrics | None) -> ErrorDistribution:
-    """Errors of the gradient p - y of a cross-entropy: ``2 max|dz|`` of every element, see :class:`LossGradient`."""
+    """Return the errors of the gradient p - y of a cross-entropy: ``2 max|dz|`` per element, see
+    :class:`LossGradient`."""
     error = 2.0 * logits.max_abs if logits is not None else 0.0
     return structs.replace(NO_ERROR, errors=(error,) * len(NO_ERROR.errors), element=error, peak=error)
 
 
 class LossGradient(Effect[list[ErrorDistribution]]):
-    """The gradient of a cross-entropy is p - y. For p = softmax(z), dp_j = p_j (dz_j - Σ p dz): an absolute error of
-    the logits becomes a relative error of at most ``2 max|dz|``, including the label's logit."""
+    """Errors of logits in the gradient p - y of a cross-entropy. For p = softmax(z), dp_j = p_j (dz_j - Σ p dz): an
+    absolute error of the logits becomes a relative error of at most ``2 max|dz|``, including the label's logit."""
 
     name = "loss_gradient"
 
     def find(self) -> Mapping[int, list[ErrorDistribution]]:
-        """First gradients -> errors that go into them."""
+        """Compute first gradient -> errors that enter it."""
         pairs = self.inputs.pairs
         return {n: [loss_error(pairs[value].metrics)] for n, value in values_of_losses(self.inputs.graph).items()}
 
@@ -47,13 +48,13 @@ class LossGradient(Effect[list[ErrorDistribution]]):
 
 
 class LossHead(Effect[list[ErrorDistribution]]):
-    """A row of the gradient of the output weight is a sum of one label's gradients over tokens. The whole row may
-    differ by ``2 max|dz|`` in one direction, and all rows by a common gain."""
+    """Common gain in the gradient of the output weight, whose rows are sums of one label's gradients over tokens. A
+    whole row may differ by ``2 max|dz|`` in one direction, and all rows by a common gain."""
 
     name = "loss_head"
 
     def find(self) -> Mapping[int, list[ErrorDistribution]]:
-        """Gradients of parameters -> errors that go into them."""
+        """Compute gradient of a parameter -> errors that enter it."""
         losses, graph = self.effects[LossGradient].values, self.inputs.graph
         errors_of: dict[int, list[ErrorDistribution]] = {}
         for node in graph.gradients if losses else ():
@@ -61,8 +62,8 @@ class LossHead(Effect[list[ErrorDistribution]]):
                 continue
             for origin in graph.inputs(node).nodes:
                 inputs = graph.inputs(origin)
-                first = inputs.nodes[0] if inputs.source == "aliased" else origin  # whichever site showed it first
-                for loss in losses.get(first, ()):  # a floor takes twice the gain of what goes in
+                first = inputs.nodes[0] if inputs.source == "aliased" else origin  # the site that recorded it first
+                for loss in losses.get(first, ()):  # a floor allows twice the gain of its inputs
                     errors_of.setdefault(node, []).append(structs.replace(loss, gain=0.5 * loss.errors[-1]))
         return errors_of
 

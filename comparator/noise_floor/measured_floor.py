@@ -1,9 +1,9 @@
-"""MeasuredFloor: the floor as it was measured, from a noise run that differs from the baseline by rounding alone.
+"""MeasuredFloor: the floor measured by a noise run, which differs from the baseline by rounding alone.
 
 A noise run is the same model and prompts in the target's dtype, in another batch split, or with inputs perturbed in the
-last bit. Its distance to the baseline, times a margin, is the floor of each site. The error model decides where the
-noise run lacks a site, has it in a finer dtype than the target, or is equal to the baseline bit for bit. A floor is
-never below one rounding of the dtypes at hand.
+last bit. Its distance to the baseline, times a margin, is the floor of each site. The error model decides if the noise
+run lacks a site, has it in a finer dtype than the target, or is equal to the baseline bit for bit. A floor is never
+below one rounding of the compared dtypes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,15 +21,15 @@ from tapscope.core.errors import NothingInCommonError
 
 
 class MeasuredFloor(Struct, frozen=True):
-    """The noise run's distance to the baseline, by the baseline's name of the site."""
+    """Distances between noise run and baseline, by the baseline's name of the site."""
 
     name: str
     margin: float
     spreads: Mapping[str, tuple[ErrorDistribution, float]]
-    """(distance, coarsest machine epsilon of both)."""
+    """Site -> (distance, coarsest machine epsilon of both runs)."""
 
     def judged(self, result: PairResult, local: float) -> tuple[float, float, str, float] | None:
-        """(error, floor, deciding test, floor of a row) of a site whose module adds ``local``; None where the error
+        """Return (error, floor, deciding test, row floor) of a site whose module adds ``local``; None if the error
         model decides."""
         assert result.baseline is not None
         assert result.target is not None
@@ -52,9 +52,9 @@ class MeasuredFloor(Struct, frozen=True):
 
 
 def measure_floor(name: str, pairs: Sequence[PairResult], margin: float) -> MeasuredFloor:
-    """The measured floor, from the noise run's comparison with the baseline.
+    """Compute the measured floor from the noise run's comparison with the baseline.
 
-    Raises NothingInCommonError when no site of the noise run can be measured against the baseline.
+    Raises NothingInCommonError if no site of the noise run can be measured against the baseline.
     """
     spreads = {
         one.baseline.site: (

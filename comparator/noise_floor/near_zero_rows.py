@@ -1,5 +1,7 @@
-"""Near-zero rows: the error of a row is measured relative to a share of the typical row at least
-(:mod:`..metrics.near_zero_rows`). Two effects correct what that hides, and a third covers norms that were not compared.
+"""Near-zero rows: row errors are measured relative to at least a fraction of the typical row.
+
+Two effects correct what this measure (:mod:`..metrics.near_zero_rows`) hides, and a third covers norms that were not
+compared.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -24,13 +26,15 @@ from tapscope.kernels.native.aggregate import SMALL_ROW
 Array = np.ndarray[Any, Any]
 
 UNMATCHED = (1.0, *(1.0 / SMALL_ROW,) * (len(QUANTILES) - 1))
-"""Factor of an uncompared norm, at :data:`~.error_distribution.QUANTILES`: it scales rows below the share of the
-typical row relative to which errors are measured up to that row's size."""
+"""Factor of an uncompared norm, at :data:`~.error_distribution.QUANTILES`: the norm scales rows below the fraction of
+the typical row that errors are relative to, up to that size."""
 
 
 def unmatched_norms(everything: Sequence[PairResult], norms: Collection[str]) -> frozenset[str]:
-    """Modules that contain a norm which both runs recorded and whose rows could not be aligned, such as a norm over the
-    heads of all tokens of a batch that differs between the runs."""
+    """Return the modules that contain a norm which both runs recorded and whose rows could not be aligned.
+
+    An example is a norm over the heads of all tokens of a batch that differs between the runs.
+    """
     paths = set()
     for one in everything:
         path, _, port = one.site.rpartition(":")
@@ -40,16 +44,16 @@ def unmatched_norms(everything: Sequence[PairResult], norms: Collection[str]) ->
 
 
 class NormOfNearZeroRows(Effect[Quantiles]):
-    """A norm divides each row by its own size. Its output differs by the row's error relative to the row itself, and a
-    row that is all rounding becomes as large as any other."""
+    """Near-zero rows that a norm receives: a norm divides each row by its own size. Its output differs by the row's
+    error relative to the row itself, and a row of pure rounding becomes as large as any other."""
 
     name = "norm_of_near_zero_rows"
     unit = Unit.FACTOR
     noise: frozenset[int] = frozenset()
-    """Nodes with a row that is all rounding."""
+    """Nodes with a row that is pure rounding."""
 
     def find(self) -> Mapping[int, Quantiles]:
-        """Node that a norm receives -> factor on the errors of its rows, at each quantile."""
+        """Compute input node of a norm -> factor on the errors of its rows, at each quantile."""
         errors, pairs = self.errors, self.inputs.pairs
         given = [
             (i, spread, one) for i, one in enumerate(pairs) if one.extras.row_relative_errors and (spread := errors[i])
@@ -62,12 +66,12 @@ class NormOfNearZeroRows(Effect[Quantiles]):
 
     @cached_property
     def errors(self) -> PropagatedErrors:
-        """Node -> the errors that it passes on, those of parameters in optimizer steps included."""
+        """Node -> the errors that it propagates, including those of parameters in optimizer steps."""
         moved = self.effects[OptimizerUpdates].propagated
         return PropagatedErrors(self.inputs.pairs, self.inputs.graph, {**self.effects[ReroutedRows].values, **moved})
 
     def factors(self, nodes: Sequence[int]) -> Array:
-        """[quantiles, nodes]: factor on the errors of what some nodes were computed from."""
+        """Return the factor on the errors of the inputs of ``nodes``, [quantiles, nodes]."""
         if not self.values:
             return np.broadcast_to(1.0, (len(QUANTILES), len(nodes)))
         factors = np.ones((len(QUANTILES), len(self.inputs.pairs)))
@@ -76,16 +80,16 @@ class NormOfNearZeroRows(Effect[Quantiles]):
         return np.maximum(largest, 1.0)
 
     def received(self, node: int) -> float:
-        """The largest factor among what a node was computed from; 1 where there is none."""
+        """Return the largest factor among the inputs of a node; 1 if there is none."""
         origins = self.inputs.graph.inputs(node).nodes
         return max((max(self.values[i]) for i in origins if i in self.values), default=1.0)
 
     def applies(self, node: int) -> bool:
-        """Whether a node was computed from such rows."""
+        """Return whether a node was computed from near-zero rows."""
         return self.received(node) > 1.0
 
     def contribution(self, node: int) -> float:
-        """Factor on the errors of the worst rows."""
+        """Return the factor on the errors of the worst rows."""
         return self.received(node)
 
     def explain(self, node: int) -> str:
@@ -100,14 +104,14 @@ def _factor(errors: Sequence[float], own: Sequence[float]) -> Quantiles:
 
 
 class UnmatchedNorm(Effect[Quantiles]):
-    """A function that was not captured contains a norm that both runs recorded but that could not be compared. Its
-    near-zero rows may be off by ``1 / SMALL_ROW`` times as much."""
+    """Norm inside a function that was not captured, which both runs recorded but which could not be compared. Its
+    near-zero rows may differ by ``1 / SMALL_ROW`` times as much."""
 
     name = "unmatched_norm"
     unit = Unit.FACTOR
 
     def find(self) -> Mapping[int, Quantiles]:
-        """Value -> factor on the errors of its rows, at each quantile."""
+        """Compute value -> factor on the errors of its rows, at each quantile."""
         norms, graph = self.inputs.facts.unmatched_norms, self.inputs.graph
         if not norms:
             return {}
@@ -122,14 +126,15 @@ class UnmatchedNorm(Effect[Quantiles]):
 
 
 class UnevenRows(Effect[tuple[Quantiles, float]]):
-    """A function that was not captured may return small rows because the terms they were computed from cancel, such as
-    a head of linear attention whose query matches nothing in the state. These rows carry the rounding of the other
-    rows, and are judged relative to the typical one."""
+    """Small rows of a function that was not captured, whose terms may cancel, such as a head of linear attention whose
+    query matches nothing in the state. These rows carry the rounding of the other rows, and are judged relative to the
+    typical one.
+    """
 
     name = "uneven_rows"
 
     def find(self) -> Mapping[int, tuple[Quantiles, float]]:
-        """Node -> (errors of its rows relative to the typical one at least, that of the largest element)."""
+        """Compute node -> (row errors relative to at least the typical row, error of the largest element)."""
         graph, pairs = self.inputs.graph, self.inputs.pairs
         return {
             node: (pairs[node].extras.errors_above_typical, pairs[node].extras.peak_above_typical)
@@ -150,7 +155,7 @@ class UnevenRows(Effect[tuple[Quantiles, float]]):
         return spreads._replace(errors=errors, peak=peak)
 
     def contribution(self, node: int) -> float:
-        """Error of the worst row as it is judged."""
+        """Return the error of the worst row as it is judged."""
         return self.values[node][0][-1]
 
     def explain(self, node: int) -> str:

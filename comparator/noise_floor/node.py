@@ -1,4 +1,4 @@
-"""Nodes of the dataflow graph: one matched site each, and what it was computed from."""
+"""Nodes of the dataflow graph, one per matched site, and their inputs."""
 
 import re
 from collections.abc import Hashable, Mapping, Sequence
@@ -17,7 +17,7 @@ _POINTWISE = re.compile(r"(?i)act|elu|silu|swish|mish|sigmoid|tanh|softplus|drop
 _OFFSET_WEIGHT = re.compile(r"Gemma\w*RMSNorm")
 _UNIQUE = None, None
 NO_INPUTS = "none"
-"""How a site was computed whose module has no inputs: from what the host passed."""
+"""Source of a site whose module has no inputs: the host passed the values."""
 
 
 class Node(Struct, frozen=True, gc=False):
@@ -26,42 +26,42 @@ class Node(Struct, frozen=True, gc=False):
     path: str
     port: str
     numeric: bool
-    """Whether it was compared as rounded numbers."""
+    """Whether the site was compared as rounded numbers."""
     has_params: bool = False
-    """Whether the module has parameters of its own: then it is one operation."""
+    """Whether the module has parameters of its own, so that it is a single operation."""
     cls: str = ""
-    """Class of the module; empty where neither run recorded it."""
+    """Class of the module; empty if neither run recorded it."""
     is_trained: bool = False
-    """Whether it is a parameter that optimizer steps updated: it is used in the step after that of its record."""
+    """Whether the site is a parameter that optimizer steps updated; it is used in the step after that of its record."""
     has_no_inputs: bool = False
-    """Whether it is an output, and both runs say that the calls of its module brought no tensors."""
+    """Whether the site is an output, and both runs report that its module was called without tensors."""
     identities: tuple[object, object] = (None, None)
-    """One key a run; two sites with equal keys hold the same bytes. None for bytes that no other site holds, except of
-    gradients, and where the bytes are not known."""
+    """One key per run; sites with equal keys have the same bytes. None if the bytes are unknown, or if no other site
+    has the same bytes (gradients always have a key)."""
 
     @property
     def is_backward(self) -> bool:
-        """Whether it is a gradient."""
+        """Whether the site is a gradient."""
         return self.port.endswith(".grad")
 
     @property
     def is_summed(self) -> bool:
-        """Whether it is the gradient of a parameter, a sum over token rows."""
+        """Whether the site is the gradient of a parameter, a sum over token rows."""
         return self.is_backward and self.port.startswith("param[")
 
     @property
     def is_state(self) -> bool:
-        """Whether it is a parameter or a buffer."""
+        """Whether the site is a parameter or a buffer."""
         return self.port.startswith(("param[", "buffer[")) and not self.is_backward
 
     @property
     def call(self) -> str:
-        """Index of the call, for a module that is called several times in a step; empty for the first."""
+        """Index of the call, for a module that is called several times in a step; empty for the first call."""
         return self.port.removesuffix(".grad").partition("#")[2]
 
     @property
     def is_input(self) -> bool:
-        """Whether the module received it: one of its inputs, or in the backward the gradient of an output."""
+        """Whether the module received the value: one of its inputs, or in the backward the gradient of an output."""
         return self.port.startswith("out" if self.is_backward else "in[")
 
     @property
@@ -71,7 +71,7 @@ class Node(Struct, frozen=True, gc=False):
 
     @property
     def subtracts_mean(self) -> bool:
-        """Whether it is the output of a norm that subtracts from each channel of an image or signal its mean."""
+        """Whether the site is the output of a norm that subtracts the mean of each channel of an image or signal."""
         return self.port.startswith("out") and is_conv_class(self.cls) and "Norm" in self.cls
 
     @property
@@ -91,20 +91,22 @@ def _is_pointwise(cls: str) -> bool:
 
 
 class Inputs(Struct, frozen=True, gc=False):
-    """What a site was computed from."""
+    """The inputs from which a site was computed."""
 
     nodes: tuple[int, ...]
-    """Indices of the sites, in execution order."""
+    """Indices of the input sites, in execution order."""
     source: str
-    """Where they come from: ``captured``; ``submodules`` (also from sites inside the module); ``aliased`` (the bytes of
-    an earlier site); ``enclosing_module`` (what that received and computed); ``preceding`` (the sites that fired
-    before); ``none`` (the module has no inputs: the host passed what it returns); empty for nothing."""
+    """How the inputs were found: ``captured``; ``submodules`` (also sites inside the module); ``aliased`` (an earlier
+    site with the same bytes); ``enclosing_module`` (values that the enclosing module received and computed);
+    ``preceding`` (sites that fired before); ``none`` (the module has no inputs: the host passed the values that it
+    returns); empty if there are no inputs.
+    """
     ops: int = 1
-    """Roundings in sequence between those and the site."""
+    """Number of sequential roundings between the inputs and the site."""
 
 
 def make_nodes(pairs: Sequence[PairResult], params: Sequence[Params], sites: Mapping[str, SiteInfo]) -> list[Node]:
-    """One node a site; ``params`` are the parameters of their modules, ``sites`` those of both runs."""
+    """Create one node per site; ``params`` are the parameters of their modules, ``sites`` the metadata of both runs."""
     gradients = [one.site.endswith(".grad") for one in pairs]
     left = _identities([one.pair.baseline for one in pairs], gradients)
     right = _identities([one.pair.target for one in pairs], gradients)
@@ -113,7 +115,7 @@ def make_nodes(pairs: Sequence[PairResult], params: Sequence[Params], sites: Map
 
 
 def _identities(series: Sequence[Series | None], gradients: Sequence[bool]) -> list[int | None]:
-    """:attr:`Node.identities` of one run."""
+    """Compute :attr:`Node.identities` for one run."""
     first: dict[Hashable, int] = {}
     firsts = [None if key is None else first.setdefault(key, i) for i, key in enumerate(_contents(series))]
     shared = {number for i, number in enumerate(firsts) if number != i}
@@ -124,7 +126,7 @@ def _identities(series: Sequence[Series | None], gradients: Sequence[bool]) -> l
 
 
 def _contents(series: Sequence[Series | None]) -> list[Hashable]:
-    """:func:`content_id` of each series of a run, as bytes where all hashes are in columns."""
+    """Return :func:`content_id` of each series of a run, as bytes if all hashes are in columns."""
     words = [None if one is None else one.digest_words("hashes") for one in series]
     if any(one is not None and hashed is None for one, hashed in zip(series, words, strict=True)):
         return [content_id(one) for one in series]
@@ -136,7 +138,7 @@ def _node(
 ) -> Node:
     path, _, port = result.site.rpartition(":")
     numeric = not result.is_exact and result.has_distribution
-    port = intern(port)  # there are few: one object for all sites
+    port = intern(port)  # few distinct ports: share one object among all sites
     return Node(
         path,
         port,

@@ -1,4 +1,4 @@
-"""Optimizer parameters: what the errors of gradients do to parameters from step to step."""
+"""Optimizer parameters: the effect of gradient errors on parameters from step to step."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -24,38 +24,40 @@ Array = np.ndarray[Any, Any]
 
 
 class OptimizerUpdates(Effect[ErrorDistribution]):
-    """A parameter differs by the effect of its gradients' errors on each update, added up over the steps
-    (:mod:`..metrics.updates`), and by the rounding of each new value."""
+    """Errors of gradients in a parameter: their effect on each update, added up over the steps
+    (:mod:`..metrics.updates`), and the rounding of each new value."""
 
     name = "optimizer_updates"
     parameters: Sequence[int] = ()
     """Nodes of parameters that an optimizer updates."""
 
     def find(self) -> Mapping[int, ErrorDistribution]:
-        """Parameter -> what the errors of its gradients do to it in all steps."""
+        """Compute parameter -> effect of its gradients' errors over all steps."""
         self.parameters = [n for n, node in enumerate(self.inputs.graph.nodes) if node.is_trained]
         return {node: self.updated(node) for node in self.parameters}
 
     def updated(self, node: int, num_steps: int | None = None) -> ErrorDistribution:
-        """What the errors of its gradients do to a parameter in the first ``num_steps`` steps, or in all."""
+        """Return the effect of the gradients' errors on a parameter over the first ``num_steps`` steps, or over all."""
         pairs = self.inputs.pairs
         seen = [pairs[i].extras.update_sensitivity for i in self.inputs.graph.inputs(node).nodes]
         drifts, moves = pairs[node].extras.parameter_updates[:num_steps], []
         flipped = _NO_UPDATES if seen else UNKNOWN_SHARE
-        for drift in drifts:  # where no gradient differs, those before it still move the parameter
+        for drift in drifts:  # if no gradient of a step differs, earlier ones still move the parameter
             flipped = seen[0].get(drift.step, flipped) if seen else flipped
             moves.append((flipped, drift))
         return error_of_updates(moves)
 
     def modelled(self, node: int, local: float) -> float:
-        """Everything that adds up to the last value of a parameter of which another step is made; ``local`` is the
-        rounding of one value."""
+        """Return the modelled error of the last parameter value that another step uses; ``local`` is the rounding of
+        one value."""
         return math.hypot(self.updated(node, -1).errors[-1], local)
 
     @cached_property
     def propagated(self) -> Mapping[int, ErrorDistribution]:
-        """Parameter -> its errors as they go into other sites: each row of an output is computed from all rows of a
-        weight, and each channel from one row or element."""
+        """Parameter -> its errors as they propagate to other sites.
+
+        Each row of an output is computed from all rows of a weight, and each channel from one row or element.
+        """
         propagated_errors = {}
         for node in self.parameters:
             before = [drift.distribution for drift in self.inputs.pairs[node].extras.parameter_updates[:-1]]
@@ -64,10 +66,10 @@ class OptimizerUpdates(Effect[ErrorDistribution]):
         return propagated_errors
 
     def judged(self, terms: SiteTerms) -> tuple[list[int], Array, FloorTable, FloorTable]:
-        """(cases, tests, local bounds, bounds by both) of parameters that differ; ``terms`` are those of all cases.
+        """Return (cases, tests, local bounds, both bounds) of parameters that differ; ``terms`` are those of all cases.
 
-        The step counts whose error is largest relative to what gradients up to it explain: a wrong parameter makes the
-        gradients of the next step wrong.
+        The step with the largest error relative to what the gradients up to that step explain decides: a wrong
+        parameter makes the gradients of the next step wrong.
         """
         pairs, case_of = self.inputs.pairs, self.inputs.case_of
         steps = [
@@ -80,7 +82,7 @@ class OptimizerUpdates(Effect[ErrorDistribution]):
         given = LargestErrors.of([(self.updated(node, num),) for node, num, _ in steps])
         local = np.array([self._rounded(node, num, terms.local.item(case_of[node])) for node, num, _ in steps])
         spreads = ErrorColumns.of([spread for _, _, spread in steps])
-        # A parameter that began at zero consists of its updates alone, and may differ by all of them.
+        # A parameter initialized to zero is the sum of its updates, and may differ by the whole sum.
         limit = np.maximum(MAX_ROW_ERROR, given.errors[0])
         own = SiteTerms(spreads, local, terms.eps[cases], limit, given.errors[-1], widens_narrow=terms.widens_narrow)
         by_inputs = local_bound(given, own, PARAMETER_CONDITION).for_one_row(spreads.num_rows)
@@ -91,7 +93,8 @@ class OptimizerUpdates(Effect[ErrorDistribution]):
         return [cases[i] for i in worst], spreads.tests[:, worst], by_inputs.at(worst), by_both.at(worst)
 
     def _rounded(self, node: int, num_steps: int, local: float) -> float:
-        """Rounding once, and again in each step; an update below half a step between numbers is lost each time."""
+        """Return the rounding of the initial value and of each step; an update below half a step between numbers is
+        lost each time."""
         moved = self.inputs.pairs[node].extras.parameter_updates[:num_steps]
         return local + sum(min(local, each.update_size.errors[0]) for each in moved)
 

@@ -22,13 +22,13 @@ Array = np.ndarray[Any, Any]
 
 
 class PathBound(Effect[float]):
-    """``m = hypot(m of the inputs, local error)`` along the longest path. A site may differ by ``4 m``, so an error
-    that grows by slightly less than its condition number in every module does not pass."""
+    """Roundings along the longest path: ``m = hypot(m of the inputs, local error)``. A site may differ by ``4 m``, so
+    an error that grows by slightly less than its condition number in every module does not pass."""
 
     name = "path_bound"
 
     def find(self) -> Mapping[int, float]:
-        """Node -> m."""
+        """Compute node -> m."""
         return self._upstream_errors
 
     @cached_property
@@ -56,7 +56,7 @@ class PathBound(Effect[float]):
 
     @cached_property
     def worst_rows(self) -> Array:
-        """[cases]: the error that kink crossings upstream may leave in a single row; 0 where there are none."""
+        """[cases]: the error that kink crossings upstream may cause in a single row; 0 without crossings."""
         jumps, graph = self.effects[DerivativeJump], self.inputs.graph
         worst = [0.0] * len(self.inputs.pairs)
         for node in self.inputs.nodes:
@@ -66,7 +66,7 @@ class PathBound(Effect[float]):
         return np.array([worst[node] for node in self.inputs.nodes])
 
     def _largest(self, origins: Sequence[int], modelled: Sequence[float]) -> float:
-        """m of what a site was computed from; parameters in training carry errors of their own."""
+        """Return m of a site's inputs; parameters in training carry independent errors."""
         if not self.effects[OptimizerUpdates].values:
             return max(map(modelled.__getitem__, origins), default=0.0)
         trained = [self.inputs.graph.nodes[i].is_trained for i in origins]
@@ -77,7 +77,7 @@ class PathBound(Effect[float]):
 
     @cached_property
     def column(self) -> Array:
-        """[cases]: m. A site that was computed from nothing has no other bound, so that it is never switched off."""
+        """[cases]: m, even if the effect is disabled, because a site without inputs has no other bound."""
         return np.array([self._upstream_errors[node] for node in self.inputs.nodes])
 
     def explain(self, node: int) -> str:

@@ -1,4 +1,4 @@
-"""Reduction length: how many products a module sums for one element of its output, from shapes of parameters."""
+"""Reduction length: the number of products that a module sums for one output element, from the shapes of parameters."""
 
 import math
 import re
@@ -15,7 +15,7 @@ _BATCH_NORM = re.compile(r"(Lazy|Sync)?BatchNorm([123]d)?")
 
 
 def params_of(result: PairResult, sites: Mapping[str, SiteInfo]) -> Params:
-    """Local shapes of the parameters of the module that the site belongs to."""
+    """Return the local shapes of the parameters of the module that the site belongs to."""
     for name in result.names:
         info = sites.get(all_reduced_site(name) if is_partial(name) else name)
         if info is not None and info.params:
@@ -24,10 +24,10 @@ def params_of(result: PairResult, sites: Mapping[str, SiteInfo]) -> Params:
 
 
 def reduction_of(cls: str, params: Params, *, has_gradients: bool = False) -> int:
-    """Length of the sums in a module with parameters; 0 where it is not known.
+    """Return the length of the sums in a module with parameters; 0 if unknown.
 
-    In a run with gradients (``has_gradients``) that of stacked experts is the size of one expert's matrix: rows of
-    their gradients are sums over few tokens, whose errors do not average out.
+    In a run with gradients (``has_gradients``), the length for stacked experts is the size of one expert's matrix: rows
+    of their gradients are sums over few tokens, whose errors do not average out.
     """
     if "Embedding" in cls:
         return 1
@@ -41,22 +41,28 @@ def reduction_of(cls: str, params: Params, *, has_gradients: bool = False) -> in
 
 
 def _length(cls: str, shape: tuple[int, ...]) -> int:
-    """Products of one sum: a convolution's kernel, or one of the matrices that experts stack, whose order varies."""
+    """Return the number of products in one sum: a convolution kernel, or one matrix of stacked experts, whose axis
+    order varies."""
     is_stacked = len(shape) == 3 and "Conv" not in cls
     return max(shape[1:]) if is_stacked else math.prod(shape[1:])
 
 
 def batch_norm_reduction(cls: str, shape: tuple[int, ...], params: Params) -> int:
-    """Length of the sums of a batch norm over a value of that shape: its statistics, and the gradients that pass
-    through them, are sums over all places of a channel. 0 for any other module."""
+    """Return the length of the sums of a batch norm over a value of shape ``shape``; 0 for any other module.
+
+    Its statistics, and the gradients that pass through them, are sums over all positions of a channel.
+    """
     if not params or not _BATCH_NORM.fullmatch(cls):
         return 0
     return _places(shape, max((p[0] for p in params.values() if p), default=0))
 
 
 def gradient_reduction(shape: tuple[int, ...], parameter: tuple[int, ...]) -> int:
-    """Length of the sums of a parameter's gradient: the token rows, or places of an image, of the output's gradient,
-    whose shape is given; 0 where it is not known. A bias or a linear map has one row for each channel."""
+    """Return the length of the sums of a parameter's gradient; 0 if unknown.
+
+    The sums are over the token rows, or positions of an image, of the output's gradient, whose shape is ``shape``. A
+    bias or a linear map has one row for each channel.
+    """
     return _places(shape, parameter[0] if parameter else 0)
 
 

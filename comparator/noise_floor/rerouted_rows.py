@@ -1,5 +1,5 @@
-"""Rerouted rows: token rows that went to other experts at a near tie are left out of their block, and pass their errors
-on to everything downstream of it."""
+"""Rerouted rows: token rows routed to other experts at a near tie are excluded in their block, but propagate their
+errors."""
 
 from collections.abc import Mapping
 from functools import cached_property
@@ -11,19 +11,19 @@ from tapscope.core.formatting import number
 
 
 class ReroutedRows(Effect[ErrorDistribution]):
-    """Sites after a mixture of experts receive the errors of all rows, including rows that went to other experts
-    (:mod:`..detectors.exclude_rerouted_rows`)."""
+    """Errors of rerouted rows: sites after a mixture of experts receive the errors of all rows, including rows that
+    were routed to other experts (:mod:`..detectors.exclude_rerouted_rows`)."""
 
     name = "rerouted_rows"
 
     def find(self) -> Mapping[int, ErrorDistribution]:
-        """Node that rows were left out of -> errors of all of its rows."""
+        """Compute node with excluded rows -> errors of all of its rows."""
         pairs = self.inputs.pairs
         return {n: spread for n in self.inputs.nodes if (spread := pairs[n].extras.propagated) is not None}
 
     @cached_property
     def errors(self) -> PropagatedErrors:
-        """Node -> the errors that it passes on."""
+        """Node -> the errors that it propagates."""
         return PropagatedErrors(self.inputs.pairs, self.inputs.graph, self.values)
 
     def explain(self, node: int) -> str:

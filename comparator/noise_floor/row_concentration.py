@@ -1,7 +1,7 @@
 """Row concentration: floors of sites whose errors may all be in a few rows.
 
-Three kinds of sites: downstream of token rows that were rerouted or of another module's error, where single rows carry
-all of it; and gradients, since rows of tokens that the model is sure of are near zero.
+These are sites downstream of rerouted token rows, sites downstream of another module's error, where single rows carry
+the whole error, and gradients, because rows of tokens that the model predicts with certainty are near zero.
 """
 
 import math
@@ -35,15 +35,17 @@ Array = np.ndarray[Any, Any]
 
 
 class WeakGradient(Effect[float]):
-    """The effect of a value on the loss is the norm of its gradient times the norm of the value. A function that is
-    linear in a value leaves this unchanged. If a softmax or a norm hardly reacts to the value, its gradient is a
-    difference of larger terms and carries their errors: ``largest effect of the values computed from it / its own``."""
+    """Weak influence of a value on the loss, measured as the norm of its gradient times the norm of the value. A
+    function that is linear in a value preserves this product. If a softmax or a norm hardly reacts to the value, its
+    gradient is a difference of larger terms and carries their errors: ``largest effect of the values computed from it /
+    its own``.
+    """
 
     name = "weak_gradient"
     unit = Unit.FACTOR
 
     def find(self) -> Mapping[int, float]:
-        """Gradient -> factor on the condition of single rows."""
+        """Compute gradient -> factor on the condition of single rows."""
         graph = self.inputs.graph
         sizes = [one.extras.baseline_norm for one in self.inputs.pairs] if graph.gradients else []
         values = {(node.path, node.port): size for node, size in zip(graph.nodes, sizes, strict=False)}
@@ -67,20 +69,22 @@ class WeakGradient(Effect[float]):
 
 
 def weakness(effect: float, inputs: Sequence[float]) -> float:
-    """How many times smaller a value's effect on the loss is than that of the values computed from it."""
+    """Return how many times smaller a value's effect on the loss is than that of the values computed from it."""
     return max(1.0, max(inputs, default=0.0) / effect) if effect > 0.0 else 1.0
 
 
 class SumCancellation(Effect[float]):
-    """A sum over tokens that is smaller than a sum of independent terms has the condition number of summation, ``norm
-    of the terms / norm of the sum`` (Higham, section 4.1). The gradient of a bias of keys, which a softmax cancels, is
-    all rounding. This applies to biases and norm weights only, because the terms of a matrix have another size."""
+    """Cancellation in a sum over tokens: the condition number of summation is ``norm of the terms / norm of the sum``
+    (Higham, section 4.1) if the sum is smaller than one of independent terms. The gradient of a key bias, which a
+    softmax cancels, is pure rounding. This applies to biases and norm weights only, because the terms of a matrix have
+    another size.
+    """
 
     name = "sum_cancellation"
     unit = Unit.FACTOR
 
     def find(self) -> Mapping[int, float]:
-        """Gradient of a parameter -> factor on the condition."""
+        """Compute gradient of a parameter -> factor on the condition."""
         graph, pairs = self.inputs.graph, self.inputs.pairs
         factors = {}
         for node in graph.gradients:
@@ -98,19 +102,19 @@ class SumCancellation(Effect[float]):
 
 
 def cancellation(size: float, inputs: Sequence[float]) -> float:
-    """How many times smaller a sum over tokens is than a sum of independent terms, from norms."""
+    """Return how many times smaller a sum over tokens is than a sum of independent terms, from norms."""
     return max(1.0, max(inputs, default=0.0) / size) if size > 0.0 else 1.0
 
 
 class RaggedSum(Effect[float]):
-    """The sum covers different rows in the two runs, because the integers that select them (tokens, experts) differ.
-    Single rows may be off by any amount."""
+    """Sum over different rows in the two runs, because the integers that select the rows (tokens, experts) differ.
+    Single rows may differ by any amount."""
 
     name = "ragged_sum"
     unit = Unit.FACTOR
 
     def find(self) -> Mapping[int, float]:
-        """Gradient of a parameter -> infinity."""
+        """Compute gradient of a parameter -> infinity."""
         graph, pairs = self.inputs.graph, self.inputs.pairs
         unlimited = {}
         for node in graph.gradients:
@@ -126,14 +130,14 @@ class RaggedSum(Effect[float]):
 
 
 class MultiplicativeModule(Effect[float]):
-    """A function that was not captured, in a module with its own parameters, multiplies its summands, as a state space
-    model does. The condition number of its rows is twice as large."""
+    """Product of several factors of one row in a function that was not captured, in a module with parameters of its
+    own, such as a state space model. The condition number of its rows is twice as large."""
 
     name = "multiplicative_module"
     unit = Unit.FACTOR
 
     def find(self) -> Mapping[int, float]:
-        """Node -> factor on the condition."""
+        """Compute node -> factor on the condition."""
         graph = self.inputs.graph
         return {node: MULTIPLICATIVE_CONDITION for node in self.inputs.nodes if graph.is_of_many(node)}
 
@@ -144,14 +148,14 @@ class MultiplicativeModule(Effect[float]):
 
 
 class SingleTermRows(Effect[float]):
-    """A row of the gradient of expert weights may have a single term, for an expert that one token chose. It may differ
-    as much as a single element."""
+    """Rows of the gradient of expert weights with a single term, for an expert that one token chose. Such a row may
+    differ as much as a single element."""
 
     name = "single_term_rows"
     unit = Unit.FACTOR
 
     def find(self) -> Mapping[int, float]:
-        """Gradient of experts' weights -> 1."""
+        """Compute gradient of an expert weight -> 1."""
         graph = self.inputs.graph
         summed = (node for node in graph.gradients if graph.nodes[node].is_summed)
         return {node: 1.0 for node in summed if len(self.inputs.parameter_shape(node)) > MATRIX_NDIM}
@@ -162,15 +166,16 @@ class SingleTermRows(Effect[float]):
 
 
 class FewTerms(Effect[float]):
-    """The gradient of a weight is a sum over token rows, but only n < 5 of them may carry nearly all of it, for example
-    if the loss depends on one token of a sequence. Its rows then vary like n elements of a gradient: one may differ ``5
-    / n`` times as much (:data:`~.constants.NARROW_ROW_WIDTH`)."""
+    """Sum over token rows of which only n < 5 carry nearly the whole gradient of a weight, for example if the loss
+    depends on one token of a sequence. The rows of the gradient then vary like n elements of a gradient: one may differ
+    ``5 / n`` times as much (:data:`~.constants.NARROW_ROW_WIDTH`).
+    """
 
     name = "few_terms"
     unit = Unit.FACTOR
 
     def find(self) -> Mapping[int, float]:
-        """Gradient of a weight -> factor on the condition of single rows."""
+        """Compute gradient of a weight -> factor on the condition of single rows."""
         graph, errors, factors = self.inputs.graph, self.effects[ReroutedRows].errors, {}
         for node in graph.gradients:
             if not graph.nodes[node].is_summed or len(self.inputs.parameter_shape(node)) < MATRIX_NDIM:
@@ -189,13 +194,13 @@ class FewTerms(Effect[float]):
 
 
 class SharedGain(Effect[float]):
-    """Gradient rows that attention has mixed carry the errors of later tokens, so only about sqrt(n) of n rows are
-    independent: a common gain of ``3 gain_sd / n^(1/4)``."""
+    """Common gain of gradient rows that attention has mixed: the rows carry the errors of later tokens, so only about
+    sqrt(n) of n rows are independent, and the gain is up to ``3 gain_sd / n^(1/4)``."""
 
     name = "shared_gain"
 
     def find(self) -> Mapping[int, float]:
-        """Gradient that mixes rows -> common gain."""
+        """Compute gradient with mixed rows -> common gain."""
         graph, mixes, case_of = self.inputs.graph, self.inputs.attention.mixes, self.inputs.case_of
         nodes = [node for node in graph.gradients if case_of[node] >= 0 and mixes(node)]
         gains = shared_gain(self.inputs.spreads.at([case_of[node] for node in nodes])).tolist()
@@ -207,16 +212,16 @@ class SharedGain(Effect[float]):
 
 
 def shared_gain(spreads: ErrorColumns) -> Array:
-    """[sites]: common gain of rows that share errors."""
+    """Return the common gain of rows that share errors, [sites]."""
     limit: Array = 3.0 * spreads.gain_sd / np.sqrt(np.sqrt(np.maximum(spreads.num_rows, 1)))
     return limit
 
 
 def spilled(spread: ErrorDistribution) -> ErrorDistribution:
-    """The errors of rows as they appear in other rows that they are added to, in the backward.
+    """Return the errors of rows as they appear in other rows, to which the backward adds them.
 
-    Every row may carry the worst row's error, and a small row that of the typical row relative to its own size, which
-    counts as :data:`SMALL_ROW` of the typical one at least.
+    Every row may carry the worst row's error. A small row may carry that of the typical row relative to its own size,
+    which counts as at least :data:`SMALL_ROW` of the typical one.
     """
     worst = spread.worst_everywhere()
     return structs.replace(
@@ -225,15 +230,17 @@ def spilled(spread: ErrorDistribution) -> ErrorDistribution:
 
 
 class RowConcentration(Effect[float]):
-    """Every row may have the error of the worst row of its inputs. A row that was computed from a different value may
-    differ by twice its size."""
+    """Errors that are all in a few rows: every row may have the error of the worst row of its inputs. A row that was
+    computed from a different value may differ by twice its size."""
 
     name = "row_concentration"
     unit = Unit.FACTOR
 
     def find(self) -> Mapping[int, float]:
-        """Node -> worst row of its inputs relative to the typical one. Whether it counts there depends on the verdicts
-        upstream, see :meth:`.ErrorModel.floor`."""
+        """Compute node -> error of the worst input row relative to the typical one.
+
+        Whether the effect counts for a node depends on the verdicts upstream, see :meth:`.ErrorModel.floor`.
+        """
         errors, nodes = self.effects[InheritedError].given.errors, self.inputs.nodes
         ratio = np.divide(errors[-1], errors[0], out=np.ones_like(errors[0]), where=errors[0] > 0.0)
         return {node: factor for node, factor in zip(nodes, ratio.tolist(), strict=True) if factor > 1.0}
@@ -241,9 +248,9 @@ class RowConcentration(Effect[float]):
     def floors(
         self, terms: SiteTerms, cases: Array, condition: Array, mixes: Array, rerouted: Array
     ) -> tuple[FloorTable, Array]:
-        """(local bounds of some cases, whether the path bounds them too).
+        """Return (local bounds of the given cases, whether the path also bounds them).
 
-        ``condition`` and ``mixes`` are those of these cases; ``rerouted``: downstream of rerouted rows.
+        ``condition`` and ``mixes`` belong to these cases; ``rerouted`` marks cases downstream of rerouted rows.
         """
         graph = self.inputs.graph
         nodes = [self.inputs.nodes[case] for case in cases.tolist()]
@@ -256,7 +263,7 @@ class RowConcentration(Effect[float]):
         widened = CONDITION_WIDENING[-1] * condition * given.errors[-1]
         small = np.where(rerouted, smaller(REDIRECTED_SMALL_ROW_ERROR, widened), 0.0)
         limit = larger(np.asarray(terms.limit)[cases], REDIRECTED_ROW_ERROR * cancels * given.errors[-1], redirected)
-        # A large row's error is many times a small row that it is added to, and small rows are differences.
+        # The error of a large row may be a multiple of a small row to which it is added; small rows are differences.
         is_made = np.array([graph.inputs(node).source != "aliased" for node in nodes], bool)
         is_open = (is_back & is_made) | (self.effects[NormOfNearZeroRows].factors(nodes) > 1.0).any(0)
         own = terms._replace(
@@ -279,7 +286,7 @@ class RowConcentration(Effect[float]):
         return np.array([values.get(node, neutral) for node in nodes])
 
     def _spreads(self, node: int) -> tuple[ErrorDistribution, ...]:
-        """What went into a node, as its errors may appear in any row of it."""
+        """Return the errors of a node's inputs, as they may appear in any row of the node."""
         this, graph = self.inputs.graph.nodes[node], self.inputs.graph
         given = self.effects[InheritedError].spreads(node)
         if graph.inputs(node).source == "aliased" or self._keeps_rows(node):
@@ -287,7 +294,7 @@ class RowConcentration(Effect[float]):
         return tuple(spilled(s) if this.is_backward else s.worst_everywhere() for s in given)
 
     def _keeps_rows(self, node: int) -> bool:
-        """Whether each row was computed from the same row of the inputs."""
+        """Return whether each row was computed from the same row of the inputs."""
         this = self.inputs.graph.nodes[node]
         if this.convolves:
             return False

@@ -1,7 +1,7 @@
 """Sharp softmax: a softmax turns absolute errors of its scores into relative errors of its weights.
 
-Its condition is the scatter of the scores (:mod:`..metrics.softmax_condition`). It can be read off the weights that
-either run recorded, also where the other run has a fused kernel that never writes them.
+Its condition is the scatter of the scores (:mod:`..metrics.softmax_condition`). The scatter follows from the weights
+that either run recorded, even if the other run has a fused kernel that never writes them.
 """
 
 from collections.abc import Mapping
@@ -17,8 +17,8 @@ from tapscope.core.formatting import number
 
 
 class SharpSoftmax(Effect[Quantiles]):
-    """Attention weights, and the means computed with them, differ by ``condition of the softmax / DEFAULT_CONDITION``
-    more than usual."""
+    """Large condition number of a softmax: attention weights, and the means computed with them, differ by up to
+    ``condition of the softmax / DEFAULT_CONDITION`` times the usual error."""
 
     name = "sharp_softmax"
     unit = Unit.FACTOR
@@ -26,7 +26,7 @@ class SharpSoftmax(Effect[Quantiles]):
     """Path of an attention module -> factor at each quantile over rows."""
 
     def find(self) -> Mapping[int, Quantiles]:
-        """Value -> factor at each quantile over rows."""
+        """Compute value -> factor at each quantile over rows."""
         nodes, pairs, graph = self.inputs.graph.nodes, self.inputs.pairs, self.inputs.graph
         sharp = {**self.inputs.facts.softmax_conditions}
         sharp |= {
@@ -49,11 +49,12 @@ class SharpSoftmax(Effect[Quantiles]):
         return factors
 
     def factor(self, node: int) -> Quantiles:
-        """Factor on the errors of rows at each quantile."""
+        """Return the factor on the errors of rows at each quantile."""
         return self.values.get(node, NO_AMPLIFICATION)
 
     def passed(self, node: int, upstream: float) -> float:
-        """The sum of all roundings upstream as it leaves the softmax: that of all rows together counts."""
+        """Return the sum of all roundings upstream after the softmax, multiplied by its root mean square factor over
+        all rows."""
         if node not in self.values:
             return upstream
         return upstream * float(root_mean_square(np.array(self.values[node])))

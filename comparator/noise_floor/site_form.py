@@ -1,4 +1,4 @@
-"""Form of a site: effects of its weights, channels and width that no error of its inputs enters."""
+"""Form of a site: effects of its weights, channels and width."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,14 +15,14 @@ Array = np.ndarray[Any, Any]
 
 
 class OffsetWeight(Effect[float]):
-    """Gemma's norms multiply by 1 + w, where w is rounded relative to itself. A channel whose 1 + w is small differs by
-    several epsilons in every row."""
+    """Rounding of offset weights: Gemma's norms multiply by 1 + w, where w is rounded relative to itself. A channel
+    with a small 1 + w differs by several epsilons in every row."""
 
     name = "offset_weight"
     unit = Unit.FACTOR
 
     def find(self) -> Mapping[int, float]:
-        """Node -> factor on the rounding of a channel's weight."""
+        """Compute node -> factor on the rounding of a channel's weight."""
         graph = self.inputs.graph
         return {n: OFFSET_WEIGHT_ROUNDING for n in self.inputs.nodes if graph.nodes[n].has_offset_weight}
 
@@ -33,14 +33,14 @@ class OffsetWeight(Effect[float]):
 
 
 class NarrowRows(Effect[float]):
-    """Rows of w < 5 elements vary like a few normal numbers: their tail is ``5 / w`` times as wide. Along a path, the
-    tail of rows of w < 20 elements is ``20 / w`` times as wide."""
+    """Variation of narrow rows: rows of w < 5 elements vary like a few normal numbers, and their tail is ``5 / w``
+    times as wide. Along a path, the tail of rows of w < 20 elements is ``20 / w`` times as wide."""
 
     name = "narrow_rows"
     unit = Unit.FACTOR
 
     def find(self) -> Mapping[int, float]:
-        """Node -> factor on the errors of single rows along a path."""
+        """Compute node -> factor on the errors of single rows along a path."""
         width = self.inputs.spreads.width
         cases = np.flatnonzero((width > 0) & (width < NARROW_PATH_WIDTH)).tolist()
         return {self.inputs.nodes[case]: NARROW_PATH_WIDTH / width.item(case) for case in cases}
@@ -52,14 +52,16 @@ class NarrowRows(Effect[float]):
 
 
 class PointwiseChannel(Effect[float]):
-    """Where a pointwise function is flat or near zero, it multiplies the systematic error of a channel. So the whole
-    gain of its input's channels counts, not only the part above their noise. A norm keeps the gain of a channel and
-    makes rows equally large, so their scatter hides less of it: the whole gain of that input channel counts as well."""
+    """Systematic error of a channel in a pointwise function, which multiplies it where the function is flat or near
+    zero. The whole gain of its input's channels therefore counts, not only the part above their noise. A norm keeps the
+    gain of a channel and makes rows equally large, so their scatter hides less of it: the whole gain of that input
+    channel counts as well.
+    """
 
     name = "pointwise_channel"
 
     def find(self) -> Mapping[int, float]:
-        """Node -> largest gain of a channel of its inputs."""
+        """Compute node -> largest gain of a channel of its inputs."""
         graph, pairs, case_of = self.inputs.graph, self.inputs.pairs, self.inputs.case_of
         channels = {}
         for node in self.inputs.nodes:
@@ -74,7 +76,7 @@ class PointwiseChannel(Effect[float]):
         return channels
 
     def apply(self, given: Array) -> Array:
-        """The errors of the inputs, [kinds, cases], with these gains of channels."""
+        """Return the errors of the inputs, [kinds, cases], with these channel gains."""
         for node, channel in self.values.items():
             case = self.inputs.case_of[node]
             given[CHANNELS, case] = max(channel, given[CHANNELS, case])

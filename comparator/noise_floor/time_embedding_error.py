@@ -1,4 +1,4 @@
-"""Time embeddings: what the rounding of a diffusion time does to its sines and cosines."""
+"""Time embeddings: the effect of rounding a diffusion time on its sines and cosines."""
 
 from collections.abc import Mapping
 
@@ -7,20 +7,21 @@ from tapscope.core.formatting import number
 
 
 class TimeEmbedding(Effect[float]):
-    """The rounding error of a time t is relative; the error of the angle t × frequency is absolute and grows with t.
-    Near t = 1000 in bfloat16 an angle differs by up to 2 radians. :mod:`..detectors.time_embeddings` checks that each
-    run's values are the sinusoids of its own time, and measures their distance."""
+    """Rounding of a time t, which is a relative error; the error of the angle t × frequency is absolute and grows with
+    t. Near t = 1000 in bfloat16, an angle differs by up to 2 radians. :mod:`..detectors.time_embeddings` checks that
+    each run's values are the sinusoids of its own time, and measures their distance.
+    """
 
     name = "time_embedding"
 
     def find(self) -> Mapping[int, float]:
-        """Node -> error."""
+        """Compute node -> error."""
         known = self.inputs.facts.time_embeddings
         candidates = ((n, known.get(self.inputs.site(n), 0.0)) for n in self.inputs.nodes) if known else ()
         return {node: error for node, error in candidates if error}
 
     def received(self, node: int) -> float:
-        """The largest such error among what a module received; of any other value its own."""
+        """Return the largest such error among the inputs that a module received; for any other value, its own error."""
         graph = self.inputs.graph
         handed = graph.inputs(node).nodes if graph.nodes[node].is_input else ()
         return max((self.values.get(i, 0.0) for i in handed), default=self.values.get(node, 0.0))
