@@ -292,7 +292,7 @@ class Gemma3nDecoder(LayerInputsDecoder):
         embedded = self.embedding(input_ids)
         of_layers = self.inputs_of_layers(input_ids, embedded)
         streams = torch.stack(
-            [embedded, *(_as_large(project(embedded), embedded) for project in self.altup_projections)]
+            [embedded, *(_match_rms(project(embedded), embedded) for project in self.altup_projections)]
         )
         rotations = self.rotations(streams, position_ids, past_key_values)
         for number, (layer, rotation) in enumerate(zip(self.layers, rotations, strict=True)):
@@ -301,15 +301,15 @@ class Gemma3nDecoder(LayerInputsDecoder):
                 streams, rotation, of_layers[:, number], position_ids=position_ids, past_key_values=past_key_values
             )
         first, others = streams[0], zip(self.altup_unembed_projections, streams[1:], strict=True)
-        merged = torch.stack([first, *(_as_large(project(stream), first) for project, stream in others)]).mean(0)
+        merged = torch.stack([first, *(_match_rms(project(stream), first) for project, stream in others)]).mean(0)
         self.end_layers(merged)
         return ModelOutput(self.final_norm(merged))
 
 
-def _as_large(states: Tensor, model: Tensor) -> Tensor:
-    """Rescale ``states`` [tokens, hidden] so that each row has the root mean square of the same row of ``model``."""
-    wanted = model.square().mean(-1, keepdim=True) ** 0.5
-    return states * wanted / states.square().mean(-1, keepdim=True).clamp(min=1e-5).sqrt()
+def _match_rms(states: Tensor, reference: Tensor) -> Tensor:
+    """Rescale each row of ``states`` [tokens, hidden] to the root mean square of the same row of ``reference``."""
+    rms = reference.square().mean(-1, keepdim=True) ** 0.5
+    return states * rms / states.square().mean(-1, keepdim=True).clamp(min=1e-5).sqrt()
 
 
 class SharedKeysCausalLM(MoeCausalLM):

@@ -103,7 +103,5 @@ MODELS: dict[str, type[CausalLM]] = {
 
 
 def build_model(config: ModelConfig, tp: TensorParallel, dtype: torch.dtype) -> CausalLM:
-    """Build this rank's shard of the model, without weights. Raises UsageError if the model cannot be split over
-    ``tp``.
-    """
+    """Build this rank's shard of the model, without weights. Raises UsageError if there are more ranks than heads."""
     return MODELS[config.architecture](config, tp, dtype)

@@ -1,1 +1,1 @@
-"""Speculative decoding: proposers guess the next tokens of requests, which the scheduler verifies in one step."""
+"""Speculative decoding: proposers draft the next tokens of requests, which the scheduler verifies in one step."""

@@ -1,9 +1,9 @@
-"""DraftCosts: whether draft tokens save more time than they take, measured on the engine's own steps.
+"""DraftCosts: decide whether drafting saves more time than it takes, based on the engine's own step times.
 
-The cost of a draft token is the time that it adds to a step, drafting included, relative to the time of a token in a
-step without drafts. With n requests, a step with d drafts takes as long as n + cost * d tokens and yields n plus the
-accepted ones: drafts pay while the share of accepted ones is well above the cost. Costs differ with the number of
-requests, the model, the draft model and the machine, so that they are measured.
+The cost of a draft token is the time that it adds to a step, including drafting, relative to the time of one token in a
+step without drafts. With n requests, a step with d drafts takes as long as n + cost * d tokens and yields n tokens plus
+the accepted drafts. Drafting therefore pays while the acceptance rate is well above the cost. The cost depends on the
+number of requests, the model, the draft model and the machine, so it is measured.
 """
 
 import math
@@ -16,29 +16,32 @@ from tapscope.engine.requests.request import Request
 from tapscope.engine.requests.step_plan import StepPlan
 
 _NUM_KEPT_STEPS = 8
-"""Steps of which a fast one is the time of a step: others waited for what has nothing to do with drafts."""
+"""Number of recent steps kept per kind. A fast one of them represents the kind, because unrelated delays slow others
+down.
+"""
 _MIN_STEPS = 3
-"""Steps with and without drafts from which on a cost is known."""
+"""Minimum number of steps of each kind, with and without drafts, from which a cost is computed."""
 _REMEASURE_AFTER_STEPS = 512
-"""Steps after the last one of a kind from which on this kind is measured again."""
+"""Steps of the other kind after which measurements of a kind are stale and are repeated."""
 _MIN_STEPS_OF_SIZE = 16
-"""Steps of as many requests from which on their own cost is measured, where one of about as many is known."""
+"""Minimum number of steps at a batch size before its own cost is measured, if the cost at a similar size is known."""
 _MAX_SIZE_RATIO = 4
-"""Factor by which such a number of requests may differ."""
+"""Maximum ratio between two batch sizes that count as similar."""
 _LEAST_GAIN = 1.1
-"""How much higher than the cost the acceptance must be: where they are close, starting and stopping is not worth it,
-and requests below the average fall behind."""
+"""Minimum ratio of acceptance rate to cost. Close to 1, switching drafts on and off is not worthwhile, and requests
+below the average fall behind.
+"""
 _FIRST_TRIAL = 128
-"""Steps without drafts after which some have drafts, whose acceptance may have changed; twice as many next time."""
+"""Steps without drafts before a trial with drafts, in case acceptance has changed; doubles after each trial."""
 
 
 @dataclass(slots=True)
 class _Samples:
-    """The last steps of one kind, with or without drafts."""
+    """Measurements of the most recent steps of one kind, with or without drafts."""
 
     values: "deque[Any]" = field(default_factory=lambda: deque(maxlen=_NUM_KEPT_STEPS))
     age: int = 0
-    """Steps of the other kind since the last of them."""
+    """Number of steps of the other kind since the last sample."""
 
     @property
     def are_enough(self) -> bool:
@@ -50,31 +53,33 @@ class _Samples:
 
 
 class _StepTimes:
-    """Of steps with about the same number of requests."""
+    """Step times at one batch size, rounded by :func:`_rounded`."""
 
     def __init__(self) -> None:
         self._plain, self._drafted = _Samples(), _Samples()
-        """Steps without drafts, as seconds per request; those with drafts, as (seconds, draft tokens) per request."""
+        """``_plain``: steps without drafts, as seconds per request. ``_drafted``: steps with drafts, as (seconds, draft
+        tokens) per request.
+        """
         self._num_steps = 0
         self.cost: float | None = None
-        """None: not known yet."""
+        """Cost of a draft token; None if not yet known."""
 
     @property
-    def lasts(self) -> bool:
-        """Whether there were enough steps for their cost to be worth measuring."""
+    def is_common(self) -> bool:
+        """Whether this batch size occurred often enough to be worth measuring."""
         return self._num_steps >= _MIN_STEPS_OF_SIZE
 
     def to_measure(self) -> bool | None:
-        """Whether the next step should have drafts, to learn the cost; None: the cost decides."""
+        """Return whether the next step should have drafts to measure the cost; None if no measurement is due."""
         for samples in (self._drafted, self._plain):
             if samples.age >= _REMEASURE_AFTER_STEPS:
-                samples.values.clear()  # the machine's load and the contexts' lengths have changed since
+                samples.values.clear()  # the machine's load and the context lengths have changed since
         if not self._drafted.are_enough:
             return True
         return None if self._plain.are_enough else False
 
     def add(self, seconds: float, drafts: float) -> None:
-        """Add a step: its duration and its number of draft tokens, both per request."""
+        """Add a step with its duration and number of draft tokens, both per request."""
         self._num_steps += 1
         if drafts:
             self._drafted.add((seconds, drafts))
@@ -83,38 +88,40 @@ class _StepTimes:
             self._plain.add(seconds)
             self._drafted.age += 1
         if self._plain.are_enough and self._drafted.are_enough:
-            token = _fast(self._plain.values)
-            added = _fast((seconds - token) / drafts for seconds, drafts in self._drafted.values)
+            token = _lower_tercile(self._plain.values)
+            added = _lower_tercile((seconds - token) / drafts for seconds, drafts in self._drafted.values)
             self.cost = max(0.0, added / token)
 
 
 class DraftCosts:
-    """Costs by the number of running requests: 1, 2, and so on up to 16, then up to 18, 20, …, 32, 36, and so on.
+    """Draft token costs by batch size, the number of running requests, in buckets 1, 2, …, 16, 18, 20, …, 32, 36, ….
 
-    Where the cost of exactly as many requests is not known yet, that of about as many decides; the exact one is
-    measured only once their number lasts. Drafts that do not pay are tried again now and then.
+    Until the cost at a batch size is known, the cost at a similar size decides; a size is measured only once it is
+    common. Drafting that does not pay is tried again periodically.
     """
 
     def __init__(self) -> None:
         self._times: dict[int, _StepTimes] = {}
         self._drafted: bool | None = None
-        """Whether the last step had drafts; None: it computed a prompt."""
+        """Whether the last step had drafts; None if it computed a prompt."""
         self._num_plain, self._num_trial = 0, 0
-        """Steps without drafts since the last one with some; steps with drafts that a trial still takes."""
+        """``_num_plain``: steps without drafts since the last one with drafts. ``_num_trial``: remaining steps of a
+        trial with drafts.
+        """
         self._next_trial = _FIRST_TRIAL
         self._pays = False
-        """Whether the last answer was that drafts pay, by their cost."""
+        """Whether the last decision was to draft because the cost is low enough."""
 
     def drafting_pays(self, running: Sequence[Request], acceptance: float) -> bool:
-        """Whether the next step should have drafts, of which the share ``acceptance`` is likely accepted.
+        """Return whether the next step should have drafts, given their expected rate of ``acceptance``.
 
-        Now and then the answer is not what the last measurements say, to measure again.
+        Occasionally deviates from the measured costs, in order to measure again.
         """
         count = _rounded(len(running))
         times = self._times.setdefault(count, _StepTimes())
         cost, self._pays = self._cost(count), False
         if all(request.is_decoding for request in running):
-            chosen = times.to_measure() if cost is None or times.lasts else None
+            chosen = times.to_measure() if cost is None or times.is_common else None
             if chosen is not None:
                 return chosen
             if self._num_trial or self._num_plain >= self._next_trial:
@@ -123,11 +130,10 @@ class DraftCosts:
         return self._pays
 
     def record(self, plan: StepPlan, seconds: float) -> None:
-        """The step took ``seconds``, drafting included.
+        """Record that the step ``plan`` took ``seconds``, including drafting.
 
-        Steps that compute prompts are not counted, nor is the first step with drafts after others: a draft model first
-        computes what it has missed. Nor is the first step without drafts after one with some, which is not launched
-        ahead.
+        Steps that compute prompts are ignored. So are the first step with drafts after steps without, in which a draft
+        model catches up, and the first step without drafts after steps with drafts, which is not launched ahead.
         """
         count = len(plan.scheduled)
         if any(item.position < item.prompt_length or len(item.tokens) > item.num_drafts + 1 for item in plan.scheduled):
@@ -151,7 +157,7 @@ class DraftCosts:
         self._num_plain, self._num_trial = 0, max(0, self._num_trial - 1)
 
     def _cost(self, count: int) -> float | None:
-        """The cost with ``count`` requests, or with about as many; None: not known yet."""
+        """Return the cost at batch size ``count`` or a similar one; None if not yet known."""
         own = self._times[count].cost
         if own is not None:
             return own
@@ -164,17 +170,19 @@ class DraftCosts:
         return cost if ratio <= _MAX_SIZE_RATIO else None
 
     def state(self) -> dict[str, float]:
-        """Number of requests, at most -> the cost of a draft token, where it is known."""
+        """Map each batch size with a known cost to the cost of a draft token; keys are upper bounds of the buckets."""
         return {str(count): times.cost for count, times in sorted(self._times.items()) if times.cost is not None}
 
 
-def _fast(values: Iterable[float]) -> float:
-    """Below two thirds of ``values``; of three the least, of eight the third."""
+def _lower_tercile(values: Iterable[float]) -> float:
+    """Return the value at the lower tercile: the smallest of three, the third smallest of eight."""
     ordered = sorted(values)
     return ordered[(len(ordered) - 1) // 3]
 
 
 def _rounded(count: int) -> int:
-    """Up to four binary digits: with 8 requests a token takes much less time than with 5."""
+    """Round ``count`` up to four significant binary digits: with 8 requests, a token takes much less time than
+    with 5.
+    """
     unit = 1 << max(0, count.bit_length() - 4)
     return -(-count // unit) * unit

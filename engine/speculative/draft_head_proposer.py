@@ -1,16 +1,17 @@
-"""DraftHeadProposer: proposes what an MTP layer or an EAGLE head predicts from the target's hidden states.
+"""DraftHeadProposer: draft tokens predicted by an MTP layer or EAGLE head from the target's hidden states.
 
-The head's keys and values are in pages of the target: a page of the head has the number, the owner and the prefix of
-the target's page, so that a prefix hit of the target is one of the head. Before each step the head computes the rows
-that the target has computed, with the target's hidden states, in place of those that it drafted with its own. Rows of
-requests that decode without drafts wait until there are several, so that a head that does not pay costs little.
+The head's keys and values are stored in the target's pages: a page of the head shares number, owner and prefix with the
+target's page, so a prefix hit of the target is also one of the head. Before each step, the head computes the rows that
+the target has computed since, using the target's hidden states; these rows replace those drafted from its own states.
+Rows of requests that decode without drafts are batched, so that a head that does not pay costs little.
 
-The row of position p reads the token at p + 1. The last row of a cached page therefore belongs to the request that
-stored the page: one that continues the prefix differently drafts with it too, which cannot change an output.
+The row at position p reads the token at p + 1. The last row of a cached page therefore depends on the request that
+stored the page. A request that continues the prefix differently drafts with this row too, which cannot change its
+output.
 
-A tree (EAGLE-2, arXiv:2406.16858) grows by one level in each step of the head: of the candidates after the last level,
-the ``num_branches`` with the highest joint probability get a row, which predicts ``num_branches`` candidates after it.
-The most probable candidates of all levels are the drafts.
+A tree (EAGLE-2, arXiv:2406.16858) grows by one level per step of the head. Of the candidates after the last level, the
+``num_branches`` with the highest joint probability get a row, which predicts ``num_branches`` further candidates. The
+most probable candidates of all levels become the drafts.
 """
 
 import dataclasses
@@ -37,57 +38,59 @@ from tapscope.engine.speculative.visit_counts import VisitCounts
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
-    """A token that may be a draft."""
+    """A candidate draft token."""
 
     token: int
     parent: int
-    """Index of the candidate before it; -1: the request's last token."""
+    """Index of the preceding candidate; -1 for the request's last token."""
     score: float
-    """Joint log-probability with those before it."""
+    """Joint log-probability of this candidate and its ancestors."""
 
 
 @dataclass(slots=True)
 class _Drafting:
-    """What the head computes for one request before one step of the target."""
+    """Work of the head for one request before one step of the target."""
 
     request: Request
     start: int
-    """Next position of the head, among those that the target has computed."""
+    """Next position that the head computes, among those that the target has computed."""
     depth: int
-    """Levels of the tree."""
+    """Maximum number of tree levels."""
     num_drafts: int
-    """Draft tokens."""
+    """Maximum number of draft tokens."""
     candidates: list[_Candidate] = field(default_factory=list)
     level: list[int] = field(default_factory=list)
     """Candidates of the last level that get a row."""
     num_levels: int = 0
-    """Levels so far."""
+    """Number of levels so far."""
     rows: list[int] = field(default_factory=list)
-    """The candidates that have a row of the head, in the order in which they are stored."""
+    """Candidates that have a row of the head, in the order in which the rows are stored."""
 
     @property
     def num_waiting(self) -> int:
-        """Rows that the target has computed and the head has not."""
+        """Number of rows that the target has computed and the head has not."""
         return max(0, self.request.num_computed - self.start)
 
     @property
     def is_unfinished(self) -> bool:
-        """Whether the tree gets another level."""
+        """Whether the tree needs another level."""
         return self.num_levels < self.depth and bool(self.level or not self.num_levels)
 
     @property
     def tree(self) -> tuple[int, ...]:
-        """Parent of each row of the head, see :attr:`.ScheduledRequest.tree`."""
+        """Parent index of each row of the head, see :attr:`.ScheduledRequest.tree`."""
         place = {candidate: row for row, candidate in enumerate(self.rows)} | {-1: -1}
         return tuple(place[self.candidates[each].parent] for each in self.rows)
 
     def tokens_up_to(self, candidate: int) -> list[int]:
-        """The draft tokens up to ``candidate``; none for -1."""
+        """Return the draft tokens on the path to ``candidate``, inclusive; empty for -1."""
         parents = [each.parent for each in self.candidates]
         return [self.candidates[each].token for each in branch(parents, candidate)]
 
     def add_level(self, candidates: Sequence[tuple[int, Sequence[tuple[int, float]]]], num_branches: int) -> None:
-        """Add the children of each parent in ``candidates``: pairs of token and log-probability."""
+        """Add a level: for each (parent, children) in ``candidates``, the (token, log-probability) children of the
+        parent.
+        """
         first = len(self.candidates)
         for parent, after in candidates:
             before = 0.0 if parent < 0 else self.candidates[parent].score
@@ -96,7 +99,9 @@ class _Drafting:
         self.level, self.num_levels = new[:num_branches], self.num_levels + 1
 
     def drafts(self) -> Drafts:
-        """The most probable candidates; a candidate is at most as probable as the one before it."""
+        """Return the ``num_drafts`` most probable candidates. Parents come before children, which are never more
+        probable.
+        """
         best = sorted(range(len(self.candidates)), key=lambda each: -self.candidates[each].score)[: self.num_drafts]
         place = {candidate: index for index, candidate in enumerate(best)} | {-1: -1}
         chosen = [self.candidates[each] for each in best]
@@ -110,11 +115,11 @@ class _Ahead:
 
     drafts: LaunchedDrafts
     starts: Mapping[str, tuple[int, int]]
-    """Request -> (its place among the drafts, position of its first row in that step)."""
+    """Request -> (index among the drafts, position of the request's first row in the step)."""
 
 
 class DraftHeadProposer:
-    """The head's rows; its pages are those of ``cache``."""
+    """Schedules the rows of the draft head, whose pages belong to ``cache``."""
 
     def __init__(
         self,
@@ -128,8 +133,9 @@ class DraftHeadProposer:
         num_branches: int,
         max_drafts: int,
     ) -> None:
-        """``runner``: the head's on rank 0; ``vocab_size``: columns of its logits; ``cache``: the target's;
-        ``num_branches``: candidates after each token, 1 for chains; ``max_drafts``: of one request in a step.
+        """``runner``: the head's runner on rank 0. ``vocab_size``: columns of the head's logits. ``cache``: the
+        target's. ``num_branches``: candidates after each token, 1 for chains. ``max_drafts``: maximum drafts of a
+        request per step.
         """
         self._sampler, self._compute, self._vocab_size, self._runner = sampler, compute, vocab_size, runner
         self._hidden_states, self._cache, self._max_tokens = hidden_states, cache, runner.max_tokens
@@ -138,11 +144,11 @@ class DraftHeadProposer:
         self._visits: dict[str, VisitCounts] = {}
         self._index = 0
         self._ahead: _Ahead | None = None
-        """Started, and not taken yet."""
+        """Drafts that were started and not yet taken."""
         self._taken: _Ahead | None = None
 
     def propose(self, requests: Sequence[tuple[Request, int]]) -> Mapping[str, Drafts]:
-        """As :meth:`.Proposer.propose`."""
+        """Compute the head's missing rows and draft, see :meth:`.Proposer.propose`."""
         self._ahead = None
         num_decoding = sum(request.is_decoding for request, _ in requests)
         prompts = [request for request, _ in requests if not request.is_decoding]
@@ -158,20 +164,23 @@ class DraftHeadProposer:
         return {item.request.id: item.drafts() for item in drafting if item.candidates}
 
     def forget(self, request_id: str) -> None:
-        """The request has ended; its pages are the target's."""
+        """Drop the state of a finished request; its pages belong to the target."""
         self._visits.pop(request_id, None)
 
     def drafts_ahead(self, request: Request) -> bool:
-        """As :meth:`.AheadProposer.drafts_ahead`: draws are the argmax."""
+        """Return whether the device can draft for the request, which requires argmax sampling.
+
+        See :meth:`.AheadProposer.drafts_ahead`.
+        """
         return self._runner.chains is not None and request.is_plain and not request.forced_token_ids
 
     def is_behind(self, requests: Sequence[Request]) -> bool:
-        """As :meth:`.AheadProposer.is_behind`."""
+        """Return whether :meth:`catch_up` is due, see :meth:`.AheadProposer.is_behind`."""
         starts = ((request, self._hidden_states.start(request.row, request.id)) for request in requests)
         return any(start is not None and request.num_computed - start >= MAX_WAITING - 1 for request, start in starts)
 
     def catch_up(self, requests: Sequence[Request]) -> None:
-        """As :meth:`.AheadProposer.catch_up`."""
+        """Compute the head's missing rows, see :meth:`.AheadProposer.catch_up`."""
         self._index = 0
         starts = ((request, self._hidden_states.start(request.row, request.id)) for request in requests)
         items = [_Drafting(request, start, 0, 0) for request, start in starts if start is not None]
@@ -179,7 +188,10 @@ class DraftHeadProposer:
             self._compute_rows(list(self._waiting_rows(waiting)))
 
     def draft_ahead(self, plan: StepPlan, requests: Sequence[tuple[Request, int]], sampled: Tensor) -> int:
-        """As :meth:`.AheadProposer.draft_ahead`. The head also computes rows for which it has waited."""
+        """Start drafting on the device, including rows of the head that are still missing.
+
+        See :meth:`.AheadProposer.draft_ahead`.
+        """
         if self._runner.chains is None:
             return 0
         prompts = [request for request, _ in requests if not request.is_decoding]
@@ -213,7 +225,7 @@ class DraftHeadProposer:
         return self._max_drafts
 
     def take_ahead(self, requests: Sequence[tuple[Request, int]]) -> Mapping[str, Drafts] | None:
-        """As :meth:`.AheadProposer.take_ahead`."""
+        """Return placeholders of the started drafts, see :meth:`.AheadProposer.take_ahead`."""
         ahead, self._ahead = self._ahead, None
         if ahead is None:
             return None
@@ -225,14 +237,14 @@ class DraftHeadProposer:
         return found
 
     def read_ahead(self) -> Mapping[str, Sequence[int]]:
-        """As :meth:`.AheadProposer.read_ahead`."""
+        """Return the tokens of the taken drafts, see :meth:`.AheadProposer.read_ahead`."""
         assert self._taken is not None, "the caller has drafts to read"
         tokens = self._taken.drafts.wait()
         return {request: tokens[place] for request, (place, _) in self._taken.starts.items()}
 
     def _chain_start(self, item: ScheduledRequest, request: Request) -> int | None:
-        """First row that the head computes with those of ``item``; None if it cannot."""
-        if request.row != item.row or not self.drafts_ahead(request):  # -1: it has ended
+        """Return the first row that the head computes along with those of ``item``; None if a chain is not possible."""
+        if request.row != item.row or not self.drafts_ahead(request):  # the row is -1 once the request has ended
             return None
         if item.tree or not item.samples or len(item.tokens) != item.num_drafts + 1:
             return None
@@ -242,15 +254,16 @@ class DraftHeadProposer:
     def _has_room(
         self, request: Request, item: ScheduledRequest, num_decoding: int, prompts: Sequence[Request]
     ) -> bool:
-        """Whether there are pages for a chain of drafts after those of ``item``, and for other requests as in
-        :meth:`.KVCacheManager.num_draft_rows`.
+        """Return whether pages are available for a chain of drafts after the drafts of ``item``.
+
+        Pages stay reserved for other requests, as in :meth:`.KVCacheManager.num_draft_rows`.
         """
         num_rows = item.num_drafts + self._max_drafts
         fits = item.position + num_rows <= self._max_places
         return fits and num_rows <= 1 + self._cache.num_draft_rows(request, num_decoding, prompts)
 
     def _item(self, request: Request, depth: int, num_decoding: int, prompts: Sequence[Request]) -> _Drafting | None:
-        """What to compute for ``request``; None for nothing. Allocates the pages of its draft tokens."""
+        """Return the work for ``request``, None if there is none. Allocates the pages of its draft tokens."""
         start = self._hidden_states.start(request.row, request.id)
         if start is None or start >= request.num_computed:
             return None
@@ -269,7 +282,7 @@ class DraftHeadProposer:
         return _Drafting(request, start, 0, 0)
 
     def _waiting_rows(self, waiting: Sequence[_Drafting]) -> Iterator[tuple[_Drafting, int]]:
-        """Rows of one step of the head, of those that the target has computed."""
+        """Yield (item, number of rows) for one step of the head over rows that the target has computed."""
         left = self._max_tokens
         for item in waiting:
             if left:
@@ -278,11 +291,13 @@ class DraftHeadProposer:
                 yield item, count
 
     def _compute_rows(self, rows: Sequence[tuple[_Drafting, int]]) -> None:
-        """Compute one step of the head: the next rows of each request that the target has computed, or with 0 those of
-        its last level; then the candidates after them.
+        """Run one step of the head and add the candidates that it predicts.
+
+        ``rows``: for each item, the number of rows to compute that the target has computed; 0 for the rows of its last
+        level.
         """
         planned = [self._known_rows(item, count) if count else self._level_rows(item) for item, count in rows]
-        # as attention expects, see StepBuilder.plan
+        # requests with one row first, as attention expects, see StepBuilder.plan
         order = sorted(range(len(rows)), key=lambda i: len(planned[i][0].tokens) > 1 or bool(planned[i][0].tree))
         sampling = [(rows[i][0], candidate) for i in order for candidate in planned[i][1]]
         plan = StepPlan(
@@ -305,13 +320,15 @@ class DraftHeadProposer:
                 item.add_level([(parent, next(after)) for parent in parents], self._num_branches)
 
     def _known_rows(self, item: _Drafting, count: int) -> tuple[ScheduledRequest, list[int]]:
-        """The next ``count`` rows that the target has computed, and the candidates after which others are drawn."""
+        """Return the next ``count`` rows that the target has computed, and the candidates whose children they
+        predict.
+        """
         samples = item.is_unfinished and item.start + count >= item.request.num_computed
         tokens = item.request.tokens[item.start + 1 : item.start + count + 1]
         return self._scheduled(item, item.start, tokens, (), num_logits=int(samples)), [-1] if samples else []
 
     def _level_rows(self, item: _Drafting) -> tuple[ScheduledRequest, list[int]]:
-        """As :meth:`_known_rows`, of the rows of the last level."""
+        """Return the rows of the last level, and the candidates whose children they predict."""
         place, level = item.request.num_computed + len(item.rows), item.level
         item.rows += level
         tokens = [item.candidates[each].token for each in level]
@@ -343,7 +360,7 @@ class DraftHeadProposer:
         return replace(rows, visits=visits)
 
     def _candidates(self, plan: StepPlan, sampling: Sequence[tuple[_Drafting, int]]) -> list[list[tuple[int, float]]]:
-        """The (token, log-probability) of what may follow each of the candidates ``sampling``."""
+        """Return, for each candidate in ``sampling``, the (token, log-probability) pairs that may follow."""
         requests = [(item.request, item.tokens_up_to(candidate)) for item, candidate in sampling]
         if self._num_branches == 1:
             drawn = self._compute(plan, lambda logits: draw_drafts(self._sampler, logits, self._vocab_size, requests))

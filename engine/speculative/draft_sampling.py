@@ -1,8 +1,8 @@
-"""Draws draft tokens with the target's noise and masks.
+"""Sample draft tokens with the target's noise and masks.
 
-A draft token is then the target's own draw as often as the two distributions allow (Gumbel coupling, arXiv:2408.07978).
-The first candidate of a tree is the token that the draft model draws, the next one what it would draw if that one were
-masked, and so on.
+Sampling with shared noise makes a draft token equal the target's own sample as often as the two distributions allow
+(Gumbel coupling, arXiv:2408.07978). The first candidate of a tree is the token that the draft model samples, the next
+is the one it would sample with the first masked, and so on.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,16 +16,17 @@ from tapscope.engine.requests.step_plan import StepPlan
 from tapscope.engine.sampling.sampler import Sampler
 
 Compute = Callable[[StepPlan, Callable[[Tensor], Tensor]], list[int]]
-"""Computes a plan of the draft model on every rank, given what maps logits [logit rows, vocab] to tokens; numbers the
-step and returns the sampled tokens."""
+"""Run a plan of the draft model on every rank: numbers the step and returns the sampled tokens. The second argument
+maps logits [logit rows, vocab] to tokens.
+"""
 
 
 def draw_drafts(
     sampler: Sampler, logits: Tensor, vocab_size: int, requests: Sequence[tuple[Request, Sequence[int]]]
 ) -> Tensor:
-    """Logits [rows, draft vocab] of the rows that predict a token -> one token for each; NO_TOKEN if none may follow.
+    """Sample one token for each row of ``logits`` [rows, draft vocab]; NO_TOKEN if no token may follow.
 
-    ``requests``: the request of each row and its draft tokens so far; ``vocab_size``: columns of the target's logits,
+    ``requests``: the request of each row and its draft tokens so far. ``vocab_size``: columns of the target's logits,
     from which a draft model's padded vocabulary may differ.
     """
     return sampler.draw(*_inputs(logits, vocab_size, requests))[0]
@@ -34,8 +35,10 @@ def draw_drafts(
 def draw_candidates(
     sampler: Sampler, logits: Tensor, vocab_size: int, requests: Sequence[tuple[Request, Sequence[int]]], count: int
 ) -> tuple[Tensor, Tensor]:
-    """As :func:`draw_drafts`, the ``count`` most likely tokens [rows, count] of each row, and their log-probabilities
-    given the noise; -inf for a token that may not follow.
+    """Return the ``count`` most likely tokens of each row and their log-probabilities given the noise, [rows, count]
+    each.
+
+    A token that may not follow has -inf. The other arguments are those of :func:`draw_drafts`.
     """
     noisy, _, dead = sampler.noisy_scores(*_inputs(logits, vocab_size, requests))
     best, tokens = noisy.float().log_softmax(-1).topk(min(count, vocab_size), dim=-1)

@@ -1,4 +1,4 @@
-"""make_speculator: the Speculator with the proposer that an engine's settings ask for."""
+"""make_speculator: build the Speculator with the proposer that the engine's settings select."""
 
 from tapscope.engine.execution.draft_runner import DraftRunner
 from tapscope.engine.params.engine_config import EngineConfig
@@ -20,10 +20,10 @@ def make_speculator(
     cache: KVCacheManager,
     vocab_size: int,
 ) -> Speculator | None:
-    """None without ``speculative_algorithm``.
+    """Build the Speculator; return None without ``speculative_algorithm``.
 
-    ``draft_runner``: that of the draft model or head, if the algorithm has one, whose steps ``compute`` runs;
-    ``cache`` and ``vocab_size``: the target's.
+    ``draft_runner``: runner of the draft model or head, if the algorithm has one; ``compute`` runs its steps. ``cache``
+    and ``vocab_size`` are the target's.
     """
     if not config.num_drafts:
         return None

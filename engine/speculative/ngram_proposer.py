@@ -1,8 +1,8 @@
-"""NgramProposer: proposes what followed the last tokens of a request where they occurred before in it.
+"""NgramProposer: draft the tokens that followed an earlier occurrence of the request's last tokens.
 
-Prompt lookup: of the earlier occurrences of the request's last tokens, the longest match is continued, and of several
-the latest. Prompts that are copied from (code, documents, tool results) are continued well; nothing is learnt from
-other requests, so that a proposal depends on its request alone.
+This is prompt lookup: of the earlier occurrences of the request's last tokens, the longest match is continued; of
+equally long matches, the latest. It works well for outputs that copy from the prompt (code, documents, tool results).
+Proposals depend only on the request itself; nothing is learned from other requests.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,19 +11,19 @@ from tapscope.engine.requests.drafts import Drafts
 from tapscope.engine.requests.request import Request
 
 _MAX_CANDIDATES = 32
-"""Earlier occurrences that are compared, the latest first."""
+"""Maximum number of earlier occurrences to compare, latest first."""
 
 
 class NgramProposer:
-    """Keeps an index of each request's n-grams of the shortest length that counts as a match."""
+    """Proposer with an n-gram index per request; n is the minimum match length."""
 
     def __init__(self, min_match: int, max_match: int) -> None:
-        """``min_match`` and ``max_match``: tokens of a match; a longer one counts as one of ``max_match``."""
+        """``min_match`` and ``max_match``: match length in tokens; longer matches count as ``max_match``."""
         self._min, self._max = min_match, max_match
         self._indexes: dict[str, _NgramIndex] = {}
 
     def propose(self, requests: Sequence[tuple[Request, int]]) -> Mapping[str, Drafts]:
-        """As :meth:`.Proposer.propose`."""
+        """Continue the best match of each request, see :meth:`.Proposer.propose`."""
         proposals = {}
         for request, count in requests:
             if count == 0:
@@ -34,12 +34,12 @@ class NgramProposer:
         return proposals
 
     def forget(self, request_id: str) -> None:
-        """The request has ended."""
+        """Drop the index of a finished request."""
         self._indexes.pop(request_id, None)
 
 
 class _NgramIndex:
-    """Where each n-gram of one request's tokens ends."""
+    """End positions of each n-gram in one request's tokens."""
 
     def __init__(self, min_match: int, max_match: int) -> None:
         self._min, self._max = min_match, max_match
@@ -47,12 +47,12 @@ class _NgramIndex:
         self._num_indexed = 0
 
     def continuation(self, tokens: Sequence[int], count: int) -> Sequence[int]:
-        """At most ``count`` tokens that followed the best earlier match of the last ones; empty without a match.
+        """Return up to ``count`` tokens that followed the best earlier match of the last tokens; empty without a match.
 
-        A match that reaches the end of the tokens is continued by repeating itself.
+        A match whose continuation reaches the end of ``tokens`` repeats periodically.
         """
         size = self._min
-        for end in range(max(size, self._num_indexed + 1), len(tokens)):  # not the last n-gram, which is looked for
+        for end in range(max(size, self._num_indexed + 1), len(tokens)):  # excludes the last n-gram, which is the query
             self._ends.setdefault(tuple(tokens[end - size : end]), []).append(end)
         self._num_indexed = max(self._num_indexed, len(tokens) - 1)
         candidates = self._ends.get(tuple(tokens[-size:]), []) if len(tokens) >= size else []
@@ -69,7 +69,7 @@ class _NgramIndex:
         return [tokens[best + i % period] for i in range(count)]
 
     def _match_length(self, tokens: Sequence[int], end: int) -> int:
-        """Tokens before ``end`` that equal the last ones, at most ``max_match``."""
+        """Return how many tokens before ``end`` equal the last tokens, at most ``max_match``."""
         length = self._min
         while length < min(self._max, end) and tokens[end - length - 1] == tokens[-length - 1]:
             length += 1

@@ -1,4 +1,4 @@
-"""Proposer: what guesses the tokens that may follow those of a request."""
+"""Proposer: interface of algorithms that draft the next tokens of requests."""
 
 from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
@@ -11,50 +11,55 @@ from tapscope.engine.requests.step_plan import StepPlan
 
 
 class Proposer(Protocol):
-    """Guesses tokens; a wrong guess costs time and never changes an output."""
+    """Drafts tokens. A rejected draft costs time but never changes an output."""
 
     def propose(self, requests: Sequence[tuple[Request, int]]) -> Mapping[str, Drafts]:
-        """Request id -> tokens that may follow, for the running requests, given with how far ahead to propose.
+        """Return request id -> drafts for the running requests, each given with the maximum draft depth.
 
-        Called before each step; 0: the request gets no drafts now.
+        Called before each step. A depth of 0 means no drafts for the request in this step.
         """
         ...
 
     def forget(self, request_id: str) -> None:
-        """The request has ended: free what is kept for it."""
+        """Free the state of a finished request."""
         ...
 
 
 @runtime_checkable
 class AheadProposer(Proposer, Protocol):
-    """May also draft on the device, after a step whose tokens the host does not know yet."""
+    """Proposer that can also draft on the device, after a step whose tokens the host does not know yet."""
 
     def drafts_ahead(self, request: Request) -> bool:
-        """Whether :meth:`draft_ahead` may draft for the request."""
+        """Return whether :meth:`draft_ahead` can draft for the request."""
         ...
 
     def draft_ahead(self, plan: StepPlan, requests: Sequence[tuple[Request, int]], sampled: Tensor) -> int:
-        """Start drafting after the step ``plan``, which was launched last, for its requests, given with how far ahead,
-        0 for those without drafts; ``sampled`` [rows] are its tokens on the device. Returns how many steps of the draft
-        model that takes: 0 if it cannot be done.
+        """Start drafting after the step ``plan``, which was launched last; return the number of draft model steps, 0 if
+        impossible.
+
+        ``requests``: the step's requests, each with its draft depth, 0 for no drafts. ``sampled`` [rows]: the step's
+        sampled tokens on the device.
         """
         ...
 
     def take_ahead(self, requests: Sequence[tuple[Request, int]]) -> Mapping[str, Drafts] | None:
-        """What :meth:`propose` returns, from the drafts that were started; None if none were.
+        """Return the started drafts in the form of :meth:`propose`; None if none were started.
 
         The tokens are placeholders (:func:`.pending_drafts`) until :meth:`read_ahead`.
         """
         ...
 
     def read_ahead(self) -> Mapping[str, Sequence[int]]:
-        """Request -> the drafts that :meth:`take_ahead` returned last, or more; waits for the device."""
+        """Return request id -> draft tokens for the drafts last returned by :meth:`take_ahead`; waits for the device.
+
+        A request may have more tokens than were taken.
+        """
         ...
 
     def is_behind(self, requests: Sequence[Request]) -> bool:
-        """Whether :meth:`propose` has something to compute even if none of the requests gets drafts."""
+        """Return whether :meth:`propose` would have rows to compute even if no request gets drafts."""
         ...
 
     def catch_up(self, requests: Sequence[Request]) -> None:
-        """Start computing that, while steps of the target may be in flight."""
+        """Start computing these rows, while steps of the target may be in flight."""
         ...

@@ -1,12 +1,12 @@
-"""Speculator: how many tokens to propose for each request, and how many proposals were accepted.
+"""Speculator: how many tokens to draft for each request, and how many drafts were accepted.
 
-The number of draft tokens of a request follows its acceptance: it doubles when all drafts were accepted, and shrinks
-otherwise. When single drafts are rejected twice in a row, the request decodes without drafts for a while, and for twice
-as long after each further failure. This rule reads no clock. Where the device drafts chains, a step of the head takes
-as long for one request as for all: then each request always gets all drafts.
+The number of drafts of a request follows its acceptance: it doubles after all drafts were accepted and shrinks
+otherwise. After two consecutive rejections of a single draft, the request pauses speculation, and each further failure
+doubles the pause. This rule does not depend on time. If the device drafts chains, one step of the head takes as long
+for one request as for all, so every request gets all drafts.
 
-With :class:`.DraftCosts` a step has drafts only while those that are likely accepted save more time than all of them
-take; then steps depend on the machine's speed, but output tokens do not.
+With :class:`.DraftCosts`, a step has drafts only while the expected accepted drafts save more time than drafting takes.
+Steps then depend on the machine's speed, but output tokens do not.
 """
 
 import time
@@ -24,37 +24,37 @@ from tapscope.engine.speculative.draft_cost import DraftCosts
 from tapscope.engine.speculative.proposer import AheadProposer, Proposer
 
 _FIRST_PAUSE = 16
-"""Steps without drafts after the first failure of a request."""
+"""Length of a request's first pause, in steps without drafts."""
 _MAX_PAUSE = 512
 _DECAY = 7 / 8
-"""Weight of what is known about a request's acceptance against one further verification."""
+"""Weight of a request's past acceptance relative to its next verification."""
 _DECAY_OF_ALL = 31 / 32
-"""Weight of what is known about the acceptance of all requests against one further verification of any."""
+"""Weight of the past acceptance of all requests relative to the next verification of any request."""
 _MAX_PRIOR_VERIFICATIONS = 2
-"""Verifications that a new request counts as, of the acceptance of those before it."""
+"""Weight, in verifications, of earlier requests' acceptance as the prior of a new request."""
 
 
 @dataclass(slots=True)
 class SpeculationStats:
-    """Counters; they only increase."""
+    """Cumulative counters of speculative decoding."""
 
     num_verifications: int = 0
-    """Times that drafts of a request were verified."""
+    """Number of times that a request's drafts were verified."""
     num_draft_tokens: int = 0
     """Draft tokens verified."""
     num_accepted_tokens: int = 0
     """Draft tokens accepted."""
     draft_seconds: float = 0.0
-    """Time spent on proposing."""
+    """Time spent drafting."""
     num_unprofitable_steps: int = 0
-    """Steps without drafts because they would take more time than the accepted ones would save."""
+    """Steps without drafts because drafting would have taken more time than it would have saved."""
     drafted_by_position: list[int] = field(default_factory=list)
-    """Verifications with drafts, by the drafts' position after the request's last token."""
+    """Verifications that had a draft at each position after the request's last token."""
     accepted_by_position: list[int] = field(default_factory=list)
-    """Drafts accepted, likewise."""
+    """Accepted drafts at each position after the request's last token."""
 
     def count(self, num_drafts: int, depth: int, num_accepted: int) -> None:
-        """Add one verification; ``depth``: positions that have drafts."""
+        """Add one verification; ``depth``: number of positions with drafts."""
         self.num_verifications += 1
         self.num_draft_tokens += num_drafts
         self.num_accepted_tokens += num_accepted
@@ -65,32 +65,35 @@ class SpeculationStats:
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens that a verification yields on average, from 1 (no draft accepted); 0 before the first one."""
+        """Mean number of tokens per verification, at least 1 (no draft accepted); 0 before the first verification."""
         return 1 + self.num_accepted_tokens / self.num_verifications if self.num_verifications else 0.0
 
 
 class DraftLength:
-    """The number of draft tokens of one request; in a tree, of its longest branch."""
+    """Adaptive number of draft tokens for one request; for a tree, the length of its longest branch."""
 
     def __init__(self, most: int, num_drafts: int | None = None, acceptance: float | None = None) -> None:
-        """``num_drafts``: draft tokens of a step with branches of ``most`` tokens; None: a chain; ``acceptance``: of
-        earlier requests, None: not known, as if the first branch were accepted.
+        """``most``: maximum length. ``num_drafts``: draft tokens of a tree of that depth; None for a chain.
+        ``acceptance``: acceptance rate of earlier requests; None if unknown, which assumes that the first branch is
+        accepted.
         """
         self._most, self.length = most, most
         count = most if num_drafts is None else num_drafts
         share, weight = (most / count, 1) if acceptance is None else (acceptance, _MAX_PRIOR_VERIFICATIONS)
         self._num_accepted, self._num_drafts = share * count * weight, float(count * weight)
-        """Sums over the last verifications, whose weights decrease."""
+        """Exponentially weighted sums over past verifications."""
         self._pause, self._resume_at = _FIRST_PAUSE, 0
         self._has_failed = False
-        """Whether the last verification was of a single draft, which was rejected."""
+        """Whether the last verification rejected a single draft."""
 
     def wanted(self, num_generated: int) -> int:
-        """Draft tokens after one another to propose for a request that has generated this many tokens."""
+        """Return the draft depth for a request that has generated ``num_generated`` tokens; 0 during a pause."""
         return self.length if num_generated >= self._resume_at else 0
 
     def update(self, num_generated: int, depth: int, num_accepted: int, num_drafts: int | None = None) -> None:
-        """After a verification of ``num_drafts`` draft tokens, ``depth`` of them after one another; None: a chain."""
+        """Update after a verification of ``num_drafts`` draft tokens of depth ``depth``; ``num_drafts`` is None for a
+        chain.
+        """
         self._num_drafts = _DECAY * self._num_drafts + (depth if num_drafts is None else num_drafts)
         self._num_accepted = _DECAY * self._num_accepted + num_accepted
         if num_accepted == depth:
@@ -99,7 +102,7 @@ class DraftLength:
             self.length = max(1, min(self._most, num_accepted + 1))
         elif depth > 1 and self.length > 1:
             self.length = depth // 2
-        elif not self._has_failed:  # one of five good drafts is rejected too
+        elif not self._has_failed:  # even of good drafts, one in five is rejected
             self._has_failed = True
         else:
             self._resume_at = num_generated + self._pause
@@ -109,18 +112,19 @@ class DraftLength:
 
     @property
     def acceptance(self) -> float:
-        """Share of draft tokens that are accepted, from 0 to 1."""
+        """Acceptance rate of draft tokens, from 0 to 1."""
         return self._num_accepted / self._num_drafts
 
 
 class Speculator:
-    """The proposer of one engine, with what is known about the acceptance of its proposals."""
+    """The engine's proposer together with acceptance statistics of its drafts."""
 
     def __init__(
         self, proposer: Proposer, depth: int, *, num_drafts: int | None = None, costs: DraftCosts | None = None
     ) -> None:
-        """``depth``: draft tokens after one another of a request in a step; ``num_drafts``: all of them, None in a
-        chain; ``costs``: None to draft whatever it costs, so that steps do not depend on the machine's speed.
+        """``depth``: maximum draft depth of a request per step. ``num_drafts``: maximum draft tokens over all branches;
+        None for chains. ``costs``: None to draft regardless of cost, so that steps do not depend on the machine's
+        speed.
         """
         self.proposer, self._costs = proposer, costs
         self._device_proposer = proposer if isinstance(proposer, AheadProposer) else None
@@ -129,22 +133,22 @@ class Speculator:
         self._depth, self._num_drafts = depth, num_drafts
         self._lengths: dict[str, DraftLength] = {}
         self._num_accepted, self._num_verified = 0.0, 0.0
-        """Draft tokens of the last verifications of all requests, whose weights decrease."""
+        """Exponentially weighted sums of accepted and verified draft tokens over all requests."""
         self._has_counted = False
-        """Whether the next step is counted as one without drafts already."""
+        """Whether the next step was already counted as unprofitable."""
         self._drafts_next = True
-        """What :meth:`drafts_next` found last."""
+        """Last result of :meth:`drafts_next`."""
         self._counts_next: dict[str, int] = {}
-        """How far ahead to propose for each request, as it found."""
+        """Draft depth of each request, determined by the last :meth:`drafts_next`."""
         self._was_refused = False
-        """Whether the last :meth:`draft_ahead` could not start drafts that were wanted."""
+        """Whether the last :meth:`draft_ahead` failed to start drafts that were wanted."""
         self.last_draft_s = 0.0
-        """Time that the last :meth:`propose` took."""
+        """Duration of the last :meth:`propose` in seconds."""
 
     def propose(self, requests: Sequence[Request], *, is_recorded: bool = False) -> dict[str, Drafts]:
-        """Request id -> draft tokens, for those of the running requests that speculate now.
+        """Return request id -> draft tokens for the running requests that speculate in this step.
 
-        ``is_recorded``: the step does not depend on costs, so that recordings of equal requests have equal steps.
+        ``is_recorded``: ignore costs, so that recordings of equal requests have equal steps.
         """
         begin = time.perf_counter()
         counts, ahead = self._counts(requests), None
@@ -165,13 +169,15 @@ class Speculator:
         return drafts
 
     def _drafts_ahead(self, request: Request) -> bool:
-        """Whether :meth:`draft_ahead` drafts for the request, so that :meth:`propose` need not wait for the device."""
+        """Return whether :meth:`draft_ahead` drafts for the request, so that :meth:`propose` need not wait for the
+        device.
+        """
         if self._was_refused or self._device_proposer is None:
             return False
         return self._device_proposer.drafts_ahead(request)
 
     def drafts_next(self, requests: Sequence[Request]) -> bool:
-        """Whether the step after the one in flight, of the running ``requests``, may have drafts."""
+        """Return whether the step after the in-flight one, with the running ``requests``, may have drafts."""
         counts, self._has_counted = self._counts(requests), False
         self._counts_next = {request.id: count for request, count in counts}
         self._drafts_next = any(self._counts_next.values()) and self._pays(counts)
@@ -179,18 +185,21 @@ class Speculator:
         return self._drafts_next
 
     def is_behind(self, requests: Sequence[Request]) -> bool:
-        """Whether the draft model has computed so little that :meth:`catch_up` is due, also without drafts."""
+        """Return whether the draft model lags so far behind that :meth:`catch_up` is due, even without drafts."""
         return self._device_proposer is not None and self._device_proposer.is_behind(requests)
 
     def catch_up(self, requests: Sequence[Request]) -> None:
-        """As :meth:`.AheadProposer.catch_up`."""
-        assert self._device_proposer is not None, "others are never behind"
+        """Compute missing rows of the draft model, see :meth:`.AheadProposer.catch_up`."""
+        assert self._device_proposer is not None, "only a device proposer can be behind"
         begin = time.perf_counter()
         self._device_proposer.catch_up(requests)
         self.stats.draft_seconds += time.perf_counter() - begin
 
     def draft_ahead(self, plan: StepPlan, requests: Sequence[Request], sampled: Tensor) -> int:
-        """As :meth:`.AheadProposer.draft_ahead`, for the requests of a step in flight; 0 of other proposers."""
+        """Start drafting for the requests of the in-flight step, see :meth:`.AheadProposer.draft_ahead`.
+
+        Returns 0 if the proposer cannot draft on the device.
+        """
         if self._device_proposer is None or not self._drafts_next:
             return 0
         begin = time.perf_counter()
@@ -201,12 +210,12 @@ class Speculator:
         return num_steps
 
     def read_ahead(self) -> Mapping[str, Sequence[int]]:
-        """As :meth:`.AheadProposer.read_ahead`."""
-        assert self._device_proposer is not None, "others leave no placeholders"
+        """Return the tokens of the taken drafts, see :meth:`.AheadProposer.read_ahead`."""
+        assert self._device_proposer is not None, "only a device proposer returns placeholders"
         return self._device_proposer.read_ahead()
 
     def record(self, request: Request, scheduled: ScheduledRequest) -> None:
-        """The drafts of the request in ``scheduled`` were verified."""
+        """Record the verification of the drafts of ``request`` in ``scheduled``."""
         depth = scheduled.num_drafts if not scheduled.tree else max(depths(scheduled.tree))
         self.stats.count(scheduled.num_drafts, depth, request.num_accepted)
         if (length := self._lengths.get(request.id)) is not None:
@@ -215,17 +224,17 @@ class Speculator:
             self._num_verified = _DECAY_OF_ALL * self._num_verified + scheduled.num_drafts
 
     def record_time(self, plan: StepPlan, seconds: float) -> None:
-        """The step took ``seconds``, drafting included."""
+        """Record that the step ``plan`` took ``seconds``, including drafting."""
         if self._costs is not None:
             self._costs.record(plan, seconds)
 
     def forget(self, request: Request) -> None:
-        """The request has ended; safe to call more than once."""
+        """Drop the state of a finished request. Idempotent."""
         self._lengths.pop(request.id, None)
         self.proposer.forget(request.id)
 
     def state(self) -> dict[str, Any]:
-        """Counters as JSON values."""
+        """Return the counters as JSON values."""
         stats = self.stats
         return {
             "num_verifications": stats.num_verifications,
@@ -240,11 +249,11 @@ class Speculator:
         }
 
     def _counts(self, requests: Sequence[Request]) -> list[tuple[Request, int]]:
-        """How far ahead to propose for each request, if drafts pay."""
+        """Return each request with its draft depth, assuming that drafting pays."""
         return [(request, self._wanted(request) if request.can_speculate else 0) for request in requests]
 
     def _pays(self, counts: Sequence[tuple[Request, int]], *, is_recorded: bool = False) -> bool:
-        """Whether as many drafts are likely to save more time than they take; counts steps for which they do not."""
+        """Return whether drafting is expected to save more time than it takes; count steps in which it is not."""
         total = sum(count for _, count in counts)
         if not total or self._costs is None or is_recorded:
             return True

@@ -5,15 +5,17 @@ from itertools import groupby
 
 
 class VisitCounts:
-    """Rejected drafts and preemption make it compute positions again, which are other visits in a recording."""
+    """Counts of computations per position. Rejected drafts and preemptions cause positions to be computed again, which
+    recordings distinguish as visits.
+    """
 
     def __init__(self) -> None:
         self._counts: list[int] = []
 
     def add(self, positions: Sequence[int]) -> tuple[tuple[int, int], ...]:
-        """Runs (rows, how often they were computed before) of rows at ``positions``, which are now computed again.
+        """Count the rows at ``positions`` and return runs of (rows, how often they were computed before).
 
-        Rows of a tree at the same position are the same visit.
+        Rows of a tree at the same position have the same visit.
         """
         self._counts += [0] * (max(positions) + 1 - len(self._counts))
         visits = [self._counts[position] for position in positions]
