@@ -1,1 +1,1 @@
-"""Tensor parallelism: collectives, sharding, heartbeats and the watchdog of worker processes."""
+"""Tensor parallelism: collectives, sharding, and heartbeats and watchdog of worker processes."""

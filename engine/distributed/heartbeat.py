@@ -1,6 +1,6 @@
-"""Heartbeat: what a process is doing, in a small file that the watching process maps as well.
+"""Heartbeat: the current activity of a process, in a small memory-mapped file shared with its watchdog.
 
-The owner writes a few integers, at some nanoseconds each, and never blocks. The watchdog only reads, so it detects a
+The owner writes a few integers, taking nanoseconds each, and never blocks. The watchdog only reads, so it detects a
 process that is stopped, deadlocked or no longer reads messages (:mod:`tapscope.engine.distributed.watchdog`).
 """
 
@@ -19,12 +19,12 @@ _TICKS, _ACTIVITY, _STEP, _LAYER = range(_FIELDS)
 
 
 class Activity(IntEnum):
-    """The present activity of a process."""
+    """Current activity of a process."""
 
     STARTING = 0
-    """Importing, and joining the other ranks, which has its own timeout."""
+    """Importing modules and joining the other ranks, which has its own timeout."""
     LOADING = 1
-    """Reading weights; one tick may take minutes."""
+    """Reading weights; a single tick may take minutes."""
     WORKING = 2
     WAITING = 3
     """Waiting for the other ranks in a collective."""
@@ -35,14 +35,14 @@ class Activity(IntEnum):
 
 
 class HeartbeatSample(NamedTuple):
-    """A heartbeat at one moment; it differs from the previous one as long as the process makes progress."""
+    """Snapshot of a heartbeat. Consecutive samples differ as long as the process makes progress."""
 
     ticks: int
     activity: Activity
     step: int
-    """The current step, or the last one; -1 before the first."""
+    """Current or last step; -1 before the first."""
     layer: int
-    """The last layer that was started in it; -1 before the first."""
+    """Last layer started in the step; -1 before the first."""
 
     def __str__(self) -> str:
         if self.activity in (Activity.STARTING, Activity.LOADING):
@@ -57,10 +57,10 @@ class HeartbeatSample(NamedTuple):
 
 
 class Heartbeat:
-    """The heartbeat of one process, for its owner and for its watchdog; without a path it is private."""
+    """Heartbeat of one process, opened by its owner and its watchdog; private to the process without a path."""
 
     def __init__(self, path: Path | None = None) -> None:
-        """``path`` is a file that :meth:`create` made."""
+        """``path``: file created by :meth:`create`."""
         if path is None:
             self._values = memoryview(bytearray(_BYTES)).cast("q")
             return
@@ -69,7 +69,7 @@ class Heartbeat:
 
     @classmethod
     def create(cls, path: Path) -> "Heartbeat":
-        """Create the file of a process that has not started."""
+        """Create the heartbeat file for a process that has not started yet."""
         path.write_bytes(bytes(_BYTES))
         heartbeat = cls(path)
         heartbeat._values[_STEP] = heartbeat._values[_LAYER] = -1
@@ -80,13 +80,13 @@ class Heartbeat:
         self._values[_TICKS] += 1
 
     def set_activity(self, activity: Activity) -> None:
-        """Record what the process does from now on."""
+        """Record the activity that starts now."""
         self._values[_ACTIVITY] = activity
         self._values[_TICKS] += 1
 
     @contextmanager
     def during(self, activity: Activity) -> Iterator[None]:
-        """Record ``activity`` for the ``with`` block, and ``WORKING`` after it, however it ends."""
+        """Context manager: record ``activity`` inside, and ``WORKING`` on exit, including exit by an exception."""
         self.set_activity(activity)
         try:
             yield
@@ -94,28 +94,30 @@ class Heartbeat:
             self.set_activity(Activity.WORKING)
 
     def start_step(self, number: int) -> None:
-        """Record that step ``number`` starts."""
+        """Record the start of step ``number``."""
         self._values[_LAYER] = -1
         self._values[_STEP] = number
         self.set_activity(Activity.WORKING)
 
     def start_layer(self, number: int) -> None:
-        """Record that layer ``number`` of the step starts."""
+        """Record the start of layer ``number`` in the current step."""
         self._values[_LAYER] = number
         self._values[_TICKS] += 1
 
     def track(self, items: Iterable[T]) -> Iterator[T]:
-        """Yield ``items`` and record progress for each."""
+        """Yield ``items``, recording progress for each."""
         for item in items:
             self.beat()
             yield item
 
     def read(self) -> HeartbeatSample:
-        """The current sample. It may mix two moments, but always differs from earlier samples if there was progress."""
+        """Return the current sample. Reads are not atomic, but a sample always differs from earlier ones if there was
+        progress.
+        """
         ticks, activity, step, layer = self._values.tolist()
         return HeartbeatSample(ticks, Activity(activity), step, layer)
 
 
 def heartbeat_path(folder: Path, number: int) -> Path:
-    """Path of the heartbeat of worker ``number``."""
+    """Return the path of the heartbeat file of worker ``number``."""
     return folder / f"heartbeat-{number}"

@@ -1,4 +1,4 @@
-"""OneShotAllReduce: all-reduce of small tensors in one kernel that reads the memory of the other GPUs."""
+"""OneShotAllReduce: all-reduce of small tensors in a single kernel that reads the memory of peer GPUs."""
 
 import logging
 from typing import Any
@@ -11,14 +11,16 @@ from tapscope.kernels.triton import why_not
 
 _log = logging.getLogger(__name__)
 _MAX_READ_BYTES = 512 << 10
-"""Bytes that a rank reads of its peers in one call; NCCL is faster with more (two H200s, benchmarks/all_reduce.py)."""
+"""Maximum bytes that a rank reads from its peers per call; above, NCCL is faster (two H200s,
+benchmarks/all_reduce.py).
+"""
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class OneShotAllReduce:
-    """:func:`tapscope.kernels.triton.all_reduce.all_reduce` among ranks that watch each other.
+    """:func:`tapscope.kernels.triton.all_reduce.all_reduce` among watched ranks.
 
-    The kernel waits for the peers without a time limit, as NCCL's do among such ranks, until :meth:`abort`.
+    Like NCCL's kernels among watched ranks, the kernel waits for peers without a timeout, until :meth:`abort`.
     """
 
     def __init__(self, memory: PeerMemory, rank: int, size: int, device: torch.device) -> None:
@@ -34,13 +36,14 @@ class OneShotAllReduce:
     def connect(
         cls, store: Any, rank: int, size: int, device: torch.device, *, is_asked: bool = True
     ) -> "OneShotAllReduce | None":
-        """All ranks call it together; None on all of them where one cannot read the memory of the others.
+        """Set up the all-reduce; collective over all ranks. Returns None on all ranks if any cannot map its peers'
+        memory.
 
-        The reason is logged, as a warning if ``is_asked``: if the user has asked for it.
+        The reason is logged: as a warning if ``is_asked``, meaning that the user requested it, else as info.
         """
         level = logging.WARNING if is_asked else logging.INFO
         reason = why_not(device)
-        if reason is not None:  # on every rank: they run the same code on one machine
+        if reason is not None:  # the same on every rank, because all run the same code on one machine
             _log.log(level, "custom_all_reduce has no effect, NCCL is used: %s", reason)
             return None
         from tapscope.kernels.triton.all_reduce import window_bytes
@@ -53,17 +56,19 @@ class OneShotAllReduce:
         return cls(memory, rank, size, device)
 
     def takes(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` is one of those that the kernel adds; equal on all ranks."""
+        """Return whether the kernel supports ``tensor``; the result is the same on all ranks."""
         return tensor.is_cuda and tensor.nbytes <= self._max_bytes and tensor.dtype in _DTYPES
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        """Sum over ranks in their order, in float32, as a new contiguous tensor; undefined after :meth:`abort`."""
+        """Return the sum over ranks, in rank order and float32, as a new contiguous tensor. Undefined after
+        :meth:`abort`.
+        """
         return self._kernel(tensor, self._memory.addresses, self._rank, self._calls, self._give_up)
 
     def abort(self) -> None:
-        """Make running kernels and later ones return immediately; callable from any thread."""
+        """Make running and later kernels return immediately. Thread-safe."""
         self._give_up.fill_(1)
 
     def close(self) -> None:
-        """Unmap the peers' memory; no kernel may be running. Safe to call twice."""
+        """Unmap the peers' memory; no kernel may be running. Idempotent."""
         self._memory.close()

@@ -1,7 +1,7 @@
-"""How idle OpenMP threads wait in tapscope's own processes.
+"""Wait policy of idle OpenMP threads in tapscope's own processes.
 
-By default they spin. Where processes share the cores, spinning threads then delay working ones and a step takes ten
-times as long. OpenMP reads the setting once, when torch is loaded.
+By default, idle threads spin. If processes share cores, spinning threads delay working ones, and a step takes ten times
+as long. OpenMP reads the setting once, when torch is loaded.
 """
 
 import os
@@ -12,13 +12,13 @@ _POLICY = "OMP_WAIT_POLICY"
 
 
 def sleep_when_idle() -> None:
-    """Let idle threads of this process sleep unless OMP_WAIT_POLICY is set; call it before torch is loaded."""
+    """Make idle OpenMP threads of this process sleep, unless OMP_WAIT_POLICY is set. Call before torch is loaded."""
     os.environ.setdefault(_POLICY, "passive")
 
 
 @contextmanager
 def children_sleep_when_idle() -> Iterator[None]:
-    """The same for processes started within the ``with``, not for this one."""
+    """Context manager: :func:`sleep_when_idle` for processes started inside, but not for this process."""
     if _POLICY in os.environ:
         yield
         return

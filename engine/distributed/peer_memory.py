@@ -1,7 +1,7 @@
-"""PeerMemory: device memory of each rank that the others have mapped, through CUDA IPC.
+"""PeerMemory: device memory of each rank, mapped into the other ranks through CUDA IPC.
 
-The ranks are on one machine, and their GPUs can read each other's memory. torch's symmetric memory would serve too, but
-it needs a process group that is registered with torch.distributed; the driver's calls below are few.
+All ranks are on one machine with GPUs that can read each other's memory. PyTorch's symmetric memory would also work,
+but requires a process group registered with torch.distributed; this module needs only a few driver calls.
 """
 
 import ctypes
@@ -19,22 +19,25 @@ _OK, _FAILED = b"+", b"-"
 
 
 class PeerMemoryError(Exception):
-    """A rank cannot share its memory or map another's; the message says which and why."""
+    """A rank cannot share its memory or map a peer's; the message names the rank and the reason."""
 
 
 class _Handle(ctypes.Structure):
-    """CUipcMemHandle."""
+    """ctypes equivalent of CUipcMemHandle."""
 
     _fields_ = (("reserved", ctypes.c_ubyte * 64),)
 
 
 class PeerMemory:
-    """``nbytes`` of every rank, zero at first. Freed with the object: peers may use it until they are closed."""
+    """``nbytes`` of zero-initialized device memory per rank, mapped into all ranks.
+
+    The memory is freed with the object; peers may use it until they are closed.
+    """
 
     def __init__(self, store: Any, rank: int, size: int, nbytes: int, device: torch.device) -> None:
-        """All ranks construct it together; they exchange handles through ``store``.
+        """Allocate and map the memory; collective over all ranks, which exchange handles through ``store``.
 
-        Raises PeerMemoryError on all ranks, unless all of them can map all memory.
+        Raises PeerMemoryError on all ranks if any rank cannot allocate, or map all peers' memory.
         """
         self._own = 0
         self._mapped: dict[int, int] = {}
@@ -48,10 +51,10 @@ class PeerMemory:
                 raise
         addresses = [self._mapped.get(peer, self._own) for peer in range(size)]
         self.addresses: Tensor = torch.tensor(addresses, dtype=torch.int64, device=device)
-        """[ranks] int64: where each rank's memory is in this process."""
+        """[ranks] int64: address of each rank's memory in this process."""
 
     def _exchange(self, what: str, attempt: Callable[[], bytes]) -> list[bytes]:
-        """The result of ``attempt`` on each rank; raises PeerMemoryError if that failed on any."""
+        """Run ``attempt`` and return the results of all ranks; raise PeerMemoryError if it failed on any rank."""
         try:
             answer = _OK + attempt()
         except PeerMemoryError as error:
@@ -64,7 +67,7 @@ class PeerMemory:
         return [answer[1:] for answer in answers]
 
     def _allocate(self, nbytes: int) -> bytes:
-        """Its handle."""
+        """Allocate this rank's memory and return its IPC handle."""
         address, handle = ctypes.c_uint64(), _Handle()
         _call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(nbytes))
         self._own = address.value
@@ -83,7 +86,7 @@ class PeerMemory:
         return b""
 
     def close(self) -> None:
-        """Unmap the memory of other ranks, which no kernel may be using. Safe to call twice."""
+        """Unmap the peers' memory, which no kernel may be using. Idempotent."""
         while self._mapped:
             _, address = self._mapped.popitem()
             _driver().cuIpcCloseMemHandle(ctypes.c_uint64(address))
@@ -96,7 +99,7 @@ class PeerMemory:
 
 @cache
 def _driver() -> Any:
-    """The CUDA driver; raises PeerMemoryError without one."""
+    """Load the CUDA driver library. Raises PeerMemoryError if there is none."""
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError as error:
@@ -104,7 +107,7 @@ def _driver() -> Any:
 
 
 def _call(name: str, *arguments: Any) -> None:
-    """Raises PeerMemoryError."""
+    """Call a CUDA driver function. Raises PeerMemoryError if it fails."""
     code = getattr(_driver(), name)(*arguments)
     if code:
         text = ctypes.c_char_p()

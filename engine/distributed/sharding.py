@@ -1,4 +1,4 @@
-"""Sharding: which heads and features each tensor-parallel rank holds; sizes need not be divisible."""
+"""Sharding: the heads and features of each tensor-parallel rank; sizes need not be divisible."""
 
 from dataclasses import dataclass, replace
 
@@ -7,32 +7,32 @@ from tapscope.engine.distributed.tensor_parallel import TensorParallel, span
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """[start, end) of ``total`` items of an axis; adjacent ranks may hold copies of one shard."""
+    """Range [start, end) of ``total`` items along an axis; adjacent ranks may hold copies of the same shard."""
 
     total: int
     start: int
     end: int
     copies: int = 1
-    """How many adjacent ranks hold this shard."""
+    """Number of adjacent ranks that hold this shard."""
     is_whole: bool = False
     """Whether every rank holds all items."""
 
     @classmethod
     def of(cls, total: int, tp: TensorParallel) -> "Shard":
-        """This rank's block; block sizes differ by at most one, and are 0 where there are more ranks than items."""
+        """Return this rank's block. Block sizes differ by at most one and are 0 on surplus ranks."""
         return cls(total, *tp.span(total))
 
     @property
     def count(self) -> int:
-        """Items on this rank."""
+        """Number of items on this rank."""
         return self.end - self.start
 
     def scaled(self, width: int) -> "Shard":
-        """The same shard counted in features, ``width`` per item."""
+        """Return the same shard in units of features, ``width`` per item."""
         return replace(self, total=self.total * width, start=self.start * width, end=self.end * width)
 
     def dims(self, name: str, rest: str = "") -> str:
-        """Dims of [tokens, items] or, with ``rest``, [tokens, items, ...], the axis of items called ``name``."""
+        """Return dims of [tokens, items] or, with ``rest``, [tokens, items, ...]; ``name`` is the axis of items."""
         rest = f" {rest}" if rest else ""
         if self.is_whole:
             return f"t {name}{rest} # tp:replicated"
@@ -46,17 +46,20 @@ class HeadShards:
 
     queries: Shard
     keys: Shard
-    """Key/value heads whose keys and values this rank computes."""
+    """Key/value heads that this rank computes."""
     used: tuple[int, int]
-    """[start, end) within ``keys``: heads that this rank's queries read; only these are cached."""
+    """[start, end) within ``keys``: heads that this rank's queries attend to; only these are cached."""
 
     @classmethod
     def of(cls, num_heads: int, num_kv_heads: int, tp: TensorParallel) -> "HeadShards":
-        """With at most one rank per key/value head: blocks of them with all their query heads.
+        """Distribute the heads over the ranks and return this rank's part.
 
-        With more ranks, each has one key/value head and a block of its query heads. Where the number of ranks is a
-        multiple of the key/value heads, adjacent ranks compute copies of keys and values; otherwise every rank computes
-        all of them and keeps its own. There must be no more ranks than query heads (`ModelConfig.check_split`).
+        With at most one rank per key/value head, a rank holds a block of key/value heads with all their query heads.
+
+        With more ranks, each rank has one key/value head and a block of its query heads. If the number of ranks is a
+        multiple of the number of key/value heads, adjacent ranks compute the same keys and values; otherwise every rank
+        computes all of them and keeps its own. There must not be more ranks than query heads
+        (`ModelConfig.check_split`).
         """
         group = num_heads // num_kv_heads
         if tp.size <= num_kv_heads:

@@ -1,7 +1,7 @@
-"""TensorParallel: one process's rank among the tensor-parallel ranks, and their two collectives.
+"""TensorParallel: one process's rank in the tensor-parallel group, with the two collectives of the group.
 
-The group is its own object, not torch.distributed's default one: two engines live in one process, and a
-program that already called ``init_process_group`` is not affected.
+The group is independent of torch.distributed's default group: two engines can live in one process, and programs that
+already called ``init_process_group`` are unaffected.
 """
 
 import logging
@@ -29,14 +29,14 @@ distributed: Any = torch.distributed  # its type stubs lack most of what is used
 c10d: Any = distributed_c10d
 
 _ABORT_S = 10.0
-"""How long an abort may take that waits for graphs which could not be destroyed."""
+"""Maximum duration of an abort that waits for graphs that could not be destroyed."""
 _IDLE_S = 5.0
-"""How long the device may take to finish, or after an abort to give up, what was launched."""
-_WATCHED = timedelta(days=7)  # for collectives of watched ranks: the watchdog ends them long before
+"""Maximum time for the device to finish launched work or, after an abort, to cancel it."""
+_WATCHED = timedelta(days=7)  # timeout of collectives of watched ranks, which the watchdog ends long before
 
 
 class TensorParallel:
-    """Rank ``rank`` of ``size``; with one rank every collective returns its input."""
+    """Rank ``rank`` of ``size`` ranks. With one rank, every collective returns its input."""
 
     def __init__(self, rank: int = 0, size: int = 1, group: Any = None, gpu_group: Any = None) -> None:
         self.rank = rank
@@ -44,9 +44,9 @@ class TensorParallel:
         self.ep = 1
         """Number of expert-parallel groups of adjacent ranks; divides ``size``. Set before the model is built."""
         self.ordered = False
-        """Whether all-reduce adds in rank order; the library's own order depends on the tensor's size."""
+        """Whether all-reduce adds in rank order. The order of NCCL and gloo depends on the tensor's size."""
         self.device: torch.device | None = None
-        """Device of this rank, once it is known."""
+        """Device of this rank; None until it is known."""
         self._group = group
         self._gpu_group = gpu_group
         self._one_shot: OneShotAllReduce | None = None
@@ -56,7 +56,7 @@ class TensorParallel:
         self._unwatch: int | None = None
         self._graph_releases: list[Callable[[], None]] = []
         self.heartbeat = Heartbeat()
-        """Activity of this rank, for its watchdog."""
+        """Heartbeat of this rank, read by its watchdog."""
         self._reduce_options: Any = distributed.AllreduceOptions()
         self._gather_options: Any = c10d.AllgatherOptions()
 
@@ -72,11 +72,12 @@ class TensorParallel:
         is_watched: bool = False,
         custom_all_reduce: bool | None = False,
     ) -> "TensorParallel":
-        """Meet the other ranks through the file ``path`` over loopback; raises RankLostError after ``timeout_s``.
+        """Connect to the other ranks over loopback, through the file ``path``. Raises RankLostError after
+        ``timeout_s``.
 
-        Collectives of watched ranks have no timeout: the watchdog kills the rank that the others wait for. Unless
-        ``custom_all_reduce`` is False, such ranks add small tensors with one kernel, on GPUs that can read each other's
-        memory; elsewhere True is reported to be without effect.
+        Collectives of watched ranks have no timeout: the watchdog kills a rank that blocks the others. Unless
+        ``custom_all_reduce`` is False, watched ranks reduce small tensors with a single kernel if their GPUs can read
+        each other's memory. If not, True logs a warning that it has no effect.
         """
         store = distributed.FileStore(str(path), size)
         tp = cls.join(store, rank, size, timeout_s, device, is_watched=is_watched)
@@ -105,11 +106,12 @@ class TensorParallel:
         is_watched: bool = False,
         collective_s: float | None = None,
     ) -> "TensorParallel":
-        """Meet the other ranks through ``store``, listening on ``hostname``; raises RankLostError after ``timeout_s``.
+        """Connect to the other ranks through ``store``, listening on ``hostname``. Raises RankLostError after
+        ``timeout_s``.
 
-        A collective fails after ``collective_s`` (None: ``timeout_s``), and never times out among watched ranks.
+        A collective fails after ``collective_s`` (None: ``timeout_s``); among watched ranks it never times out.
 
-        Tensors on the CPU use gloo; those on ``device``, where it is a GPU, use NCCL.
+        CPU tensors use gloo; tensors on ``device``, if it is a GPU, use NCCL.
         """
         timeout = timedelta(seconds=timeout_s)
         try:
@@ -127,13 +129,14 @@ class TensorParallel:
 
     @property
     def has_custom_all_reduce(self) -> bool:
-        """Whether small tensors on GPUs are added up by one kernel; see :class:`OneShotAllReduce`."""
+        """Whether small GPU tensors are reduced by a single kernel, see :class:`OneShotAllReduce`."""
         return self._one_shot is not None
 
     def watch(self, sentinels: Sequence[int]) -> None:
-        """Abort once one of these descriptors is readable, which means that a peer's process has ended.
+        """Abort as soon as one of these descriptors is readable, which means that a peer's process has ended.
 
-        Needed on GPUs only, where a kernel waits for the peer and this rank for the kernel; gloo detects it by itself.
+        Only needed on GPUs, where a kernel waits for the peer and this rank waits for the kernel; gloo detects lost
+        peers itself.
         """
         if self._gpu_group is None:
             return
@@ -147,14 +150,15 @@ class TensorParallel:
         threading.Thread(target=until_one_ends, name="tapscope-peers", daemon=True).start()
 
     def check(self) -> None:
-        """Raise RankLostError when a peer has ended: later results may be wrong."""
+        """Raise RankLostError if a peer has ended, in which case later results may be wrong."""
         if self._is_lost:
             raise RankLostError(f"rank {self.rank} lost a peer")
 
     def _abort(self) -> None:
-        """Make running collectives on GPUs return and later ones raise; callable from any thread.
+        """Make running GPU collectives return and later ones raise. Thread-safe.
 
-        NCCL then waits until no CUDA graph contains its collectives, and meanwhile blocks threads that start another.
+        NCCL's abort waits until no CUDA graph contains its collectives, and meanwhile blocks threads that start another
+        one.
         """
         with self._aborting:
             was_lost, self._is_lost = self._is_lost, True
@@ -169,30 +173,36 @@ class TensorParallel:
             abort.join(_ABORT_S if self._graph_releases else None)
 
     def capture_collectives(self, *, apart: bool = False) -> None:
-        """CUDA graphs with collectives will be captured; ``apart``: also in steps where other ranks capture nothing."""
-        if apart:  # else NCCL's ranks exchange addresses of buffers during a capture, and would wait for one another
+        """Prepare for capturing collectives in CUDA graphs; ``apart``: also in steps in which other ranks capture
+        nothing.
+        """
+        if apart:  # by default, NCCL exchanges buffer addresses during a capture, and ranks would wait for each other
             os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
-        # In the stream of the caller: an all-reduce of a few rows takes 8 instead of 10 µs.
+        # Launch in the caller's stream: an all-reduce of a few rows takes 8 instead of 10 µs.
         self._reduce_options.asyncOp = self._gather_options.asyncOp = False
 
     def release_first(self, release: Callable[[], None]) -> None:
-        """``release`` destroys CUDA graphs with collectives: it is called before this rank disconnects."""
+        """Register ``release``, which destroys CUDA graphs with collectives, to be called before this rank
+        disconnects.
+        """
         if self.size > 1:
             self._graph_releases.append(release)
 
     @contextmanager
     def releasing(self, release: Callable[[], None]) -> Iterator[None]:
-        """:meth:`release_first` for graphs that only exist inside."""
+        """Context manager: :meth:`release_first` for graphs that exist only inside."""
         self.release_first(release)
         try:
             yield
         finally:
-            with suppress(ValueError):  # it was called
+            with suppress(ValueError):  # ``release`` was already called
                 self._graph_releases.remove(release)
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
-        """Collectives inside do not reach the other ranks: shapes are right and values meaningless, as in a warm-up."""
+        """Context manager for warm-up: collectives inside do not communicate; shapes are correct, values are
+        meaningless.
+        """
         self._is_rehearsing = True
         try:
             yield
@@ -204,7 +214,7 @@ class TensorParallel:
             self._graph_releases.pop()()
 
     def _becomes_idle(self) -> bool:
-        """Whether the device has nothing more to compute, now or soon; only asked where graphs must be released."""
+        """Return whether the device finishes its work within ``_IDLE_S``. Waits only if graphs must be released."""
         stream: Any = torch.cuda.current_stream(self.device)
         deadline = time.monotonic() + _IDLE_S
         try:
@@ -212,38 +222,38 @@ class TensorParallel:
                 if time.monotonic() > deadline:
                     return False
                 time.sleep(0.001)
-        except RuntimeError:  # an error on the device: every later call fails too
+        except RuntimeError:  # after a device error, every later call fails too
             return False
         return True
 
     def _is_idle(self) -> bool:
-        """Whether the device has computed everything; False if it failed."""
+        """Return whether the device has finished all work; False if it failed."""
         try:
             return bool(torch.cuda.current_stream(self.device).query())
         except RuntimeError:
             return False
 
     def disconnect(self) -> None:
-        """Leave the group: ranks that wait for this one in a collective raise RankLostError. Safe to call twice."""
+        """Leave the group: ranks that wait for this one in a collective raise RankLostError. Idempotent."""
         unwatch, self._unwatch = self._unwatch, None
         if unwatch is not None:
             os.close(unwatch)
         if not self._is_lost and self._gpu_group is not None and self._becomes_idle():
             self._release_graphs()
-        self._abort()  # freeing an active group would wait for ranks that have ended
+        self._abort()  # destroying an active group would wait for ranks that have ended
         if self._one_shot is not None and self._is_idle():
             self._one_shot.close()
         self._group = self._gpu_group = self._one_shot = None
 
     def span(self, total: int) -> tuple[int, int]:
-        """This rank's [start, end) of ``total`` items; see :func:`span`."""
+        """Return this rank's [start, end) of ``total`` items, see :func:`span`."""
         return span(total, self.rank, self.size)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Sum over ranks as a new tensor, since hooks may still hold the input. Raises RankLostError."""
+        """Return the sum over ranks as a new tensor, because hooks may still hold the input. Raises RankLostError."""
         if self._group is None:
             return tensor
-        if self.ordered and self.size > 2:  # two terms have only one order
+        if self.ordered and self.size > 2:  # the sum of two terms does not depend on their order
             parts = self.all_gather(tensor.reshape(1, -1), tensor.numel() * self.size).view(self.size, *tensor.shape)
             return sum(parts[1:], start=parts[0])
         if self._one_shot is not None and self._one_shot.takes(tensor) and not self._is_rehearsing:
@@ -254,7 +264,7 @@ class TensorParallel:
         return total
 
     def all_gather(self, tensor: Tensor, width: int) -> Tensor:
-        """Join column shards: [rows, this rank's span of ``width``] -> [rows, width]. Raises RankLostError.
+        """Concatenate column shards: [rows, this rank's span of ``width``] -> [rows, width]. Raises RankLostError.
 
         Shards are padded to the widest one for the transfer, so ``width`` need not be divisible.
         """
@@ -269,12 +279,12 @@ class TensorParallel:
         return torch.cat([shard[:, :columns] for shard, columns in zip(shards, widths, strict=True)], dim=1)
 
     def _wait_for(self, start: Callable[[], Any], what: str) -> None:
-        """Start a collective and wait for it; raises RankLostError."""
+        """Start a collective and wait for it. Raises RankLostError; ``what`` names the collective in the message."""
         if self._is_rehearsing:
             return
         self.heartbeat.set_activity(Activity.WAITING)
         try:
-            if (work := start()) is not None:  # None: it runs in the stream of the caller
+            if (work := start()) is not None:  # None: runs in the caller's stream
                 work.wait()
         except RuntimeError as error:
             raise RankLostError(f"rank {self.rank} lost a peer in {what}: {_first_line(error)}") from error
@@ -293,7 +303,7 @@ def _gloo(store: Any, rank: int, size: int, timeout: timedelta, hostname: str) -
 
 
 def _nccl(store: Any, rank: int, size: int, timeout: timedelta, device: torch.device | None) -> Any:
-    """A communicator on ``device``, connected eagerly so that errors appear at startup."""
+    """Create a communicator on ``device``, connected eagerly so that errors appear at startup."""
     options = distributed.ProcessGroupNCCL.Options()
     options._timeout = timeout
     group = distributed.ProcessGroupNCCL(distributed.PrefixStore("nccl/", store), rank, size, options)
@@ -302,7 +312,9 @@ def _nccl(store: Any, rank: int, size: int, timeout: timedelta, device: torch.de
 
 
 def span(total: int, rank: int, size: int) -> tuple[int, int]:
-    """Block ``rank`` of ``total`` items in ``size`` blocks, [start, end); the first blocks hold one more if needed."""
+    """Return [start, end) of block ``rank`` when ``total`` items are split into ``size`` blocks; the first blocks may
+    have one more item.
+    """
     block, longer = divmod(total, size)
     return rank * block + min(rank, longer), (rank + 1) * block + min(rank + 1, longer)
 

@@ -1,8 +1,8 @@
-"""Watchdog: finds processes that hang, and where they hang.
+"""Watchdog: detects processes that hang and reports where they hang.
 
-A process hangs when its heartbeat has not changed for the time limit although it has work, or when it was stopped.
-Time is counted in checks of the watchdog itself. If everything is suspended together (Ctrl-Z, a laptop that sleeps),
-no process is considered hung. A process held by a debugger is not considered hung either.
+A process hangs if it has work but its heartbeat has not changed within the time limit, or if it was stopped by a
+signal. Time is counted in the watchdog's own checks, so if everything is suspended together (Ctrl-Z, a sleeping
+laptop), no process counts as hung. Neither does a process held by a debugger.
 """
 
 import ctypes
@@ -21,36 +21,36 @@ from tapscope.engine.distributed.heartbeat import Activity, Heartbeat, Heartbeat
 _log = logging.getLogger(__name__)
 
 CHECKS_PER_LIMIT = 8
-"""Checks within the time limit."""
+"""Number of checks within the time limit."""
 LOADING_FACTOR = 10
-"""How many time limits a loading process may take without progress."""
+"""Multiple of the time limit that applies to a loading process."""
 _STACK_SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGUSR1)
 _STACK_S = 2.0
-_ENDS = "in <module>", "in _run_module_as_main", "\n  ..."  # the first frame, or the last one that faulthandler writes
+_ENDS = "in <module>", "in _run_module_as_main", "\n  ..."  # outermost frame, or faulthandler's truncation mark
 _PAUSE_S = 0.05
 _DEBUGGERS = ("/pdb.py", "/bdb.py", "/debugpy/", "/pydevd")
 
 
 @dataclass(slots=True)
 class WatchedProcess:
-    """A process and its last heartbeat."""
+    """A watched process and its last heartbeat."""
 
     pid: int
     heartbeat: Heartbeat
     stack: Path
-    """Where it writes its stack on request; see :func:`enable_stack_dumps`."""
+    """File to which the process writes its stack on request, see :func:`enable_stack_dumps`."""
     last: HeartbeatSample | None = None
     num_unchanged: int = 0
-    """Checks since its heartbeat last changed."""
+    """Number of checks since the heartbeat last changed."""
     is_being_debugged: bool = False
-    """Whether a debugger held it at the last diagnosis."""
+    """Whether a debugger held the process at the last diagnosis."""
 
 
 class Watchdog:
-    """Checks a set of processes; a check takes some microseconds."""
+    """Checks a set of processes; one check takes microseconds."""
 
     def __init__(self, watched: Mapping[int, WatchedProcess], limit_s: float, own: Heartbeat | None = None) -> None:
-        """``own`` is the heartbeat of this process, where it shares collectives with the watched ones."""
+        """``own``: heartbeat of this process, if it takes part in collectives with the watched processes."""
         self._watched = dict(watched)
         self._limit_s = limit_s
         self._own = own
@@ -63,7 +63,7 @@ class Watchdog:
         return self._limit_s / CHECKS_PER_LIMIT
 
     def check(self) -> dict[int, str]:
-        """Diagnosis of each process that hangs, by its number; call it every :attr:`interval_s`."""
+        """Return number -> diagnosis of the processes that hang. Call every :attr:`interval_s`."""
         for each in self._watched.values():
             _count(each)
         if self._own is not None:
@@ -74,7 +74,7 @@ class Watchdog:
         return {number: text for number in hung if (text := self._diagnose(self._watched[number])) is not None}
 
     def forget(self, number: int) -> None:
-        """Stop checking a process that has ended or was reported as hung."""
+        """Stop watching a process that has ended or was reported as hung."""
         self._watched.pop(number, None)
 
     def _hangs(self, each: WatchedProcess) -> bool:
@@ -90,7 +90,7 @@ class Watchdog:
         )
 
     def _deadlocked(self) -> list[int]:
-        """All processes, when every rank including this one waits for the others."""
+        """Return all processes if every rank, including this one, waits for the others; else an empty list."""
         if (
             self._own_last is None
             or self._own_last.activity is not Activity.WAITING
@@ -102,7 +102,7 @@ class Watchdog:
         return list(self._watched) if all(is_stuck) else []
 
     def _diagnose(self, each: WatchedProcess) -> str | None:
-        """Why and where it hangs; None where a debugger holds it."""
+        """Return why and where a process hangs; None if a debugger holds it."""
         state, tracer = process_state(each.pid), tracer_pid(each.pid)
         stack = "" if tracer else request_stack(each)
         if tracer or any(name in stack for name in _DEBUGGERS):
@@ -117,10 +117,10 @@ class Watchdog:
 
 
 class WatchdogThread:
-    """Runs a watchdog in a thread of its own, which sleeps between two checks."""
+    """Runs a watchdog in its own thread, which sleeps between checks."""
 
     def __init__(self, watch: Watchdog, on_hung: Callable[[int, str], object]) -> None:
-        """``on_hung`` is called in the thread, once for each process that hangs, with its number and the diagnosis."""
+        """``on_hung``: called in the thread with number and diagnosis, once for each process that hangs."""
         self._watch = watch
         self._on_hung = on_hung
         self._stopped = Event()
@@ -129,14 +129,14 @@ class WatchdogThread:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread after the current check."""
+        """Stop the thread after the current check."""
         self._stopped.set()
         self._thread.join()
 
     def finish_check(self) -> None:
-        """Return once ``on_hung`` has been called for what a check in progress finds; that takes seconds at most.
+        """Wait, for seconds at most, until a check in progress has reported its hung processes to ``on_hung``.
 
-        Call it before reporting the end of a watched process: if it ends while it is diagnosed, that is the reason.
+        Call before reporting the end of a watched process: if the watchdog killed it, the diagnosis is the reason.
         """
         with self._checking:
             pass
@@ -150,16 +150,18 @@ class WatchdogThread:
 
 
 def enable_stack_dumps(path: Path) -> None:
-    """Have this process write its main thread's stack to ``path`` on :func:`request_stack`, even with the GIL held."""
-    file = path.open("ab", buffering=0)  # for as long as the process lives
-    # Not of all threads: reading the stack of one that runs Python can crash the process.
+    """Let this process write its main thread's stack to ``path`` on :func:`request_stack`, even while the GIL is
+    held.
+    """
+    file = path.open("ab", buffering=0)  # stays open for the lifetime of the process
+    # Only the main thread: reading the stack of another thread that runs Python can crash the process.
     faulthandler.register(_STACK_SIGNAL, file=file, all_threads=False)
 
 
 def request_stack(each: WatchedProcess) -> str:
-    """Stack of the main thread of a process that called :func:`enable_stack_dumps`; empty where it does not respond.
+    """Return the main thread's stack of a process that called :func:`enable_stack_dumps`; empty if it does not respond.
 
-    A stopped process is continued for it, so call it only for a process that is about to be killed.
+    A stopped process is resumed for this, so call it only for a process that is about to be killed.
     """
     text, deadline = "", time.monotonic() + _STACK_S
     try:
@@ -177,7 +179,10 @@ def request_stack(each: WatchedProcess) -> str:
 
 
 def _signal_main_thread(pid: int, number: int) -> None:
-    """Send a signal; raises ProcessLookupError. Of a process that is stopped, any thread may take one from os.kill."""
+    """Send a signal to the main thread. Raises ProcessLookupError.
+
+    ``os.kill`` is not enough: in a stopped process, any thread may receive the signal.
+    """
     if (tgkill := getattr(ctypes.CDLL(None), "tgkill", None)) is None:  # glibc before 2.30, macOS
         os.kill(pid, number)
     elif tgkill(pid, pid, number) != 0:
@@ -185,12 +190,12 @@ def _signal_main_thread(pid: int, number: int) -> None:
 
 
 def stack_path(folder: Path, number: int) -> Path:
-    """Path that worker ``number`` writes its stack to."""
+    """Return the path of the stack dump of worker ``number``."""
     return folder / f"stack-{number}"
 
 
 def process_state(pid: int) -> str:
-    """State letter of a process as `ps` prints it, T for stopped; empty where the system does not report it."""
+    """Return the state letter of a process as shown by `ps`, T if stopped; empty if the system does not report it."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()[0]
     except (OSError, IndexError):
@@ -198,7 +203,7 @@ def process_state(pid: int) -> str:
 
 
 def tracer_pid(pid: int) -> int:
-    """Id of the process that traces ``pid``, such as gdb; 0 for none."""
+    """Return the id of the process that traces ``pid``, for example gdb; 0 if none."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

@@ -1,7 +1,7 @@
 """WeightGroup: the process group in which a trainer broadcasts new weights to the ranks of an engine.
 
-It is made as SGLang and the trainers that update it (slime, verl, OpenRLHF) make it: a rendezvous at the trainer's
-address, a store with the group's name as prefix, and torch's helper for a group apart from the default one.
+The group is created as in SGLang and the trainers that update it (slime, verl, OpenRLHF): a rendezvous at the trainer's
+address, a store prefixed with the group's name, and PyTorch's helper for a group separate from the default one.
 """
 
 import math
@@ -24,12 +24,12 @@ BACKENDS = ("gloo", "nccl")
 
 
 class WeightGroup:
-    """Rank ``rank`` of ``world_size``; the trainer is rank 0."""
+    """Rank ``rank`` of a group of ``world_size``; the trainer is rank 0."""
 
     def __init__(
         self, address: str, port: int, *, rank: int, world_size: int, name: str, backend: str, timeout_s: float
     ) -> None:
-        """Meet the others at ``address``, where rank 0 listens; raises UsageError after ``timeout_s``."""
+        """Join the group at ``address``, where rank 0 listens. Raises UsageError after ``timeout_s``."""
         self.name, self.backend = name, backend
         self.device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
         timeout = timedelta(seconds=timeout_s)
@@ -41,13 +41,16 @@ class WeightGroup:
             self._group, _ = c10d._new_process_group_helper(
                 world_size, rank, [], backend, prefixed, group_name=name, timeout=timeout
             )
-            c10d._world.pg_group_ranks[self._group] = {each: each for each in range(world_size)}  # for destroy
+            # required by destroy_process_group
+            c10d._world.pg_group_ranks[self._group] = {each: each for each in range(world_size)}
         except (RuntimeError, ValueError) as error:
             reason = str(error).partition("\n")[0]
             raise UsageError(f"rank {rank} of {world_size} could not join {what}: {reason}") from None
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Fill ``tensor``, contiguous and on :attr:`device`, with rank 0's; raises UsageError if a rank is lost."""
+        """Receive rank 0's values into ``tensor``, contiguous and on :attr:`device`. Raises UsageError if a rank is
+        lost.
+        """
         options = distributed.BroadcastOptions()
         options.rootRank = 0
         try:
@@ -59,7 +62,7 @@ class WeightGroup:
     def receive(
         self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]
     ) -> dict[str, Tensor]:
-        """The tensors that rank 0 broadcasts, in this order; raises UsageError."""
+        """Receive the tensors that rank 0 broadcasts, in the given order. Raises UsageError."""
         tensors = {}
         for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
             tensors[name] = torch.empty(tuple(shape), dtype=getattr(torch, dtype), device=self.device)
@@ -72,7 +75,7 @@ class WeightGroup:
 
 
 def check_metadata(names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> list[str]:
-    """Names of the dtypes without ``torch.``; raises UsageError for tensors that cannot be received."""
+    """Return the dtype names without ``torch.``. Raises UsageError for tensors that cannot be received."""
     if not len(names) == len(dtypes) == len(shapes):
         raise UsageError(f"{len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes; give one each")
     names_of_dtypes = [dtype.removeprefix("torch.") for dtype in dtypes]

@@ -1,6 +1,6 @@
-"""WorkerProcesses: processes that this one spawns, and their messages over ZMQ.
+"""WorkerProcesses: spawned worker processes and their ZMQ messages.
 
-Sockets and other shared files are in a directory of mode 0700 made for them, so two engines never mix.
+Sockets and other shared files are in a dedicated directory with mode 0700, so two engines never mix.
 """
 
 import multiprocessing
@@ -25,22 +25,22 @@ from tapscope.engine.distributed.openmp_threads import children_sleep_when_idle
 from tapscope.engine.distributed.watchdog import Watchdog, WatchdogThread, WatchedProcess, stack_path
 
 SPAWN_CONTEXT = multiprocessing.get_context("spawn")
-"""Start method of workers; fork breaks CUDA and threads."""
+"""Start method of workers; fork is incompatible with CUDA and threads."""
 POLL_MS = 100
-FINAL_MESSAGE_S = 1.0  # how long the last message of a dying worker may take to arrive
-_CLOSE_S = 10.0  # how long a worker may take to close its observer
-_ABANDONED_S = 2.0  # the same for a worker that is out of step and may hang
+FINAL_MESSAGE_S = 1.0  # maximum time for the last message of a dying worker to arrive
+_CLOSE_S = 10.0  # maximum time for a worker to close its observer
+_ABANDONED_S = 2.0  # the same, for an abandoned worker, which may hang
 _MAIN_GUARD_HINT = '; a script that creates an LLM with tp or dp > 1 must do so under `if __name__ == "__main__":`'
 
 
 class WorkerProcesses:
-    """Numbered processes from 1 up; number 0 is this one."""
+    """Worker processes numbered from 1; number 0 is this process."""
 
     are_daemons = True
-    """Whether workers are daemon processes, which cannot outlive this one and cannot have workers of their own."""
+    """Whether workers are daemon processes, which do not outlive this process and cannot have workers of their own."""
 
     def __init__(self) -> None:
-        """Raises UsageError where no socket can be created."""
+        """Raises UsageError if the socket cannot be created."""
         self.folder = make_tempdir()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -64,7 +64,7 @@ class WorkerProcesses:
         self._socket.bind(worker_address(self.folder))
 
     def start(self, main: Callable[..., None], arguments: tuple[Any, ...], count: int, what: str) -> None:
-        """Spawn ``count`` workers that run ``main(number, *arguments)``; raises UsageError when an argument cannot be
+        """Spawn ``count`` workers that run ``main(number, *arguments)``. Raises UsageError if an argument cannot be
         pickled.
         """
         for number in range(1, count + 1):
@@ -79,7 +79,7 @@ class WorkerProcesses:
                 raise UsageError(f"the observer factory must be picklable when tp or dp > 1: {error}") from None
 
     def watch(self, limit_s: float, own: Heartbeat | None = None) -> None:
-        """Kill workers that hang for ``limit_s``; ``own`` is this process's heartbeat, where it is a rank like them."""
+        """Kill workers that hang for ``limit_s``; ``own``: heartbeat of this process, if it is a rank too."""
         watched = {
             number: WatchedProcess(pid, Heartbeat(heartbeat_path(self.folder, number)), stack_path(self.folder, number))
             for number, pid in self.pids.items()
@@ -88,7 +88,7 @@ class WorkerProcesses:
         self._watch = WatchdogThread(Watchdog(watched, limit_s, own), self._on_hung)
 
     def _on_hung(self, number: int, diagnosis: str) -> None:
-        """Called in the watchdog's thread: kills the worker, so that waiting processes see it end."""
+        """Kill the worker, so that waiting processes notice its end. Called in the watchdog's thread."""
         pid = self.pids[number]
         if pid is not None:
             self._hung[number] = diagnosis
@@ -97,33 +97,35 @@ class WorkerProcesses:
 
     @property
     def peers(self) -> Iterable[int]:
-        """The numbers of the workers."""
+        """Numbers of the workers."""
         return self._processes
 
     @property
     def pids(self) -> dict[int, int | None]:
-        """Process id of each worker where it is known."""
+        """Number -> process id of each worker; None if not known."""
         return {number: process.pid for number, process in self._processes.items()}
 
     @property
     def sentinels(self) -> list[int]:
-        """Descriptors that become readable when a worker's process has ended."""
+        """Descriptors that become readable when a worker process ends."""
         return [process.sentinel for process in self._processes.values()]
 
     def wait_for_all(self, kind: str) -> None:
-        """Wait until every worker has sent a message of this kind; raises as :meth:`check` as soon as one is dead."""
+        """Wait until every worker has sent a message of type ``kind``. Raises like :meth:`check` as soon as a worker is
+        lost.
+        """
         while any((number, kind) not in self._received for number in self.peers):
             self._receive(POLL_MS)
             self.check()
 
     def check(self) -> None:
-        """Raise, as :meth:`raise_lost`, when a worker has failed or ended."""
+        """Raise the error of :meth:`raise_lost` if a worker has failed or ended."""
         self._receive(0)
         if self._failures or self._ended_workers():
             self.raise_lost(None)
 
     def raise_lost(self, error: RankLostError | None) -> NoReturn:
-        """Raise the error that names the lost worker and the cause."""
+        """Raise an error that names the lost worker and the cause."""
         raise NotImplementedError
 
     def broadcast(self, message: Message) -> None:
@@ -133,17 +135,17 @@ class WorkerProcesses:
             self._socket.send_multipart([worker_identity(number), *frames])
 
     def abandon(self) -> None:
-        """Mark the workers as out of step: :meth:`close` then waits only briefly for them."""
+        """Mark the workers as out of step, so that :meth:`close` waits only briefly for them."""
         self._abandoned = True
 
     def request_close(self) -> None:
-        """Ask every worker to close its observer and end; :meth:`close` waits for that."""
+        """Ask every worker to close its observer and exit; :meth:`close` waits for it."""
         if not self._dismissed and not self._abandoned and not self._socket.closed:
             self._dismissed = True
             self.broadcast(Message("close"))
 
     def close(self) -> None:
-        """End every worker, by request unless abandoned; safe to call twice."""
+        """Stop every worker, by request unless abandoned. Idempotent."""
         if self._socket.closed:
             return
         if self._watch is not None:
@@ -158,7 +160,7 @@ class WorkerProcesses:
         remove_tempdir(self.folder)
 
     def _receive(self, timeout_ms: int) -> None:
-        """Process messages of workers, waiting at most ``timeout_ms`` for the first one."""
+        """Process messages of workers, waiting up to ``timeout_ms`` for the first."""
         while self._socket.poll(timeout_ms):
             sender, *frames = self._socket.recv_multipart()
             message, number = decode(frames), int(sender.decode().removeprefix("worker-"))
@@ -169,17 +171,17 @@ class WorkerProcesses:
             timeout_ms = 0
 
     def _on_message(self, number: int, message: Message) -> None:
-        """Called for every message of a worker."""
+        """Handle a message of a worker; for subclasses."""
 
     def _ended_workers(self) -> list[int]:
         return [number for number, process in self._processes.items() if not process.is_alive()]
 
     def _ended_silently(self) -> list[int]:
-        """Workers that ended without sending a failure."""
+        """Return the workers that ended without reporting a failure."""
         return [number for number in self._ended_workers() if number not in self._failures]
 
     def _diagnosis(self, number: int) -> str | None:
-        """Why the watchdog killed this worker; None where it did not."""
+        """Return why the watchdog killed this worker; None if it did not."""
         if self._watch is not None:
             self._watch.finish_check()
         return self._hung.get(number)
@@ -195,25 +197,25 @@ class WorkerProcesses:
 
 
 def ignore_signals() -> None:
-    """For a worker: ignore SIGINT and SIGTERM, which reach the whole group; the parent process handles them."""
+    """Ignore SIGINT and SIGTERM in a worker. They reach the whole process group, and the parent handles them."""
     for name in (signal.SIGINT, signal.SIGTERM):
         signal.signal(name, signal.SIG_IGN)
 
 
 def remove_orphaned_folder(folder: Path) -> None:
-    """For a worker that ends: remove the shared directory if the parent was killed and cannot do it."""
+    """Remove the shared directory if the parent was killed. Called by a worker that exits."""
     parent = multiprocessing.parent_process()
     if parent is not None and not parent.is_alive():
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def worker_identity(number: int) -> bytes:
-    """ZMQ identity of worker ``number``."""
+    """Return the ZMQ identity of worker ``number``."""
     return f"worker-{number}".encode()
 
 
 def worker_address(folder: Path) -> str:
-    """Address that workers connect to."""
+    """Return the ZMQ address to which workers connect."""
     return f"ipc://{folder / 'workers'}"
 
 

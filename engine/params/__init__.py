@@ -1,1 +1,1 @@
-"""Settings of the engine and parameters of requests, with their validation. Torch-free."""
+"""Settings of the engine and parameters of requests, and their validation. Torch-free."""

@@ -1,4 +1,4 @@
-"""EngineConfig: every setting of the engine with its type, its default and its rules."""
+"""EngineConfig: every setting of the engine with type, default and rules."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -30,7 +30,7 @@ _SPECULATIVE = (
     "speculative_eagle_topk",
     "speculative_num_draft_tokens",
 )
-"""Settings that need ``speculative_algorithm``."""
+"""Settings that require ``speculative_algorithm``."""
 _NGRAM_WINDOWS = ("speculative_ngram_min_match_window_size", "speculative_ngram_max_match_window_size")
 _MAX_LORAS = 8
 
@@ -38,39 +38,42 @@ _MAX_LORAS = 8
 @deprecated_fields(DEPRECATED_NAMES)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Settings of one engine; raises ConfigError naming the field, the value and the rule."""
+    """Settings of one engine. Raises ConfigError naming the field, the value and the violated rule."""
 
     model: str
     """Directory of a Hugging Face checkpoint: config.json, *.safetensors, and tokenizer.json for text."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """dtype of weights and activations: ``float32``, ``bfloat16``, ``float16``; ``auto``: the one in config.json."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """``cpu``, ``cuda`` (rank r on the r-th GPU), or ``auto``: the GPU where there is one."""
+    """``cpu``, ``cuda`` (rank r on the r-th GPU), or ``auto``: a GPU if there is one."""
     tp: PositiveInt = 1
     """Tensor-parallel ranks; at most one per query head."""
     ep: PositiveInt = 1
-    """Expert-parallel groups among the ``tp`` ranks, which it divides: each holds a block of every layer's experts."""
+    """Expert-parallel groups; must divide ``tp``. Each group holds a block of every layer's experts."""
     dp: PositiveInt = 1
     """Data-parallel replicas of one server or LLM; each is an engine of ``tp`` ranks."""
     dp_rank: Count = 0
     """Index of this engine among the ``dp`` replicas; set by the process that starts it."""
     max_model_len: Annotated[int, Meta(ge=2)] | None = None
-    """Maximum number of prompt and generated tokens of a request (SGLang: ``context_length``). None: as many as the
-    model has positions, which is also the most."""
+    """Maximum number of prompt and generated tokens of a request (SGLang: ``context_length``). None: the model's number
+    of positions, which is also the upper limit.
+    """
     page_size: PositiveInt = 16
     """Token positions in one page of the KV cache."""
     num_pages: PositiveInt | None = None
     """Pages of the KV cache; None: enough for ``max_num_seqs`` requests of maximum length, up to
     ``kv_cache_memory_bytes``."""
     swa_full_tokens_ratio: Annotated[float, Meta(gt=0, le=1)] | None = None
-    """In models that mix sliding-window and full attention: pages of the windowed layers' pool relative to those of the
-    others'. None: enough for the windows of ``max_num_seqs`` requests and the rows of a step."""
+    """In models that mix sliding-window and full attention: size of the windowed layers' page pool relative to that of
+    the full layers. None: enough for the windows of ``max_num_seqs`` requests and the rows of a step.
+    """
     num_state_slots: PositiveInt | None = None
-    """Slots of recurrent state in models with linear attention: two for each running request, others for checkpoints.
+    """Slots of recurrent state in models with linear attention: two per running request, the others for checkpoints.
     None: four for each of ``max_num_seqs`` requests and one for each of its draft tokens, in at most half of
-    ``kv_cache_memory_bytes``."""
+    ``kv_cache_memory_bytes``.
+    """
     state_checkpoint_interval: PositiveInt = 256
-    """Positions between checkpoints of recurrent states, which prefix hits continue from; rounded up to pages."""
+    """Positions between checkpoints of recurrent states, from which prefix hits resume; rounded up to pages."""
     max_num_seqs: PositiveInt = 64
     """Maximum number of requests computed in one step; the others wait."""
     max_num_batched_tokens: PositiveInt | None = None
@@ -90,73 +93,90 @@ class EngineConfig:
     check_invariants: bool = False
     """Check the scheduler's invariants after every step and fail the step if one is violated; slow."""
     load_format: Literal["auto", "dummy"] = "auto"
-    """``auto`` reads the checkpoint's safetensors; ``dummy`` needs only config.json and makes random weights."""
+    """``auto`` reads the checkpoint's safetensors; ``dummy`` needs only config.json and creates random weights."""
     quantization: Literal["fp8"] | None = None
     """``fp8`` rounds the weights of linear layers to e4m3 with one scale per output channel; None keeps them."""
     exclude_modules: tuple[str, ...] = ()
-    """Globs of module paths that ``quantization`` skips, such as ``*.down_proj``; a string lists them with commas."""
+    """Globs of module paths that ``quantization`` skips, such as ``*.down_proj``; a string is split at commas."""
     quantized_layers: Literal["auto", "weight_only", "dequantize"] = "auto"
-    """``auto``: linear layers and experts of a quantized checkpoint stay 8- or 4-bit, inputs are quantized where its
-    config says so; ``weight_only``: the same without quantized inputs; ``dequantize``: weights become ``dtype``."""
+    """``auto``: linear layers and experts of a quantized checkpoint keep their 8- or 4-bit weights, and inputs are
+    quantized if its config requires it; ``weight_only``: like ``auto``, but inputs are not quantized; ``dequantize``:
+    weights are converted to ``dtype``.
+    """
     kv_cache_dtype: Literal["auto", "bfloat16", "float16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2"] = "auto"
     """dtype of the stored KV cache: ``bfloat16``, ``float16``, ``float32``, ``fp8_e4m3`` (short: ``fp8``),
     ``fp8_e5m2``; ``auto``: the one in the checkpoint's quantization config, else the model's dtype."""
     quantization_param_path: NonEmptyStr | None = None
     """JSON file with the scales of an FP8 KV cache; they take precedence over the checkpoint's."""
     kv_cache_memory_bytes: PositiveInt = 1 << 30
-    """Maximum size of the KV cache on each rank; used when ``num_pages`` is None. On a GPU, at most the
-    memory that the weights, the largest step and the CUDA graphs leave, minus 5 % of the GPU's memory."""
+    """Maximum size of the KV cache on each rank; used when ``num_pages`` is None. On a GPU, also limited to the memory
+    left by the weights, the largest step and the CUDA graphs, minus 5 % of the GPU's memory.
+    """
     logits: Literal["last", "all", "observed"] = "last"
-    """Rows that lm_head computes: ``last``: those that are sampled from; ``all``: every row; ``observed``: every row
-    while an observer's taps are attached, else as ``last``."""
+    """Rows for which lm_head computes logits: ``last``: sampled rows; ``all``: every row; ``observed``: every row while
+    an observer's taps are attached, else like ``last``.
+    """
     seed: Count = 0
     """Seed of sampling, recorded in manifests; greedy decoding does not use it."""
     batch_invariant: bool = False
     """A request's output is bit-identical in any batch, with any chunking and any prefix hit; slower."""
     launch: Literal["spawn", "external"] = "spawn"
     """``spawn``: rank 0 starts the others. ``external``: a launcher such as torchrun started all ``tp`` processes and
-    each makes this LLM. Only rank 0's constructor returns; the others execute its steps and exit when it closes."""
+    each creates this LLM. The constructor returns on rank 0 only; the other ranks execute its steps and exit when it
+    closes.
+    """
     cuda_graphs: Literal["decode", "all", "off"] = "all"
-    """``all``: on a GPU, steps run as CUDA graphs where the model and the settings allow it. Steps with prompts do so
-    only up to the number of tokens beyond which the GPU is the bottleneck, and each size is captured at first use.
-    ``decode``: only steps without prompts; ``off``: no CUDA graphs."""
+    """``all``: on a GPU, steps run as CUDA graphs if the model and the settings allow it. Steps with prompts do so only
+    up to the number of tokens beyond which the GPU is the bottleneck, and each size is captured at first use.
+    ``decode``: only steps without prompts; ``off``: no CUDA graphs.
+    """
     custom_all_reduce: bool | None = None
-    """All-reduce small tensors of spawned ranks on GPUs by one kernel that reads the memory of the other GPUs and adds
-    in float32, in rank order, instead of by NCCL. None: if the GPUs can read each other's memory."""
+    """All-reduce small tensors of spawned ranks on GPUs with one kernel, which reads the memory of the other GPUs and
+    adds in float32, in rank order, instead of with NCCL. None: if the GPUs can read each other's memory.
+    """
     async_scheduling: bool = True
     """On a GPU, plan and launch a decode step while the previous one runs; a request that has finished meanwhile costs
     one extra row."""
     speculative_algorithm: Literal["NGRAM", "STANDALONE", "NEXTN", "EAGLE", "EAGLE3"] | None = None
-    """Speculative decoding, under SGLang's names: ``NGRAM`` proposes what followed the last tokens where they occurred
-    before in the request, ``STANDALONE`` what a smaller checkpoint generates, ``NEXTN`` what the model's MTP layer
-    predicts, ``EAGLE`` and ``EAGLE3`` what such a head does. Outputs stay the same. None: off."""
+    """Speculative decoding, under SGLang's names: ``NGRAM`` proposes the tokens that followed an earlier occurrence of
+    the request's last tokens, ``STANDALONE`` those that a smaller checkpoint generates, ``NEXTN`` those that the
+    model's MTP layer predicts, ``EAGLE`` and ``EAGLE3`` those that such a head predicts. Outputs stay the same. None:
+    off.
+    """
     speculative_draft_model_path: NonEmptyStr | None = None
-    """Directory of the draft checkpoint of ``STANDALONE``, which needs the target's vocabulary, or of the head of
-    ``EAGLE`` and ``EAGLE3``. ``EAGLE`` without one is ``NEXTN``."""
+    """Directory of the draft checkpoint of ``STANDALONE``, which must have the target's vocabulary, or of the head of
+    ``EAGLE`` and ``EAGLE3``. ``EAGLE`` without one is ``NEXTN``.
+    """
     speculative_num_steps: PositiveInt | None = None
-    """Draft tokens in sequence, or levels of a tree, of a request in one step. None: one less than
-    ``speculative_num_draft_tokens``; for trees 3."""
+    """Draft tokens in sequence, or levels of a tree, per request and step. None: one less than
+    ``speculative_num_draft_tokens``; for trees 3.
+    """
     speculative_eagle_topk: PositiveInt | None = None
-    """Number of the most likely tokens that a draft tree considers after each of its tokens; 1 or None: chains. Heads
-    only (``NEXTN``, ``EAGLE``, ``EAGLE3``)."""
+    """Number of most likely tokens that a draft tree considers after each of its tokens; 1 or None: chains. Only for
+    heads (``NEXTN``, ``EAGLE``, ``EAGLE3``).
+    """
     speculative_num_draft_tokens: Annotated[int, Meta(ge=2)] | None = None
-    """Rows that one step verifies for a request: its last token and the draft tokens. None: 8 for ``NGRAM`` and trees,
-    else 4."""
+    """Rows to verify per request and step: the last token and the draft tokens. None: 8 for ``NGRAM`` and trees, else
+    4.
+    """
     speculative_ngram_min_match_window_size: PositiveInt = 2
-    """Shortest match of ``NGRAM``: tokens at the end of a request that occurred in it before."""
+    """Minimum match length of ``NGRAM``: number of last tokens that must occur earlier in the request."""
     speculative_ngram_max_match_window_size: PositiveInt = 12
-    """Longest match of ``NGRAM``, in tokens; longer ones count as equal, and the latest of them is continued."""
+    """Maximum match length of ``NGRAM`` in tokens; longer matches count as equal, and the latest is continued."""
     enable_lora: bool = False
-    """Serve LoRA adapters, which are loaded while the engine runs; implied by ``lora_paths``."""
+    """Serve LoRA adapters, which can be loaded while the engine runs; implied by ``lora_paths``."""
     lora_paths: tuple[Annotated[str, Meta(pattern=r"^[^=]+=."), must_be("NAME=DIR")], ...] = ()
-    """LoRA adapters to load, ``NAME=DIR`` each: directories with PEFT's adapter_config.json and
-    adapter_model.safetensors."""
+    """LoRA adapters to load, as ``NAME=DIR``: directories with PEFT's adapter_config.json and
+    adapter_model.safetensors.
+    """
     max_loras_per_batch: PositiveInt = _MAX_LORAS
-    """Maximum number of different LoRA adapters in one step, and on the device; requests for others wait."""
+    """Maximum number of different LoRA adapters in one step and on the device; requests for other adapters wait."""
     max_lora_rank: PositiveInt | None = None
     """Maximum rank of a LoRA adapter. None: the largest of ``lora_paths``, at least 16."""
     profile_dir: NonEmptyStr | None = None
-    """Directory to which /start_profile and /stop_profile write traces of torch's profiler; None: they are refused."""
+    """Directory to which /start_profile and /stop_profile write traces of the PyTorch profiler; None: both are
+    refused.
+    """
     rendezvous: Rendezvous | None = None
     """``tcp://HOST:PORT`` of rank 0, where externally launched ranks connect; None: MASTER_ADDR and MASTER_PORT."""
     rank_timeout_s: Positive = 60.0
@@ -186,17 +206,17 @@ class EngineConfig:
 
     @property
     def has_lora(self) -> bool:
-        """Whether LoRA adapters can be served."""
+        """Whether the engine can serve LoRA adapters."""
         return self.enable_lora or bool(self.lora_paths)
 
     @property
     def adapters(self) -> tuple[tuple[str, str], ...]:
-        """(name, directory) of each of ``lora_paths``."""
+        """(name, directory) of each adapter in ``lora_paths``."""
         parts = (item.partition("=") for item in self.lora_paths)
         return tuple((name, folder) for name, _, folder in parts)
 
     def _check_speculation(self) -> None:
-        """Raise ConfigError for settings of speculative decoding that do not fit together."""
+        """Raise ConfigError for inconsistent settings of speculative decoding."""
         algorithm = self.speculative_algorithm
         shortest, longest = (getattr(self, name) for name in _NGRAM_WINDOWS)
         given = {name: getattr(self, name) for name in _SPECULATIVE if getattr(self, name) is not None}
@@ -224,7 +244,7 @@ class EngineConfig:
                 raise ConfigError(f"{name}={value}: needs speculative_algorithm='NGRAM'")
 
     def _check_tree(self) -> None:
-        """Raise ConfigError for settings of draft trees that do not fit together."""
+        """Raise ConfigError for inconsistent settings of draft trees."""
         branches, rows = self.speculative_eagle_topk, self.speculative_num_draft_tokens
         if branches is None or branches == 1:
             return
@@ -249,7 +269,7 @@ class EngineConfig:
 
     @property
     def draft_depth(self) -> int:
-        """Draft tokens after one another in one step; 0 without speculative decoding."""
+        """Maximum number of draft tokens in sequence per step; 0 without speculative decoding."""
         return self.speculative_num_steps or 3 if self.has_draft_trees else self.num_drafts
 
     @property
@@ -259,7 +279,7 @@ class EngineConfig:
 
     @property
     def num_drafts(self) -> int:
-        """Draft tokens of a request in one step, over all branches; 0 without speculative decoding."""
+        """Maximum number of draft tokens of a request per step, over all branches; 0 without speculative decoding."""
         if self.speculative_algorithm is None:
             return 0
         if self.has_draft_trees:
@@ -270,11 +290,11 @@ class EngineConfig:
 
     @property
     def has_draft_head(self) -> bool:
-        """Whether drafts are predicted from the target's hidden states."""
+        """Whether a head drafts from the target's hidden states."""
         return self.speculative_algorithm in ("NEXTN", "EAGLE", "EAGLE3")
 
     def draft_config(self, num_pages: int) -> "EngineConfig | None":
-        """Settings of the draft checkpoint or head, whose cache has ``num_pages``; None without one."""
+        """Return the settings of the draft checkpoint or head, whose cache has ``num_pages``; None if there is none."""
         if self.speculative_draft_model_path is None and not self.has_draft_head:
             return None
         off: dict[str, Any] = dict.fromkeys(("speculative_algorithm", *_SPECULATIVE))
@@ -295,21 +315,21 @@ class EngineConfig:
         )
 
     def step_tokens(self, device_type: str) -> int:
-        """``max_num_batched_tokens`` on a device of this type."""
+        """Return ``max_num_batched_tokens``, or its default on a device of type ``device_type``."""
         return self.max_num_batched_tokens or (512 if device_type == "cpu" else 8192)
 
     @property
     def has_affinity(self) -> bool:
-        """Whether a request's prefix counts when its replica is chosen."""
+        """Whether routing to a replica takes the request's prefix into account."""
         return self.prefix_cache and self.prefix_affinity
 
     def replica_seed(self) -> int:
-        """Seed for this replica's requests that have none; different for every replica."""
+        """Return the seed for this replica's requests without a seed; different for every replica."""
         return derive_seed(self.seed, -self.dp_rank) if self.dp_rank else self.seed
 
     @classmethod
     def build(cls, model: "str | Path | EngineConfig", settings: Mapping[str, Any]) -> "EngineConfig":
-        """From a path and keyword settings; an EngineConfig is returned as it is and allows no settings.
+        """Build from a path and keyword settings. An EngineConfig is returned unchanged and allows no settings.
 
         Raises ConfigError for an unknown setting or an invalid value.
         """
@@ -326,9 +346,10 @@ class EngineConfig:
 
 
 def _normalized(name: str, value: Any) -> Any:
-    """The value for the field ``name``: globs may be a tuple, a list or a comma-separated string; paths become str.
+    """Convert ``value`` to the type of field ``name``.
 
-    Adapters may be a mapping of names to directories.
+    Globs may be a tuple, a list or a comma-separated string; adapters a mapping of names to directories; paths become
+    str.
     """
     if name == "lora_paths":
         return tuple(f"{key}={path}" for key, path in value.items()) if isinstance(value, Mapping) else tuple(value)

@@ -1,4 +1,4 @@
-"""The files of a checkpoint or adapter: JSON objects, and Git LFS pointers in place of large files."""
+"""Read JSON files of a checkpoint or adapter, and detect Git LFS pointers in place of large files."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ _LFS_POINTER = b"version https://git-lfs.github.com/spec/v1"
 
 
 def lfs_pointer_error(path: Path) -> str | None:
-    """What to do about a Git LFS pointer at ``path``, which a clone without git-lfs has; None for another file.
+    """Return an error message if ``path`` is a Git LFS pointer, left by a clone without git-lfs; None for another file.
 
     Raises OSError.
     """
@@ -21,10 +21,12 @@ def lfs_pointer_error(path: Path) -> str | None:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; raises FileNotFoundError, and CheckpointError for anything else in it."""
+    """Read a JSON object from a file. Raises FileNotFoundError, or CheckpointError if the file has any other
+    content.
+    """
     try:
         text = path.read_text(encoding="utf-8")
-        if text.startswith("\ufeff"):  # transformers and tokenizers do not read such files either
+        if text.startswith("\ufeff"):  # transformers and tokenizers reject such files, too
             raise CheckpointError(f"{path} begins with a byte order mark (BOM); save it as UTF-8 without one")
         values = json.loads(text)
     except FileNotFoundError:

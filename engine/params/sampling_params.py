@@ -14,7 +14,7 @@ from tapscope.core.errors import UsageError
 from tapscope.core.formatting import did_you_mean, short
 from tapscope.engine.params.stop_regex import check_stop_regexes
 
-_MIN_TEMPERATURE = 1e-5  # a lower one would overflow the logits; sampling is then greedy
+_MIN_TEMPERATURE = 1e-5  # sampling is greedy below, because the logits would overflow
 _SEED_BITS = 64
 _STRINGS = must_be("a string or a list of strings")
 TopP = Annotated[float, Meta(gt=0, le=1)]
@@ -32,11 +32,11 @@ DEPRECATED_NAMES = {"include_stop": "include_stop_str_in_output"}
 _SYNONYMS = {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
 _SYNONYMS |= {"top_logprobs": "logprobs", "bad_words": "bad_words_ids", "best_of": "n", "json_object": "json_schema"}
 _SYNONYMS |= {"guided_json": "json_schema", "guided_regex": "regex", "guided_grammar": "grammar"}
-"""Names in other engines -> ours, for suggestions."""
+"""Parameter name in other engines -> name here, for suggestions."""
 
 
 def _known_parameters_only(cls: "type[SamplingParams]") -> "type[SamplingParams]":
-    """Let the class raise UsageError for an unknown parameter, where Python would raise TypeError."""
+    """Class decorator: raise UsageError for an unknown parameter, where Python would raise TypeError."""
     initialize, known = cls.__init__, [item.name for item in fields(cls)]
 
     @functools.wraps(initialize)
@@ -67,7 +67,7 @@ class SamplingParams:
     """
 
     max_new_tokens: Count = 16
-    """Maximum number of generated tokens, the end token included; 0 computes the prompt only."""
+    """Maximum number of generated tokens, including the end token; 0 computes the prompt only."""
     min_new_tokens: Count = 0
     """Tokens before which end and stop tokens are masked and stop strings are ignored."""
     temperature: NonNegative = 0.0
@@ -81,15 +81,15 @@ class SamplingParams:
     repetition_penalty: Positive = 1.0
     """Divides positive and multiplies negative logits of tokens in prompt or output, arXiv:1909.05858."""
     presence_penalty: Penalty = 0.0
-    """Subtracted from the logit of every token that the output contains, as OpenAI's."""
+    """Subtracted from the logit of every token that the output contains, as in OpenAI's API."""
     frequency_penalty: Penalty = 0.0
-    """Subtracted from a token's logit once per occurrence in the output, as OpenAI's."""
+    """Subtracted from a token's logit once per occurrence in the output, as in OpenAI's API."""
     logit_bias: LogitBias = field(default_factory=dict)
     """Added to the logits of these token ids."""
     allowed_token_ids: Annotated[tuple[Count, ...], Meta(min_length=1)] | None = None
-    """Sample only these tokens; end tokens are among them only if listed. None: all tokens."""
+    """Sample only these tokens; end tokens are allowed only if listed. None: all tokens."""
     bad_words_ids: tuple[Annotated[tuple[Count, ...], Meta(min_length=1)], ...] = ()
-    """Token sequences that must not occur in the output, as transformers' ``bad_words_ids``."""
+    """Token sequences that must not occur in the output, as in transformers."""
     seed: Seed | None = None
     """Seed of this request; the same seed samples the same tokens in any batch. None: derived from the engine's."""
     n: Annotated[int, Meta(ge=1, le=128)] = 1
@@ -107,19 +107,27 @@ class SamplingParams:
     skip_special_tokens: bool = True
     """Omit special tokens from the text."""
     logprobs: Count | None = None
-    """Return the log-probability of each sampled token and of this many most likely tokens; None: no logprobs."""
+    """Return the log-probability of each sampled token and of this many most likely tokens; None: no
+    log-probabilities.
+    """
     prompt_logprobs: Count | None = None
-    """The same for every prompt token except the first."""
+    """Like ``logprobs``, for every prompt token except the first."""
     token_ids_logprob: tuple[Count, ...] = ()
-    """Token ids whose log-probabilities are returned at every position that has logprobs."""
+    """Token ids whose log-probabilities are returned at every position with log-probabilities."""
     full_logprobs: bool = False
-    """Return the log-probabilities of the whole vocabulary at every generated token."""
+    """Return the log-probabilities of the whole vocabulary for every generated token."""
     logprobs_mode: Literal["raw", "processed"] = "raw"
-    """Logprobs of the model's logits (``raw``), or after penalties, masks, temperature and filters (``processed``)."""
+    """Log-probabilities of the model's logits (``raw``), or after penalties, masks, temperature and filters
+    (``processed``).
+    """
     routed_experts: bool = False
-    """Return the expert ids of every position of a mixture-of-experts model; the prefix cache is then not used."""
+    """Return the expert ids of every position of a mixture-of-experts model; disables the prefix cache for the
+    request.
+    """
     hidden_states: bool = False
-    """Return the last hidden state, after the final norm, of every position; the prefix cache is then not used."""
+    """Return the last hidden state, after the final norm, of every position; disables the prefix cache for the
+    request.
+    """
     json_schema: NonEmptyStr | None = None
     """JSON schema that constrains the output."""
     regex: NonEmptyStr | None = None
@@ -151,7 +159,7 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most likely token is chosen."""
+        """Whether the most likely token is selected instead of sampling."""
         return self.temperature < _MIN_TEMPERATURE
 
     @property
@@ -167,7 +175,7 @@ class SamplingParams:
 
     @property
     def is_plain(self) -> bool:
-        """Whether sampling is the argmax of the unmodified logits."""
+        """Whether the sampled token is the argmax of the unmodified logits."""
         return self.is_greedy and not self.changes_logits and self.constraint is None
 
     @property
@@ -177,37 +185,37 @@ class SamplingParams:
 
     @property
     def needs_every_row(self) -> bool:
-        """Whether every prompt row must be computed, so that the prefix cache cannot be used."""
+        """Whether every prompt row must be computed, which rules out the prefix cache."""
         return self.prompt_logprobs is not None or self.routed_experts or self.hidden_states
 
     @property
     def needs_last_token(self) -> bool:
-        """Whether sampling or its outputs need the previous token on the host, not only as the model's input."""
+        """Whether sampling or outputs need the previous token on the host, not just as the model's input."""
         depends_on_output = self.has_penalty or self.min_new_tokens or self.constraint or self.bad_words_ids
         return bool(depends_on_output or self.wants_logprobs or self.needs_every_row)
 
     @property
     def stops_on_text(self) -> bool:
-        """Whether a stop condition applies to the text, which needs a tokenizer."""
+        """Whether a stop condition applies to text, which requires a tokenizer."""
         return bool(self.stop or self.stop_regex)
 
     @property
     def constraint(self) -> tuple[str, str] | None:
-        """(name, value) of the constraint on the output, one of :data:`CONSTRAINTS`; None without one."""
+        """(name, value) of the output constraint, one of :data:`CONSTRAINTS`; None if unconstrained."""
         given = ((name, getattr(self, name)) for name in CONSTRAINTS)
         return next(((name, value) for name, value in given if value is not None), None)
 
     @classmethod
     def build(cls, values: Mapping[str, Any]) -> "SamplingParams":
-        """From JSON values, as :meth:`plain` returns them; raises UsageError for an unknown name."""
+        """Build from JSON values as returned by :meth:`plain`. Raises UsageError for an unknown name."""
         return cls(**renamed(values, DEPRECATED_NAMES))
 
     def plain(self) -> dict[str, Any]:
-        """Values for JSON, the inverse of :meth:`build`."""
+        """Return JSON values; inverse of :meth:`build`."""
         return asdict(self) | {"logit_bias": {str(token): bias for token, bias in self.logit_bias.items()}}
 
     def child(self, index: int) -> "SamplingParams":
-        """Parameters of the ``index``-th of ``n`` generations; a given seed is kept by the first one only."""
+        """Return the parameters of generation ``index`` of ``n``. Only the first one keeps a given seed."""
         seed = self.seed if self.seed is None or index == 0 else derive_seed(self.seed, index)
         return replace(self, n=1, seed=seed)
 
@@ -219,7 +227,7 @@ class SamplingParams:
             raise UsageError(f"{given[0]} and {constraints[0]} are given; together they could allow no token: use one")
 
     def _coerce(self) -> None:
-        """Accept a string for a list of strings, string keys for token ids, and JSON objects for their encoding."""
+        """Convert a string to a tuple of strings, string keys to token ids, and JSON objects to encoded JSON."""
         for name in ("stop", "stop_regex"):
             if isinstance(value := getattr(self, name), str):
                 object.__setattr__(self, name, (value,))
@@ -231,7 +239,7 @@ class SamplingParams:
 
 
 def derive_seed(seed: int, index: int) -> int:
-    """A seed for child ``index``: the finalizer of splitmix64 over both (Steele et al., 2014)."""
+    """Derive the seed of child ``index``: the finalizer of splitmix64 over both arguments (Steele et al., 2014)."""
     mask = (1 << _SEED_BITS) - 1
     mixed = (seed + index * 0x9E3779B97F4A7C15) & mask
     mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & mask
@@ -243,10 +251,10 @@ CONSTRAINTS = ("json_schema", "regex", "grammar", "ebnf", "structural_tag")
 
 
 def constraint_label(kind: str, text: str) -> str:
-    """Beginning of an error message about the constraint ``kind``, one of :data:`CONSTRAINTS`."""
+    """Return the start of an error message about the constraint ``kind``, one of :data:`CONSTRAINTS`."""
     return f"{kind}={short(text)}: "
 
 
 def _token_id(key: Any) -> Any:
-    """Token id of a JSON object's key, which is a string: "17" is token 17."""
+    """Convert a decimal string, a key of a JSON object, to a token id; return other values unchanged."""
     return int(key) if isinstance(key, str) and key.isascii() and key.isdigit() else key

@@ -1,8 +1,8 @@
-"""StopRegex: searches text that arrives in pieces for a regular expression, with RE2.
+"""StopRegex: search streamed text for a regular expression, with RE2.
 
-RE2 (https://github.com/google/re2) matches in time linear in the text, so no expression that a client sends can stall a
-server. It has no partial matching: to hold back text that may become a match, a second expression is derived that
-matches every beginning of a match.
+RE2 (https://github.com/google/re2) matches in time linear in the text, so no client's expression can stall the server.
+RE2 has no partial matching: to hold back text that may become a match, a second expression is derived that matches
+every prefix of a match.
 """
 
 import functools
@@ -17,10 +17,10 @@ from tapscope.core.formatting import short
 MAX_CHARACTERS = 5000
 MAX_EXPRESSIONS = 16
 MAX_INSTRUCTIONS = 2000
-"""Limit on RE2's program size, over all expressions of one request."""
+"""Maximum RE2 program size, summed over all expressions of one request."""
 MAX_PENDING = 4096
-"""Maximum length of a match in characters; text is not held back for longer ones."""
-_MAX_MEMORY = 1 << 20  # bytes of each compiled expression with its cache of states
+"""Maximum length of a match in characters; longer text is not held back."""
+_MAX_MEMORY = 1 << 20  # bytes per compiled expression, including its state cache
 
 _TOKEN = re.compile(
     r"""
@@ -37,15 +37,15 @@ _TOKEN = re.compile(
 )
 _PERL = re.compile("invalid perl operator|invalid escape|bad repetition")
 _FOLLOWING = ("a", " ", "\n")
-"""One of each class of characters that the assertions ``\\b``, ``\\B`` and ``(?m)$`` distinguish."""
+"""One character of each class that the assertions ``\\b``, ``\\B`` and ``(?m)$`` distinguish."""
 
 
 class _Part(NamedTuple):
-    """A subexpression and two expressions derived from it."""
+    """A subexpression with two derived expressions."""
 
     whole: str
     prefixes: str
-    """Matches every prefix of every match of ``whole``, including the empty and the full one."""
+    """Matches every prefix of every match of ``whole``, from the empty one to the full match."""
     consuming: str
     """``whole`` without its assertions."""
 
@@ -54,11 +54,11 @@ class StopExpression:
     """A compiled stop expression."""
 
     def __init__(self, text: str) -> None:
-        """Raises UsageError for an expression that is invalid, too large, or matches the empty string."""
+        """Compile ``text``. Raises UsageError if it is invalid, too large, or matches the empty string."""
         if len(text) > MAX_CHARACTERS:
             raise _invalid(text, f"it has {len(text)} characters; the limit is {MAX_CHARACTERS}")
         self.size: int = _compile(text, text).programsize  # RE2 checks the syntax, which the parser relies on
-        """Instructions of RE2's program."""
+        """Number of instructions in RE2's program."""
         parser = _Parser(text)
         try:
             part = parser.alternatives(set())
@@ -66,9 +66,9 @@ class StopExpression:
             raise _invalid(text, "its groups are nested too deeply") from None
         self.text = text
         self.looks_ahead = parser.looks_ahead
-        """Whether the character after a match may decide about it."""
+        """Whether the character after a match may decide whether it is a match."""
         self.possible = _compile(text, part.consuming)
-        """Without assertions: where it does not match, ``text`` does not either."""
+        """The expression without assertions: a necessary condition for a match of ``text``."""
         if self.possible.fullmatch("") is not None:
             raise _invalid(text, "it matches the empty string, so generation would end immediately")
         self.at_end = _compile(text, rf"(?:{part.whole})\z")
@@ -80,7 +80,7 @@ compile_stop_regex = functools.lru_cache(64)(StopExpression)
 
 
 def check_stop_regexes(expressions: Sequence[str]) -> None:
-    """Raise UsageError unless the stop expressions of a request are valid and within the limits."""
+    """Raise UsageError unless a request's stop expressions are valid and within the limits."""
     if len(expressions) > MAX_EXPRESSIONS:
         raise UsageError(f"stop_regex has {len(expressions)} expressions; the limit is {MAX_EXPRESSIONS}")
     size = sum(compile_stop_regex(text).size for text in expressions)
@@ -90,34 +90,36 @@ def check_stop_regexes(expressions: Sequence[str]) -> None:
 
 
 class StopRegex:
-    """Incremental search for the match that ends first; of several that end there, the longest."""
+    """Incremental search for the match that ends first; among matches with the same end, the longest."""
 
     def __init__(self, text: str) -> None:
-        """Raises UsageError."""
+        """Compile ``text``. Raises UsageError."""
         self._expression = compile_stop_regex(text)
         self._text = ""
-        """The text from one character before the earliest pending one, because assertions look at it."""
+        """Pending text, plus one preceding character, because assertions depend on it."""
         self._first = 0
-        """Index in ``_text`` of the earliest character that a match may begin with."""
+        """Index in ``_text`` of the earliest character at which a match may start."""
         self._offset = 0
-        """Characters of the whole text that come before ``_text``."""
+        """Number of characters that precede ``_text``."""
 
     @property
     def text(self) -> str:
-        """The expression as it was written."""
+        """The expression as given."""
         return self._expression.text
 
     @property
     def pending_start(self) -> int | None:
-        """Position of the earliest character that may belong to a match; None if no character may."""
+        """Position of the earliest character that may belong to a match; None if there is none."""
         return self._offset + self._first if self._first < len(self._text) else None
 
     def skip(self, new: str) -> None:
-        """Append ``new``; no match begins in it or before it."""
+        """Append ``new``; no match may start in it or before it."""
         self._keep(self._text + new, len(self._text) + len(new))
 
     def feed(self, new: str) -> tuple[int, int] | None:
-        """Append ``new``; returns [start, end) of the first match that it completes, after which the search is over."""
+        """Append ``new`` and return [start, end) of the first match that it completes, which ends the search; else
+        None.
+        """
         text, known = self._text + new, len(self._text)
         is_possible = self._expression.possible.search(text, self._first) is not None
         for end in range(known, len(text)) if is_possible else ():
@@ -128,17 +130,17 @@ class StopRegex:
         return None
 
     def finish(self) -> tuple[int, int] | None:
-        """The match at the end of the text, when nothing follows."""
+        """Return [start, end) of the match at the end of the text, given that no more text follows; else None."""
         return self._span(self._expression.at_end.search(self._text, self._first), len(self._text))
 
     def _decided_by(self, text: str, end: int) -> tuple[int, int] | None:
-        """A match of text[:end] that depends on text[end]."""
+        """Return the match that ends at ``end`` and depends on the next character, ``text[end]``."""
         if not self._expression.looks_ahead or end == self._first:
             return None
         return self._span(self._expression.before_last.search(text[: end + 1], self._first), end)
 
     def _ending(self, text: str, end: int) -> tuple[int, int] | None:
-        """A match of text[:end] that does not depend on the next character."""
+        """Return the match that ends at ``end`` regardless of the next character."""
         if not self._expression.looks_ahead:
             return self._span(self._expression.at_end.search(text[:end], self._first), end)
         before_last = self._expression.before_last
@@ -149,20 +151,20 @@ class StopRegex:
         return None if match is None else (self._offset + match.start(), self._offset + end)
 
     def _keep(self, text: str, first: int) -> None:
-        """Drop everything before the character that precedes ``first``."""
+        """Drop all text before the character that precedes ``first``."""
         cut = max(first - 1, 0)
         self._text, self._first, self._offset = text[cut:], first - cut, self._offset + cut
 
 
 class _Parser:
-    """Parses an expression that RE2 has accepted."""
+    """Parser for expressions that RE2 has accepted."""
 
     def __init__(self, text: str) -> None:
         self._text, self._at = text, 0
         self.looks_ahead = False
 
     def alternatives(self, flags: set[str]) -> _Part:
-        """Up to the closing parenthesis or the end; ``flags`` hold from here to there unless it changes them."""
+        """Parse up to the closing parenthesis or the end; ``flags`` apply unless the expression changes them."""
         options: list[_Part] = []
         items: list[_Part] = []
         while self._at < len(self._text) and (token := _TOKEN.match(self._text, self._at)) is not None:
@@ -215,7 +217,7 @@ def _any_of(options: Sequence[_Part]) -> _Part:
 
 
 def _sequence(items: Sequence[_Part]) -> _Part:
-    """Concatenation; split in halves so that the nesting of the prefixes' expression is logarithmic."""
+    """Concatenate ``items``, split in halves so that the nesting depth of the prefix expression is logarithmic."""
     if len(items) <= 1:
         return items[0] if items else _Part("", "", "")
     left, right = _sequence(items[: len(items) // 2]), _sequence(items[len(items) // 2 :])

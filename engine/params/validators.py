@@ -6,7 +6,7 @@ from tapscope.core.errors import InvariantError
 
 
 def is_number(value: object) -> bool:
-    """Whether ``value`` is a finite int or float in the range of a float; bools are not numbers."""
+    """Return whether ``value`` is a finite int or float in the range of a float; bools are not numbers."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= float_info.max
 
 
