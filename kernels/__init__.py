@@ -1,1 +1,1 @@
-"""Triton and C++ kernels, each next to its plain reference."""
+"""Triton and C++ kernels, each with a reference implementation in plain PyTorch or NumPy."""

@@ -1,7 +1,7 @@
-"""Quantization of activations and products with quantized weights by plain torch, on any device.
+"""Reference quantization of activations, and products with quantized weights, in plain PyTorch on any device.
 
-The formulas are those of the kernels in :mod:`tapscope.kernels.triton.quantize` and ``scaled_linear``, whose references
-these functions are.
+These functions are the references of the kernels in :mod:`tapscope.kernels.triton.quantize` and ``scaled_linear``, and
+use the same formulas.
 """
 
 from collections.abc import Callable
@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.nn import functional
 
 MOST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.int8: 127.0}
-"""The largest value of each supported dtype."""
+"""Largest value of each supported dtype."""
 LEAST = 1e-10
-"""Smallest absolute maximum of a group, so that its scale is not zero."""
+"""Lower bound on the absolute maximum of a group, so that its scale is not zero."""
 _ELEMENTS = 1 << 22
-"""Elements that are widened to float32 at a time."""
+"""Maximum number of elements to convert to float32 at a time."""
 
 
 def quantize_reference(
@@ -26,10 +26,11 @@ def quantize_reference(
     *,
     is_ue8m0: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """[rows, n] -> (codes [rows, n] of ``dtype``, scales [rows, groups] float32).
+    """Quantize [rows, n] to (codes [rows, n] of ``dtype``, scales [rows, groups] float32).
 
-    ``group`` features share a scale, the last group may be shorter; None: all of a row. With ``scale``, one float32,
-    all rows are divided by it (static quantization). With ``is_ue8m0`` scales are rounded up to powers of two.
+    ``group`` features share a scale; the last group may be shorter, and None means one group per row. With ``scale``, a
+    single float32, all rows are divided by it (static quantization). With ``is_ue8m0``, scales are rounded up to powers
+    of two.
     """
     rows, columns = input.shape
     width = max(1, columns) if group is None else group
@@ -45,15 +46,15 @@ def quantize_reference(
 
 
 def next_powers_of_two(scales: Tensor) -> Tensor:
-    """Least powers of two that are not less than ``scales``, which are positive float32 of normal size.
+    """Round ``scales``, positive normal float32, up to powers of two.
 
-    They are the values of UE8M0 (float8_e8m0fnu): an exponent of 8 bits without sign and mantissa.
+    The results are representable as UE8M0 (float8_e8m0fnu): an 8-bit exponent without sign or mantissa.
     """
     return ((scales.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
 
 
 def unpack_int4(packed: Tensor) -> Tensor:
-    """[..., n / 2] uint8 -> [..., n] uint8 from 0 to 15; even elements are in the low bits."""
+    """Unpack [..., n / 2] uint8 to [..., n] uint8 from 0 to 15; even elements are in the low bits."""
     return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
 
 
@@ -66,11 +67,11 @@ def dequantize_reference(
     offset: int = 0,
     zero: Tensor | None = None,
 ) -> Tensor:
-    """Codes [outs, ins] times ``scale`` [scale rows, groups], in float32, rounded to ``dtype``.
+    """Multiply codes [outs, ins] by ``scale`` [scale rows, groups] in float32 and round to ``dtype``.
 
-    Codes of uint8 are [outs, ins / 2], see :func:`unpack_int4`; ``zero`` [scale rows, groups] is subtracted from them,
-    8 if None. Output o has scale row ``rows``[o], feature i group (``offset`` + i) // ``group``, or the only one if
-    None. A few MiB are widened at a time.
+    Codes of uint8 are packed as [outs, ins / 2], see :func:`unpack_int4`; ``zero`` [scale rows, groups] is subtracted
+    from them, or 8 if None. Output o uses scale row ``rows``[o]; feature i uses group (``offset`` + i) // ``group``, or
+    the only one if ``group`` is None. A few MiB are converted at a time.
     """
     is_int4 = weight.dtype == torch.uint8
     ins = weight.shape[1] * (2 if is_int4 else 1)
@@ -105,12 +106,12 @@ def scaled_linear_reference(
     zero: Tensor | None = None,
     product: Callable[..., Tensor] = functional.linear,
 ) -> Tensor:
-    """[rows, ins], codes [outs, ins] -> [rows, outs] of ``dtype``; weights are scaled as :func:`dequantize_reference`.
+    """Multiply [rows, ins] by quantized weights [outs, ins] -> [rows, outs] of ``dtype``.
 
-    Without ``input_scale`` the weight is dequantized to the input's dtype (weight-only formats). Codes of int8 with one
-    scale per row are multiplied in integers; other codes are dequantized, and multiplied in float32.
-    ``input_group`` features of a row share an input scale, the last group may be shorter; None: ``group``, or equal
-    parts of a row. ``product`` computes ``torch.nn.functional.linear``.
+    Weights are scaled as in :func:`dequantize_reference`. Without ``input_scale``, the weight is dequantized to the
+    input's dtype (weight-only formats). int8 codes with one scale per row are multiplied as integers; other codes are
+    dequantized and multiplied in float32. ``input_group`` features of a row share an input scale, and the last group
+    may be shorter; None means ``group``, or equal parts of a row. ``product`` computes ``torch.nn.functional.linear``.
     """
     if input_scale is None:
         return product(input, dequantize_reference(weight, weight_scale, rows, group, input.dtype, offset, zero), bias)
@@ -126,7 +127,7 @@ def scaled_linear_reference(
 
 
 def _integer_product(input: Tensor, weight: Tensor) -> Tensor:
-    """[rows, ins] int8, [outs, ins] int8 -> their exact product [rows, outs]; int32, or float64 on a GPU."""
+    """Return the exact product of [rows, ins] and [outs, ins] int8, [rows, outs]: int32, or float64 on a GPU."""
     if input.is_cpu:
         is_empty = not (len(input) and len(weight))
         return input.new_zeros(len(input), len(weight)) if is_empty else torch._int_mm(input, weight.T)

@@ -61,9 +61,9 @@ class SamplingParams:
 
         SamplingParams(max_new_tokens=64, temperature=0.8, top_p=0.95, seed=7, stop="END", logprobs=5)
 
-    Raises UsageError naming field, value and rule, or an unknown name. What depends on a model (token ids, whether a
-    schema compiles) is checked at submit. Lists are accepted for tuples, a string for one stop string, a mapping for a
-    JSON schema.
+    Raises UsageError naming the field, the value and the violated rule, or an unknown parameter. Rules that depend on a
+    model (token ids, whether a schema compiles) are checked at submit. Accepts lists for tuples, a string for a single
+    stop string, and a mapping for a JSON schema.
     """
 
     max_new_tokens: Count = 16

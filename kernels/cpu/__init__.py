@@ -1,4 +1,4 @@
-"""Kernels on a CPU's torch tensors: C++ of :mod:`tapscope.kernels.native` where it serves."""
+"""Kernels for torch CPU tensors, implemented in C++ (:mod:`tapscope.kernels.native`) where supported."""
 
 from tapscope.kernels.cpu.linear import grouped_linear, linear
 from tapscope.kernels.cpu.paged import paged_attention, paged_reference

@@ -1,4 +1,4 @@
-"""paged_attention: one query row a request against keys and values in pages, which are read where they lie."""
+"""paged_attention: decode attention, with one query row per request, that reads keys and values in place from pages."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from tapscope.kernels.native import library
 
 _CODES = {torch.float32: library.CODES["float32"], torch.bfloat16: library.CODES["bfloat16"]}
 _BYTES = {torch.float8_e4m3fn: library.CODES["float8_e4m3fn"], torch.float8_e5m2: library.CODES["float8_e5m2"]}
-_MAX_SCALE = 2.0**100  # what is read is finite, in either type
+_MAX_SCALE = 2.0**100  # keeps scaled values finite in float32 and bfloat16
 
 
 def paged_attention(
@@ -22,13 +22,15 @@ def paged_attention(
     *,
     stored_scales: tuple[float, float] = (1.0, 1.0),
 ) -> Tensor | None:
-    """[requests, heads, key dim] against pages -> [requests, heads, value dim]; None where C++ does not serve.
+    """Attend with [requests, heads, key dim] to pages -> [requests, heads, value dim]; None if the kernel is not
+    applicable.
 
-    ``keys`` and ``values`` are [pages, page_size, kv_heads, dim], ``values`` maybe the first features of ``keys``: in
-    the query's dtype, or in FP8, whose numbers times ``stored_scales`` (of keys, of values) are rounded once to
-    that. ``page_table`` [requests, most pages] and ``lengths`` [requests] are int32, and a request's query stands at
-    its last position. It sees ``window`` positions, itself included, or all. Head h reads key/value head h // (heads /
-    kv_heads). Sums and softmax are in float32; :func:`paged_reference` is the same in plain torch.
+    ``keys`` and ``values`` are [pages, page_size, kv_heads, dim]; ``values`` may be a view of the first features of
+    ``keys``. They have the query's dtype or FP8; FP8 values are multiplied by ``stored_scales`` (keys, values) and
+    rounded once to the query's dtype. ``page_table`` [requests, max pages] and ``lengths`` [requests] are int32. A
+    request's query is at its last position and attends to the last ``window`` positions, including its own, or to all
+    (None). Head h reads key/value head h // (heads / kv_heads). Sums and softmax are in float32.
+    :func:`paged_reference` is the reference in plain PyTorch.
     """
     functions, code = library.functions(), _CODES.get(query.dtype)
     if functions is None or code is None or not len(query) or is_intercepted(query):
@@ -36,7 +38,7 @@ def paged_attention(
     if not all(tensor.is_cpu and tensor.is_contiguous() for tensor in (query, keys, page_table, lengths)):
         return None
     stored = code if keys.dtype == query.dtype else _BYTES.get(keys.dtype)
-    if stored is None or keys.dtype != values.dtype or not _is_beside(values, keys) or max(stored_scales) > _MAX_SCALE:
+    if stored is None or keys.dtype != values.dtype or not _is_paged(values, keys) or max(stored_scales) > _MAX_SCALE:
         return None
     assert page_table.dtype == lengths.dtype == torch.int32, "page numbers and lengths are int32"
     (requests, heads, key_dim), (_, page_size, kv_heads, value_dim) = query.shape, values.shape
@@ -60,7 +62,7 @@ def paged_reference(
     *,
     stored_scales: tuple[float, float] = (1.0, 1.0),
 ) -> Tensor:
-    """The reference of :func:`paged_attention`: one request at a time."""
+    """Reference of :func:`paged_attention`, one request at a time."""
     if keys.dtype != query.dtype:
         keys, values = (
             (pool.float() * by).to(query.dtype) for pool, by in zip((keys, values), stored_scales, strict=True)
@@ -75,8 +77,8 @@ def paged_reference(
     return torch.stack(outputs)
 
 
-def _is_beside(values: Tensor, keys: Tensor) -> bool:
-    """Whether both lie page by page, position by position and head by head."""
+def _is_paged(values: Tensor, keys: Tensor) -> bool:
+    """Return whether ``values`` is dense in page, position and head order, and has the pages and heads of ``keys``."""
     pages, page_size, kv_heads, _ = values.shape
     step = values.stride(2)
     steps = page_size * kv_heads * step, kv_heads * step, step, 1
