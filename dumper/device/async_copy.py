@@ -1,4 +1,4 @@
-"""AsyncCopy: one value on its way from a device."""
+"""AsyncCopy: one pending device-to-host copy of a value or of its statistics."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -12,34 +12,34 @@ from tapscope.dumper.transport.packed_rows import PackedRows
 
 
 class CopyFailed(Exception):
-    """A value did not arrive from the device, with the reason. Never leaves the dumper."""
+    """Raised when a value did not arrive from the device; the message is the reason. Internal to the dumper."""
 
 
 class CopyOwner(Protocol):
-    """The worker that carries a copy out."""
+    """The worker that performs a copy."""
 
     lock: Any
     """Guards completion of a copy and ownership of its slot."""
 
     @property
     def is_overdue(self) -> bool:
-        """Whether the device has stopped completing copies."""
+        """Whether the device has exceeded the time limit for completing a pending copy."""
         ...
 
     def finish(self, copy: "AsyncCopy", record: "InflightRecord | PendingLines") -> None:
-        """Complete the record; raises CopyFailed."""
+        """Complete ``record`` with the result of ``copy``; raises CopyFailed."""
         ...
 
 
 class DeviceDedup:
-    """Finds equal payloads among those of one generation that came from a device. Used by one thread."""
+    """Deduplicates device payloads of equal bytes within one generation. Not thread-safe; used by one thread."""
 
     def __init__(self) -> None:
         self._generation = -1
         self._payloads: dict[tuple[bytes, int], int] = {}
 
     def payload_of(self, record: InflightRecord, digest: bytes) -> int:
-        """Number of the payload that holds the record's bytes; its own if the bytes are new."""
+        """Return the number of the payload that stores the record's bytes; its own number if the bytes are new."""
         if record.generation != self._generation:
             self._generation = record.generation
             self._payloads.clear()
@@ -47,7 +47,7 @@ class DeviceDedup:
         return self._payloads.setdefault((digest, record.nbytes), record.payload)
 
     def payload_of_line(self, generation: int, nbytes: int, digest: bytes, number: int) -> int:
-        """As :meth:`payload_of`, for a payload of lines."""
+        """Return the payload number as :meth:`payload_of` does, for a payload of preformatted record lines."""
         if generation != self._generation:
             self._generation = generation
             self._payloads.clear()
@@ -55,7 +55,7 @@ class DeviceDedup:
 
 
 class AsyncCopy:
-    """One value on its way; a :class:`tapscope.dumper.records.inflight_record.PendingCopy`."""
+    """One pending device-to-host copy; implements :class:`tapscope.dumper.records.inflight_record.PendingCopy`."""
 
     __slots__ = (
         "_worker",
@@ -85,11 +85,11 @@ class AsyncCopy:
         self._worker = worker
         self.layout = layout
         self.slot = slot
-        """Destination of the bytes; None for statistics that the device computes."""
+        """Destination of the bytes; None for statistics computed on the device."""
         self.free = free
-        """Frees the slot when the copy is done; None while a record holds the slot."""
+        """Called to free the slot when the copy is done; None while a record owns the slot."""
         self.on_stats = on_stats
-        """Called in the worker's thread with the statistics; returns whether the bytes are wanted after all."""
+        """Called in the worker's thread with the statistics; returns whether to keep the bytes."""
         self.is_wanted = slot is not None and free is None and on_stats is None
         """Whether the bytes are kept, in addition to their statistics."""
         self.is_discarded = False
@@ -97,16 +97,16 @@ class AsyncCopy:
         self.text: bytes | PackedRows = b""
         self.digest = b""
         self.problem: str | None = None
-        """Why it did not arrive."""
+        """Reason why the value did not arrive; None while pending and on success."""
         self.is_done = False
         self.read: Callable[[int], tuple[bytes | PackedRows, bytes]] | None = None
-        """Makes (text, digests) of what has arrived at an address; None for one value."""
+        """Converts the copied memory at a host address to (text, digests); None for a single value."""
         self.slots: Sequence[PayloadSlot] = ()
         """Slots that :attr:`read` fills."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the device copies; 0 for statistics rows."""
+        """Number of payload bytes copied; 0 for statistics rows."""
         return 0 if self.slot is None else self.slot.nbytes
 
     @property
@@ -115,11 +115,14 @@ class AsyncCopy:
         return self.is_done or self._worker.is_overdue
 
     def finish(self, record: "InflightRecord | PendingLines") -> None:
-        """Complete the record; raises CopyFailed. Called in the sender's thread, in the order of the records."""
+        """Wait for the copy and complete ``record``; raises CopyFailed.
+
+        Called in the sender's thread, in the order of the records.
+        """
         self._worker.finish(self, record)
 
     def discard_slots(self, free: Callable[[PayloadSlot], None]) -> None:
-        """The lines will not be sent: ``free`` the slots as soon as nothing writes to them any more."""
+        """Discard the lines of this copy and ``free`` their slots once the copy no longer writes to them."""
         with self._worker.lock:
             if not self.is_done:
                 self.is_discarded, self.free = True, free
@@ -128,7 +131,7 @@ class AsyncCopy:
             free(slot)
 
     def discard(self, slot: PayloadSlot, free: Callable[[PayloadSlot], None]) -> None:
-        """The record will not be sent: ``free`` the slot as soon as nothing writes to it any more."""
+        """Discard the record of this copy and ``free`` its slot once the copy no longer writes to it."""
         with self._worker.lock:
             if not self.is_done:
                 self.is_discarded, self.free = True, free

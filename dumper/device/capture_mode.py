@@ -1,15 +1,15 @@
-"""The driver's stream capture mode of this thread: which calls invalidate the capture of a CUDA graph."""
+"""The calling thread's CUDA stream capture mode, which determines the calls that invalidate a graph capture."""
 
 import ctypes
 
 THREAD_LOCAL = 1
-"""Calls of this thread are checked against its own captures only: cudaStreamCaptureModeThreadLocal."""
+"""cudaStreamCaptureModeThreadLocal: unsafe calls of this thread invalidate only captures of this thread."""
 RELAXED = 2
-"""No call of this thread is checked: cudaStreamCaptureModeRelaxed."""
+"""cudaStreamCaptureModeRelaxed: no call of this thread invalidates a capture."""
 
 
 def exchange_capture_mode(mode: int) -> int | None:
-    """Set the mode; returns the previous one, or None without a CUDA driver."""
+    """Set the capture mode of the calling thread; returns the previous mode, or None without a CUDA driver."""
     value = ctypes.c_int(mode)
     try:
         ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(value))

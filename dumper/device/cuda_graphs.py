@@ -1,10 +1,10 @@
-"""CUDA graphs of the process: who is captured now, and what must happen around every replay.
+"""CUDA graphs of the process: captures in progress, and callbacks around every replay.
 
-Python does not run when a graph is replayed. So the methods of ``torch.cuda.CUDAGraph`` that begin and end a capture
-and replay it are wrapped while a Dumper is open: taps that fire during a capture add what they need to a
-:class:`GraphCapture`, which stays with the graph and is notified of every replay. That covers graphs of the user's own
-(``torch.cuda.graph``, ``make_graphed_callables``), those of ``torch.compile`` and those of serving engines. The
-wrappers cost an attribute lookup where a graph holds no taps.
+Hooks do not run when a graph is replayed. Therefore, while a Dumper is open, the ``torch.cuda.CUDAGraph`` methods that
+begin, end and replay a capture are wrapped. Taps that fire during a capture add their state to a :class:`GraphCapture`,
+which is stored on the graph and notified of every replay. This covers graphs created by the user
+(``torch.cuda.graph``, ``make_graphed_callables``), by ``torch.compile`` and by serving engines. For a graph without
+taps, a wrapper costs one attribute lookup.
 """
 
 import logging
@@ -27,35 +27,35 @@ _originals: dict[str, Any] = {}
 _wrappers: dict[str, Any] = {}
 _num_users = 0
 num_captures = 0
-"""Captures under way in any thread: a cheap first question."""
+"""Number of captures in progress in any thread, for a cheap check before :func:`current`."""
 num_unknown_replays = 0
-"""Replays of graphs that were captured while no Dumper was open."""
+"""Number of replays of graphs that were captured while no Dumper was open."""
 
 
 class Recorded(Protocol):
-    """What one user of a capture has recorded."""
+    """State that one owner recorded during a capture, with callbacks around replays."""
 
     def finish(self) -> None:
-        """The capture is about to end; its stream is the current one."""
+        """Called before the capture ends, while its stream is the current one."""
         ...
 
     def before_replay(self) -> None:
-        """The graph is about to be launched on the current stream."""
+        """Called before the graph is launched on the current stream."""
         ...
 
     def after_replay(self) -> None:
-        """The graph was launched."""
+        """Called after the graph was launched on the current stream."""
         ...
 
 
 class GraphCapture:
-    """What taps have recorded while one graph was captured."""
+    """State that taps recorded during the capture of one graph, by owner."""
 
     def __init__(self) -> None:
         self._parts: dict[Any, Recorded] = {}
 
     def part(self, owner: Any, make: Callable[[], Any]) -> Any:
-        """What ``owner`` has recorded, made by ``make`` the first time."""
+        """Return the part of ``owner``, created by ``make`` on the first call."""
         found = self._parts.get(owner)
         if found is None:
             found = self._parts[owner] = make()
@@ -65,12 +65,12 @@ class GraphCapture:
         return bool(self._parts)
 
     def finish(self) -> None:
-        """The capture, or rehearsal, is about to end."""
+        """Notify all parts that the capture or rehearsal is about to end."""
         for part in self._parts.values():
             part.finish()
 
     def replayed(self, launch: Callable[[], Any]) -> Any:
-        """Launch the graph, with what has to be done around it."""
+        """Call ``launch``, which replays the graph, between the callbacks of all parts; returns its result."""
         for part in self._parts.values():
             part.before_replay()
         result = launch()
@@ -80,14 +80,14 @@ class GraphCapture:
 
 
 def current() -> GraphCapture | None:
-    """The capture, or rehearsal of one, that this thread is in."""
+    """Return the innermost capture or rehearsal that this thread is in; None if there is none."""
     stack = getattr(_local, "stack", None)
     return stack[-1] if stack else None
 
 
 @contextmanager
 def rehearsal() -> Iterator[None]:
-    """What fires inside is treated as in a capture, of a graph that is thrown away: for warm-up before a capture."""
+    """Context manager for warm-up: firings are treated as if inside a capture, whose graph is then discarded."""
     capture = GraphCapture()
     _enter(capture)
     try:
@@ -105,7 +105,7 @@ def _enter(capture: GraphCapture) -> None:
     stack.append(capture)
     with _lock:
         num_captures += 1
-        _tell(num_captures)
+        _notify_fast_paths(num_captures)
 
 
 def _leave() -> None:
@@ -115,11 +115,11 @@ def _leave() -> None:
         stack.pop()
         with _lock:
             num_captures -= 1
-            _tell(num_captures)
+            _notify_fast_paths(num_captures)
 
 
-def _tell(number: int) -> None:
-    """Fast paths do not take what fires in a capture."""
+def _notify_fast_paths(number: int) -> None:
+    """Pass the number of captures in progress to the C++ fast paths, which decline firings during a capture."""
     if (functions := library.functions()) is not None:
         functions.set_captures(number)
 
@@ -128,7 +128,7 @@ def _tell(number: int) -> None:
 
 
 def watch() -> None:
-    """Wrap the methods of ``torch.cuda.CUDAGraph``, until as many calls of :func:`unwatch`."""
+    """Wrap the methods of ``torch.cuda.CUDAGraph``. Calls are counted; each needs a matching :func:`unwatch`."""
     global _num_users
     with _lock:
         _num_users += 1
@@ -141,7 +141,7 @@ def watch() -> None:
 
 
 def unwatch() -> None:
-    """Give the plain methods back, unless someone else has wrapped them since."""
+    """Restore the original methods after the last user, except methods that other code has wrapped since."""
     global _num_users
     with _lock:
         _num_users -= 1
@@ -209,9 +209,9 @@ _AROUND = {"capture_begin": _begin, "capture_end": _end, "replay": _replay, "res
 
 @contextmanager
 def relaxed() -> Iterator[None]:
-    """Let this thread allocate and load kernels while a graph is captured, by this thread or another.
+    """Context manager: let this thread allocate memory and load kernels during a graph capture of any thread.
 
-    The driver would otherwise end the capture with an error.
+    Without it, the driver would invalidate the capture.
     """
     before = exchange_capture_mode(RELAXED)
     try:

@@ -1,4 +1,4 @@
-"""D2HWorker: copies values from a device to host memory, and waits for them in a thread of its own."""
+"""D2HWorker: copies values from a device to host memory and waits for the copies in a background thread."""
 
 import logging
 import queue
@@ -27,23 +27,23 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("tapscope")
 TIME_LIMIT_S = 60.0
-"""A device that completes no copy for this long is given up, with every value that waits for it."""
+"""If a device completes no copy for this long, all its pending values count as lost."""
 _PREPARE_S = 1.0
 _YIELD_S = 0.01
-"""How long the worker's thread leaves the GIL to the forward's thread, at most."""
+"""Maximum time for which the worker's thread leaves the GIL to the forward's thread."""
 _YIELD_BYTES = 16 * 1024 * 1024
-"""Pending bytes above which it does not wait so long."""
+"""Pending bytes above which the worker's thread stops yielding."""
 _WAKE_RECORDS = 64
 _WAKE_BYTES = 8 * 1024 * 1024
-"""The sender is woken after this number of completed records or bytes, and when no copy is pending."""
+"""The sender is woken after this many completed records or bytes, and when no copy is pending."""
 
 
 class D2HWorker:
-    """Starts copies in the forward's thread, and waits for them, in order, in its own thread.
+    """Starts copies in the forward's thread and waits for them, in order, in its own thread.
 
-    Staging clones on the device take at most ``limit`` bytes. Beyond that, a copy runs in the model's own stream, which
-    slows the model down but neither waits nor takes memory. Where memory allows, the thread lets a step launch its
-    kernels before it wakes up, because both share the GIL.
+    Staging clones on the device use at most ``limit`` bytes. Beyond that, a copy runs in the model's own stream, which
+    slows the model down but does not block the host and needs no memory. While little is pending, the worker's thread
+    sleeps so that the forward's thread can launch its kernels, because both share the GIL.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class D2HWorker:
         lost: Callable[[], None],
         time_limit_s: float = TIME_LIMIT_S,
     ) -> None:
-        """``lost`` is called for every value that did not arrive."""
+        """Copy into slots of ``sink``. ``lost`` is called once for every value that did not arrive."""
         self._device = device
         self._lost = lost
         self._sink = sink
@@ -63,7 +63,7 @@ class D2HWorker:
         self._wake: Callable[[], None] | None = getattr(sink, "wake", None)
         self._copies: queue.SimpleQueue[AsyncCopy | None] = queue.SimpleQueue()
         self.lock = threading.Lock()
-        """Guards completion of a copy and ownership of its slot. Never held while a sink's lock is taken."""
+        """Guards completion of a copy and ownership of its slot. Never held while acquiring a sink's lock."""
         self._is_closing = False
         self._end_yield = threading.Event()
         """Ends :meth:`_yield_to_model` early."""
@@ -73,9 +73,9 @@ class D2HWorker:
         self._ring: ShmRing | None = None
         self._dedup = DeviceDedup()
         self._filling = threading.Lock()
-        """Guards the rows that are not yet being copied."""
+        """Guards the statistics rows whose copy has not started."""
         self._rows: list[AsyncCopy] = []
-        self._line_bytes = 0  # of payloads of lines since the thread was last woken for them
+        self._line_bytes = 0  # payload bytes of start_lines() since it last woke the thread
 
     # ---- the forward's thread
 
@@ -89,13 +89,14 @@ class D2HWorker:
         *,
         can_wait: bool = False,
     ) -> AsyncCopy:
-        """Begin to copy; with ``free`` only statistics are wanted, and the slot goes back when it is done.
+        """Start copying ``tensor`` to ``slot``; returns immediately.
 
-        ``on_stats`` is for triggers: it is called in the worker's thread with the statistics, and returns whether the
-        bytes are wanted after all. With ``free`` this means that it has taken over the slot; without, that the record,
-        which holds the slot, is sent with its bytes. With ``can_wait`` that call may come after the end of the step.
+        With ``free``, only statistics are kept, and ``free(slot)`` is called when the copy is done. ``on_stats`` serves
+        triggers: it is called in the worker's thread with the statistics and returns whether to keep the bytes. If it
+        returns True, it has taken over the slot (with ``free``), or the record that owns the slot is sent with its
+        bytes (without). With ``can_wait``, that call may happen after the end of the step.
 
-        Raises what :meth:`Device.start` does, and CopyFailed when closed; the slot is then still the caller's.
+        Raises the errors of :meth:`Device.start`, and CopyFailed when closed; the caller then still owns the slot.
         """
         self._require_open()
         if self._thread is None:
@@ -109,7 +110,7 @@ class D2HWorker:
             if fetched is None:
                 copy.handle = ticket = self._device.start(tensor, slot, clone=clone > 0)
                 self.staging.update(nbytes, clone, ticket.held_bytes, ran_out=ticket.ran_out)
-            else:  # a part of the snapshot of a graph's memory
+            else:  # the tensor is part of a graph's memory, which is copied as a whole
                 copy.handle, fetched.held_bytes = fetched, clone
         except BaseException:
             self.staging.fail(nbytes, clone)
@@ -121,7 +122,10 @@ class D2HWorker:
         return copy
 
     def summarize(self, tensor: torch.Tensor, layout: "RecordLayout") -> AsyncCopy | None:
-        """Start to compute statistics on the device; None when it cannot. Raises as :meth:`start`."""
+        """Start computing the statistics of ``tensor`` on the device; None if the device cannot.
+
+        Raises as :meth:`start`.
+        """
         self._require_open()
         fetch = fetch_here()
         if fetch is not None and (fetched := fetch.stats_handle_of(tensor)) is not None:
@@ -134,7 +138,7 @@ class D2HWorker:
         handle: CopyHandle,
         read: Callable[[int], tuple[bytes | PackedRows, bytes]] | None = None,
     ) -> AsyncCopy:
-        """Wait for statistics that a replay of a CUDA graph has computed; ``read`` as in :meth:`start_lines`.
+        """Queue statistics that a CUDA graph replay computes, behind ``handle``; ``read`` as in :meth:`start_lines`.
 
         Raises CopyFailed when closed.
         """
@@ -154,16 +158,21 @@ class D2HWorker:
         request: SketchRequest,
         taken: Callable[[int], None],
     ) -> AsyncCopy | None:
-        """As :meth:`summarize`, and start to compute the sketch: ``taken`` is called in the worker's thread with the
-        address of its counters, [256] float32, which are there until it returns."""
+        """Start computing the statistics and the sketch of ``tensor`` on the device; None if the device cannot.
+
+        ``taken`` is called in the worker's thread with the host address of the counters, [256] float32, which are
+        valid until it returns. Raises as :meth:`start`.
+        """
         self._require_open()
         return self._begin_row(layout, lambda: self._device.sketch(tensor, request), taken)
 
     def _begin_row(
         self, layout: "RecordLayout", begin: Callable[[], StatsRow | None], taken: Callable[[int], None] | None = None
     ) -> AsyncCopy | None:
-        """A copy of the row that ``begin`` starts to compute; None when the device cannot. ``taken``: see
-        :meth:`sketch`."""
+        """Start a statistics row with ``begin`` and return its copy; None if the device cannot compute the row.
+
+        ``taken``: see :meth:`sketch`.
+        """
         with self._filling:
             row = begin()
             if row is None:
@@ -184,10 +193,10 @@ class D2HWorker:
         slots: "Sequence[PayloadSlot]",
         read: Callable[[int], tuple[bytes | PackedRows, bytes]],
     ) -> AsyncCopy:
-        """``begin`` to copy memory of many values; ``read(address)`` then makes the lines of their records, and fills
-        ``slots``.
+        """Call ``begin`` to start one copy that covers many values, and queue it.
 
-        Raises CopyFailed when closed, and RuntimeError when the device failed.
+        Once the copy has arrived, ``read(address)`` formats the record lines and fills ``slots``. Raises CopyFailed
+        when closed, and RuntimeError when the device failed.
         """
         self._require_open()
         if self._thread is None:
@@ -203,7 +212,7 @@ class D2HWorker:
         return copy
 
     def block(self, index: int, stream: int, *, sketches: bool) -> StatsBlock:
-        """Memory for rows that the native writer has written, see :meth:`CudaDevice.block`."""
+        """Return a block for statistics rows that the native writer launches, see :meth:`CudaDevice.block`."""
         assert isinstance(self._device, CudaDevice)
         return self._device.block(index, stream, sketches=sketches)
 
@@ -213,7 +222,7 @@ class D2HWorker:
             raise CopyFailed("the capture has ended")
 
     def _close_rows(self) -> None:
-        """Start to copy the rows that were computed so far."""
+        """Start copying all open statistics rows to the host."""
         if not self._rows:
             return
         if self._thread is None:
@@ -226,7 +235,7 @@ class D2HWorker:
             self._copies.put(copy)
 
     def prepare(self) -> None:
-        """Page-lock the ring before the first value comes. Call it outside the model's forward."""
+        """Start the thread and page-lock the ring before the first value. Call outside the model's forward."""
         self._start_thread()
         self._ready.wait(_PREPARE_S)
 
@@ -237,32 +246,32 @@ class D2HWorker:
                 self._thread.start()
 
     def resize(self, limit: int) -> None:
-        """Change the limit of staging memory."""
+        """Change the limit of staging memory, in bytes."""
         self.staging.limit = limit
 
     def hurry(self) -> None:
-        """Somebody waits for a copy."""
+        """End the worker's yield, because a caller waits for a copy."""
         self._end_yield.set()
 
     def end_step(self) -> None:
-        """A step ended: copies of values must not occupy the device's memory for long. Statistics can wait."""
+        """Start copying open rows, and free staging memory soon if any is in use; statistics alone can wait."""
         self._close_rows()
         if self.staging.held_bytes:
             self._end_yield.set()
 
     def take_num_direct(self) -> int:
-        """Number of larger copies made in the model's own stream since the last call."""
+        """Return the number of large copies made in the model's own stream since the last call."""
         return self.staging.take_num_direct()
 
     # ---- the sender's thread
 
     @property
     def is_overdue(self) -> bool:
-        """Whether the device has completed nothing within the time limit although copies are pending."""
+        """Whether copies are pending and none has completed within the time limit."""
         return self.staging.num_pending > 0 and time.monotonic() - self.staging.oldest_since > self._time_limit_s
 
     def finish(self, copy: AsyncCopy, record: "InflightRecord | PendingLines") -> None:
-        """As :meth:`AsyncCopy.finish`; equal bytes of one generation are sent once."""
+        """Complete ``record``, see :meth:`AsyncCopy.finish`; equal payloads of one generation are sent once."""
         with self.lock:
             is_done = copy.is_done
             if not is_done:
@@ -291,7 +300,7 @@ class D2HWorker:
             self._sink.cancel(slot)
 
     def _share_payloads(self, copy: AsyncCopy, lines: PendingLines) -> None:
-        """Of payloads with equal bytes, send the first."""
+        """Keep only the first of payloads with equal bytes; the other lines refer to its number."""
         kept, shared = [], []
         for index, (line, number, payload) in enumerate(lines.payloads):
             digest = copy.digest[16 * index : 16 * index + 16]
@@ -304,7 +313,7 @@ class D2HWorker:
         lines.payloads, lines.shared = kept, shared
 
     def close(self) -> bool:
-        """Wait for pending copies and end the thread; False when that took too long."""
+        """Wait for pending copies and end the thread; returns False if the time limit expired."""
         self._close_rows()
         with self._starting:
             thread, self._is_closing = self._thread, True
@@ -343,16 +352,16 @@ class D2HWorker:
             self._device.unpin()
 
     def _yield_to_model(self) -> None:
-        """Give the forward's thread time, until a step with values ends, many bytes are pending, or the capture ends.
+        """Sleep until a step with values ends, many bytes are pending, the worker closes, or ``_YIELD_S`` has passed.
 
-        Meanwhile statistics of several steps gather, which are then completed together.
+        This leaves the GIL to the forward's thread and batches the statistics of several steps.
         """
         if not self._is_closing:
             self._end_yield.wait(_YIELD_S)
         self._end_yield.clear()
 
     def _pin_ring(self) -> None:
-        """Pin the ring once it exists: it may come after the first values, while the recorder still starts."""
+        """Page-lock the ring once it exists; the first values may precede it while the recorder starts."""
         ring = getattr(self._sink, "ring", None)
         if ring is not self._ring and ring is not None:
             self._ring = ring
@@ -366,14 +375,14 @@ class D2HWorker:
             ticket.wait()
             if not copy.is_discarded:
                 self._read(copy, ticket.address)
-        except Exception as error:  # noqa: BLE001 - one copy must not end the capture of the others
+        except Exception as error:  # noqa: BLE001 - one failed copy must not affect the others
             problem = str(error).strip().partition("\n")[0] or type(error).__name__
         held = ticket.held_bytes
         del ticket  # frees its memory before anyone is notified
         with self.lock:
             copy.problem = copy.problem or problem
             copy.is_done = True
-            # If the bytes are wanted, on_stats has taken over the slot. A discarded record must free it in any case.
+            # If the bytes are wanted, on_stats has taken over the slot. A discarded record always frees its slot.
             free = copy.free if copy.is_discarded or not copy.is_wanted else None
         if free is not None:
             for slot in (copy.slot, *copy.slots):
@@ -382,7 +391,7 @@ class D2HWorker:
         self.staging.done(copy.nbytes, held)
 
     def _read(self, copy: AsyncCopy, address: int) -> None:
-        """Compute statistics and hash of the bytes; bytes in staging memory are copied to the slot in the same pass."""
+        """Compute statistics and hash of the copied bytes; in the same pass, copy staging memory to the slot."""
         slot, layout = copy.slot, copy.layout
         if copy.read is not None:
             copy.text, copy.digest = copy.read(address)
@@ -398,6 +407,6 @@ class D2HWorker:
 
 
 def read_sketch(taken: Callable[[int], None], counters: int, address: int) -> tuple[bytes, bytes]:
-    """The statistics at an address, once ``taken`` has the counters at another."""
+    """Pass the address of the counters to ``taken``, then return the statistics row at ``address``."""
     taken(counters)
     return summary.tell(address)

@@ -1,11 +1,11 @@
-"""Device: copies from an accelerator without blocking the model. All calls of ``torch.cuda`` are in this module.
+"""Device: copies values from an accelerator to the host without blocking the model.
 
-A value is cloned in the stream that computed it, so that later writes of the model do not show. A side stream waits for
-the clone (the CPU never does) and copies it to page-locked host memory. Without room for another clone, the model's
-stream waits for the oldest copy of a value of the same size, whose clone is then overwritten: the bus stays busy, which
-it does not when copies and kernels take turns in one stream. A clone is referenced until its copy has arrived, so that
-the allocator cannot reuse its memory earlier. ``record_stream`` would leave the memory with the
-allocator until it next checks its events, which nothing bounds.
+A value is cloned in the stream that computed it, so that later writes of the model do not affect it. A side stream
+waits for the clone (the host never does) and copies it to page-locked host memory. Without room for another clone, the
+model's stream waits for the oldest copy of a value of the same size and overwrites its clone. This keeps the bus busy,
+whereas copies in the model's own stream would alternate with its kernels. A clone stays referenced until its copy has
+arrived, so that the allocator cannot reuse its memory earlier. ``record_stream`` would not bound the memory: the
+allocator frees it only when it next checks its events.
 """
 
 import ctypes
@@ -39,16 +39,16 @@ _LOOK_S = 0.05  # querying torch and the driver for memory takes about 0.1 ms
 _LOOK_AGAIN_S = 0.005
 _PARTS = 16
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device
-_SKETCHED = (torch.float32, torch.float16, torch.bfloat16)  # the types of kernels/triton/sketch.py
+_SKETCHED = (torch.float32, torch.float16, torch.bfloat16)  # dtypes supported by kernels/triton/sketch.py
 
 
 class CopyHandle(Protocol):
-    """One pending copy. It references all the memory that the copy needs."""
+    """One pending copy; keeps all memory that the copy needs alive."""
 
     address: int
-    """Host address of the bytes: the slot's, or staging memory."""
+    """Host address of the bytes, in the slot or in staging memory."""
     held_bytes: int
-    """Device memory of the clone; 0 when the copy runs in the model's own stream."""
+    """Device memory of the staging clone in bytes; 0 when the copy runs in the model's own stream."""
     ran_out: bool
     """Whether the device had no memory for the clone."""
 
@@ -61,45 +61,46 @@ class Device(Protocol):
     """Starts copies from one kind of device."""
 
     def enter(self) -> None:
-        """Called first in the thread that waits for copies."""
+        """Set up the thread that waits for copies; called first in that thread."""
         ...
 
     def start(self, tensor: torch.Tensor, slot: PayloadSlot, *, clone: bool) -> CopyHandle:
-        """Start to copy a dense strided tensor to the slot or to staging memory; returns immediately.
+        """Start copying a dense strided tensor to ``slot`` or to staging memory; returns immediately.
 
-        Raises UnsupportedTensor while a graph is being captured, RuntimeError when the device failed.
+        ``clone`` permits a staging clone on the device. Raises UnsupportedTensor while a CUDA graph is being captured,
+        RuntimeError when the device failed.
         """
         ...
 
     def summarize(self, tensor: torch.Tensor) -> "StatsRow | None":
-        """Start to compute a tensor's statistics on the device; None when it cannot, and nothing was started.
+        """Start computing the statistics of ``tensor`` on the device; None if the device cannot.
 
         Raises as :meth:`start`. The row arrives after :meth:`close_rows`.
         """
         ...
 
     def sketch(self, tensor: torch.Tensor, request: SketchRequest) -> "StatsRow | None":
-        """As :meth:`summarize`, and start to compute the sketch too."""
+        """Start computing the statistics and the sketch of ``tensor``, see :meth:`summarize`."""
         ...
 
     def close_rows(self) -> None:
-        """Start to copy the rows begun so far to the host."""
+        """Start copying all open rows to the host."""
         ...
 
     def pin(self, ring: ShmRing) -> None:
-        """Copy directly into this ring from now on, if possible."""
+        """Page-lock ``ring`` if possible, so that copies go directly into it."""
         ...
 
     def unpin(self) -> None:
-        """The ring's memory is about to be freed; no copy is pending."""
+        """Release the ring before its memory is freed; no copy may be pending."""
         ...
 
 
 class FreeMemoryBudget:
-    """How much device memory staging clones may take without affecting the model.
+    """Device memory that staging clones may use without affecting the model.
 
-    A fraction of what this process could have reserved beyond its peak: a model that has run before finds all the
-    memory that it used, and one that runs for the first time finds most of what it will need.
+    The budget is a fraction of the memory that this process could reserve beyond its peak. A model that has run before
+    thus finds all the memory that it used, and a first run finds most of the memory that it will need.
     """
 
     def __init__(self, index: int) -> None:
@@ -108,7 +109,7 @@ class FreeMemoryBudget:
         self._looked = 0.0
 
     def admits(self, nbytes: int) -> bool:
-        """Whether there is room for ``nbytes``; they count as used until the device is queried again."""
+        """Return whether the budget has room for ``nbytes``, and deduct them until the device is queried again."""
         age = time.monotonic() - self._looked
         if age > _LOOK_S or (nbytes > self._left and age > _LOOK_AGAIN_S):
             self._looked, self._left = time.monotonic(), self._measure() // _PARTS
@@ -132,27 +133,27 @@ class CudaDevice:
 
     def __init__(self) -> None:
         self._sides: dict[int, torch.cuda.Stream] = {}
-        self._pinned: torch.Tensor | None = None  # the ring, once it is page-locked
+        self._pinned: torch.Tensor | None = None  # the ring, once page-locked
         self._index = torch.cuda.current_device() if torch.cuda.is_available() else 0
         self._slack: dict[int, FreeMemoryBudget] = {}
         self._clones = PendingClones()
-        self._learned: set[bool] = set()  # inference and normal tensors that were already registered as plain
-        self._unserved: set[tuple[torch.dtype, bool]] = set()  # (type, whether of sketches)
-        self._blocks: dict[tuple[int, int, bool], StatsBlock] = {}  # (device, stream, whether of sketches)
+        self._learned: set[bool] = set()  # is_inference() of the tensors already registered with learn_plain()
+        self._unserved: set[tuple[torch.dtype, bool]] = set()  # (dtype, with sketch) that the device cannot compute
+        self._blocks: dict[tuple[int, int, bool], StatsBlock] = {}  # (device, stream, with sketches) -> open block
         self._spare: dict[tuple[int, int, bool], deque[BlockMemory]] = {}
-        self._sketches: dict[tuple[int, int, str], Any] = {}  # as below
-        self._parts: dict[tuple[int, int, str], Any] = {}  # (device, stream, what its blocks are for)
-        self._typed: dict[torch.dtype, torch.Tensor] = {}  # the same memory as elements
-        self._native: dict[tuple[int, int, bool], tuple[Any, ...]] = {}  # place -> what its blocks are made of
+        self._sketches: dict[tuple[int, int, str], Any] = {}  # keys as for _parts
+        self._parts: dict[tuple[int, int, str], Any] = {}  # (device, stream, use) -> buffer for partial results
+        self._typed: dict[torch.dtype, torch.Tensor] = {}  # _pinned reinterpreted as each dtype
+        self._native: dict[tuple[int, int, bool], tuple[Any, ...]] = {}  # key of _spare -> arguments of StatsBlock
 
     def enter(self) -> None:
-        """Set the capture mode: waiting in this thread must not invalidate a graph that another thread is capturing."""
+        """Set the thread's device and capture mode, so that waiting here does not invalidate captures elsewhere."""
         torch.cuda.set_device(self._index)
         if exchange_capture_mode(THREAD_LOCAL) is None:
             _log.debug("tapscope: the capture mode of CUDA graphs cannot be set")
 
     def start(self, tensor: torch.Tensor, slot: PayloadSlot, *, clone: bool) -> "CudaCopyHandle":
-        """As :meth:`Device.start`."""
+        """See :meth:`Device.start`."""
         self._index = tensor.get_device()
         if self._index != torch.cuda.current_device():
             with torch.cuda.device(self._index):
@@ -192,11 +193,11 @@ class CudaDevice:
         return CudaCopyHandle(index, event, host, snapshot, ran_out)
 
     def summarize(self, tensor: torch.Tensor) -> StatsRow | None:
-        """As :meth:`Device.summarize`."""
+        """See :meth:`Device.summarize`."""
         return self._begin_row(tensor, None)
 
     def sketch(self, tensor: torch.Tensor, request: SketchRequest) -> StatsRow | None:
-        """As :meth:`Device.sketch`."""
+        """See :meth:`Device.sketch`."""
         if tensor.dtype not in _SKETCHED or is_pooled():
             return None
         return self._begin_row(tensor, request)
@@ -236,24 +237,27 @@ class CudaDevice:
         return ticket
 
     def _parts_of(self, device: torch.device, index: int, stream: int, use: str) -> Any:
-        """Room for partial results: blocks that are open at the same time do not share it."""
+        """Return the buffer for partial results; blocks that can be open at the same time have different ``use``."""
         place = index, stream, use
         if place not in self._parts:
             self._parts[place] = parts_on(device)
         return self._parts[place]
 
     def _sketches_of(self, device: torch.device, place: tuple[int, int, str]) -> Any:
-        """What adds up the sketches of one stream."""
+        """Return the object that accumulates the sketches of one stream."""
         found = self._sketches.get(place)
         if found is None:
             from tapscope.kernels.triton.sketch import Sketches  # needs Triton
 
-            with torch.inference_mode(False):  # it outlives the inference mode of the first value
+            with torch.inference_mode(False):  # the tensors outlive the inference mode of the first value
                 found = self._sketches[place] = Sketches(device, BLOCK)
         return found
 
     def block(self, index: int, stream: int, *, sketches: bool = False) -> StatsBlock:
-        """Memory for rows of kernels that are launched elsewhere, on ``stream``, the current one of a device."""
+        """Return a block for rows that the native writer launches on ``stream``, the current stream of the device.
+
+        ``index`` is the device index.
+        """
         about = self._native.get((index, stream, sketches))
         if about is None:
             spare = self._spare.setdefault((index, stream, sketches), deque())
@@ -265,7 +269,7 @@ class CudaDevice:
         return StatsBlock(*about)
 
     def close_rows(self) -> None:
-        """As :meth:`Device.close_rows`."""
+        """See :meth:`Device.close_rows`."""
         blocks, self._blocks = self._blocks, {}
         for block in blocks.values():
             block.close()
@@ -274,7 +278,7 @@ class CudaDevice:
         return self._sides.setdefault(index, torch.cuda.Stream(index))  # type: ignore[no-untyped-call]
 
     def _host(self, slot: PayloadSlot, tensor: torch.Tensor) -> torch.Tensor:
-        """Page-locked memory of the tensor's shape: the slot itself, or staging memory that torch reuses."""
+        """Return page-locked memory of the tensor's shape: the slot itself, or staging memory that torch caches."""
         pinned = self._pinned
         offset = slot.address - pinned.data_ptr() if pinned is not None else -1
         if pinned is not None and 0 <= offset <= pinned.numel() - slot.nbytes:
@@ -285,7 +289,7 @@ class CudaDevice:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
 
     def pin(self, ring: ShmRing) -> None:
-        """Page-lock the ring. Where that is refused, copies take one more step through staging memory."""
+        """Page-lock the ring. If the driver refuses, each copy goes through page-locked staging memory."""
         self.unpin()
         try:
             memory = torch.frombuffer((ctypes.c_ubyte * ring.nbytes).from_address(ring.address), dtype=torch.uint8)
@@ -307,7 +311,7 @@ class CudaDevice:
 
 
 class CudaCopyHandle:
-    """A copy whose completion is signalled by an event."""
+    """A copy whose completion is signaled by a CUDA event."""
 
     __slots__ = ("_event", "_host", "_index", "_snapshot", "address", "held_bytes", "ran_out")
 
@@ -328,14 +332,14 @@ class CudaCopyHandle:
         self.ran_out = ran_out
 
     def wait(self) -> None:
-        """Sleep until the event has completed; it was created to block in the driver rather than spin."""
+        """Sleep until the event has completed; a blocking event sleeps in the driver instead of spinning."""
         if not self._event.query():  # type: ignore[no-untyped-call]
             with torch.cuda.device(self._index):
                 self._event.synchronize()
 
 
 def _as_elements(memory: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The same memory with another dtype. Not a view: a view would remember the inference mode it was made in."""
+    """Return a tensor of ``dtype`` over ``memory``; not a view, which would inherit the current inference mode."""
     with torch.inference_mode(False):
         typed = torch.empty(0, dtype=dtype, device="cpu")
         typed.set_(memory.untyped_storage(), 0, (memory.numel() // typed.element_size(),), (1,))
@@ -347,7 +351,10 @@ def _runtime() -> Any:
 
 
 def _snapshot(tensor: torch.Tensor) -> tuple[torch.Tensor | None, bool]:
-    """(a dense copy on the device or None, whether memory ran out)."""
+    """Return (a dense clone on the device or None, whether memory ran out).
+
+    Raises UnsupportedTensor if an active tensor mode produces a tensor subclass.
+    """
     try:
         snapshot = copy_apart(tensor) if is_pooled() else tensor.clone(memory_format=torch.contiguous_format)
     except torch.OutOfMemoryError:

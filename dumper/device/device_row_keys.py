@@ -1,4 +1,4 @@
-"""The keys of a step's token rows in the memory of a device, for the sketches that it computes."""
+"""Keys of a step's token rows in device memory, for sketches computed on the device."""
 
 import functools
 
@@ -11,13 +11,13 @@ from tapscope.dumper.steps.open_step import OpenStep
 from tapscope.run_format.sketch import request_hash, row_keys
 
 PADDING = -1
-"""Key of a row that is padding."""
+"""Key of a padding row."""
 _STEP = 0x9E3779B97F4A7C15 - (1 << 64)
 _FACTORS = 0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64)
 
 
 class DeviceRowKeys:
-    """The keys of the open step, once for each stream that needs them. Nothing here waits for a device."""
+    """Row keys of the open step, uploaded once per stream. No method waits for a device."""
 
     def __init__(self) -> None:
         self._step: object = None
@@ -25,10 +25,10 @@ class DeviceRowKeys:
         self._zero: dict[tuple[torch.device, int], Tensor] = {}
 
     def of(self, step: OpenStep | None, device: torch.device) -> Tensor | None:
-        """[slots] int64 on ``device``: the keys, or :data:`PADDING`; [1] of zero without a step.
+        """Return the row keys of ``step`` on ``device``: [slots] int64, :data:`PADDING` for padding rows.
 
-        None where they are unknown: they depend on values that are still being copied. The keys of rows that
-        :func:`are_preliminary` may turn out to be those of other rows.
+        Without a step, returns [1] of zero. Returns None while the keys are unknown, because they depend on values
+        that are still being copied. Keys of rows that :func:`are_preliminary` may later prove wrong.
         """
         place = device, stream_of(device)
         if step is None:
@@ -49,14 +49,15 @@ class DeviceRowKeys:
 
 
 def are_preliminary(step: OpenStep) -> bool:
-    """Whether the keys are of rows that the host may correct later, see :attr:`OpenStep.has_other_rows`."""
+    """Return whether the host may still correct the rows of ``step``, see :attr:`OpenStep.has_other_rows`."""
     return step.late_rows is not None and not isinstance(step.late_rows, LateRows)
 
 
 def keys_of_call(call: InputRows) -> Tensor:
-    """[slots] int64: the keys of the rows that the arguments of a call determine, computed where these are.
+    """Return the keys of the rows that the arguments of a call determine: [slots] int64, on their device.
 
-    As of :func:`tapscope.run_format.sketch.row_keys` for the step that :func:`rows_from_values` makes of them.
+    The result equals :func:`tapscope.run_format.sketch.row_keys` of the step that :func:`rows_from_values` builds from
+    the same arguments.
     """
     (batch, length), tensors = call.shape, call.tensors
     device = tensors["ids"].device
@@ -76,15 +77,15 @@ def keys_of_call(call: InputRows) -> Tensor:
 
 @functools.lru_cache(maxsize=16)
 def _hashes(batch: int, device: torch.device, stream: int) -> Tensor:
-    """[batch] int64: the hashes of the requests, which are named by their numbers."""
+    """Return the hashes of the request ids ``0`` to ``batch - 1``: [batch] int64 on ``device``."""
     values = [request_hash(str(i)) for i in range(batch)]
     return _upload(torch.tensor([v - (1 << 64) if v >> 63 else v for v in values], dtype=torch.int64), device)
 
 
 def keys_at(keys: Tensor, slots: Tensor) -> Tensor:
-    """[rows] int64 on the device: those of ``keys`` at ``slots``, which are [rows] int64 on the host.
+    """Return ``keys[slots]``: [rows] int64 on the device, for ``slots`` [rows] int64 on the host.
 
-    Raises IndexError for a slot that the step does not have: on the device that would end the process.
+    Raises IndexError for a slot out of range, which on the device would trigger an assertion and end the process.
     """
     if (last := int(slots.max())) >= len(keys):
         raise IndexError(f"no row {last} in a step of {len(keys)} rows")
@@ -98,5 +99,5 @@ def _upload(values: Tensor, device: torch.device) -> Tensor:
 
 
 def stream_of(device: torch.device) -> int:
-    """The current stream of a device."""
+    """Return the handle of the current stream of a device; 0 for the CPU."""
     return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0

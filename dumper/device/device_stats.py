@@ -1,9 +1,9 @@
-"""Statistics that the device computes: one row of 16 words per value, copied to the host in blocks. A block of
-sketches has 256 counters for each of its rows.
+"""Statistics computed on the device: one row of 16 words per value, copied to the host in blocks.
 
-The kernel that computes a row is launched in the hook, in the stream that computed the value: later writes do not show,
-only the row is copied, and no memory is held. Rows of one stream share a block. The block is copied when it is full,
-when the step ends, or when a value follows whose bytes are wanted.
+The kernel that computes a row is launched in the hook, in the stream that computed the value. Later writes therefore
+do not affect the row, only the row is copied, and no tensor memory is held. Rows of one stream share a block. The block
+is copied when it is full, when the step ends, or before the next value whose bytes are kept. A block with sketches has
+256 counters per row in addition.
 """
 
 import contextlib
@@ -31,24 +31,26 @@ _merges: "dict[torch.device, DriverLaunch]" = {}
 BLOCK = 256
 """Rows per block."""
 ROW_WORDS = 16
-"""64-bit words of a row on the device: those of a summary, and one that the kernel counts with."""
+"""64-bit words per row on the device: 15 of the summary, and 1 counter for the kernel."""
 COUNTERS = sketch.COUNTERS
 cuda: Any = torch.cuda  # parts of it have no type hints
 
 
 class SketchRequest(NamedTuple):
-    """What the device needs of a tensor [rows, width] besides its elements to sketch it."""
+    """Arguments for sketching a tensor [rows, width] on the device."""
 
     keys: Tensor
-    """[rows] int64 on the device: the row keys, -1 for padding."""
+    """Row keys: [rows] int64 on the device, -1 for padding."""
     part: tuple[int, int, int, int, int]
     """See :class:`tapscope.kernels.triton.sketch.Part`."""
 
 
 @functools.lru_cache(maxsize=64)
 def kernel_for(device: torch.device, dtype: torch.dtype) -> Callable[..., None] | None:
-    """The kernel that begins the row of a tensor of ``dtype``, see :func:`tapscope.kernels.triton.tap.begin`; None when
-    there is none."""
+    """Return the launcher of the statistics kernel for ``dtype``, :func:`tapscope.kernels.triton.tap.begin`.
+
+    Returns None without CUDA or Triton, and for an unsupported dtype.
+    """
     if triton.why_not(device) is not None or device.type != "cuda":
         return None
     from tapscope.kernels.triton import tap  # needs Triton
@@ -58,7 +60,10 @@ def kernel_for(device: torch.device, dtype: torch.dtype) -> Callable[..., None] 
 
 
 def teach(record_template: Any, tensor: Tensor, port: "SitePort") -> bool:
-    """Let the native writer launch the kernels for tensors like this one; False where it cannot."""
+    """Store the kernel launches for tensors of this layout in ``record_template``, for the native writer.
+
+    Returns False if the native writer cannot launch the kernels for ``tensor``.
+    """
     if EXCHANGE is None or tensor.dtype.is_complex:
         return False
     if kernel_for(tensor.device, tensor.dtype) is None:
@@ -81,19 +86,19 @@ def teach(record_template: Any, tensor: Tensor, port: "SitePort") -> bool:
 
 
 def parts_on(device: torch.device) -> "Parts":
-    """Room for partial results of the kernels of one stream, in memory of its own."""
+    """Allocate a buffer for the partial results of one stream, outside the pool of any CUDA graph."""
     from tapscope.kernels.triton import tap  # needs Triton
 
     def make() -> "Parts":
         tap.prepare(device)
         return tap.Parts(device)
 
-    with torch.inference_mode(False):  # it outlives the inference mode of the first value
-        return call_apart(make) if is_pooled() else make()  # and the pool of a graph
+    with torch.inference_mode(False):  # the buffer outlives the inference mode of the first value,
+        return call_apart(make) if is_pooled() else make()  # and the memory pool of a graph
 
 
 def _rows(device: torch.device) -> Tensor:
-    """Rows that no kernel has begun: merging them does nothing."""
+    """Allocate zeroed rows; merging a row that no kernel has begun is a no-op."""
     shape = (BLOCK, ROW_WORDS)
     if is_pooled():
         return allocate(shape, torch.int64, device).zero_()
@@ -101,22 +106,22 @@ def _rows(device: torch.device) -> Tensor:
 
 
 class BlockMemory(NamedTuple):
-    """What a block needs; used again by a later one of the same stream."""
+    """Buffers of a block, reused by later blocks of the same stream."""
 
     rows: Tensor
-    """On the device."""
+    """Statistics rows on the device: [256, 16] int64."""
     host: Tensor
-    """Page-locked."""
+    """Page-locked host copy of :attr:`rows`."""
     copied: Any
-    """Event: the rows are in host memory."""
+    """CUDA event that completes when the copy has arrived."""
     counters: Tensor | None = None
-    """Of sketches, on the device: [rows, 256] float32."""
+    """Sketch counters on the device: [256, 256] float32."""
     host_counters: Tensor | None = None
-    """Page-locked."""
+    """Page-locked host copy of :attr:`counters`."""
 
 
 class StatsBlock:
-    """Rows of one stream, in order."""
+    """Consecutive statistics rows of one stream, up to 256."""
 
     def __init__(
         self,
@@ -126,17 +131,18 @@ class StatsBlock:
         parts: "Parts",
         sketches: "Sketches | None" = None,
     ) -> None:
-        """``spare`` is the memory of earlier blocks, where that of this block goes in the end.
+        """Take buffers from ``spare``, to which they return in the end, or allocate new ones.
 
-        With ``sketches`` each row has counters too. All three belong to the stream, and to one block at a time.
+        With ``sketches``, each row also has counters. ``spare``, ``parts`` and ``sketches`` belong to the stream and
+        serve one open block at a time.
         """
         self._stream, self._spare, self._sketches = stream, spare, sketches
         self.parts = parts
-        """Partial results of rows that are not merged."""
+        """Partial results of rows that are not merged yet."""
         try:
             self._memory = spare.popleft()
         except IndexError:
-            with torch.inference_mode(False):  # it outlives the inference mode of the first value
+            with torch.inference_mode(False):  # the buffers outlive the inference mode of the first value
                 rows = _rows(device)
                 host = torch.empty(rows.shape, dtype=torch.int64, pin_memory=True)
                 counters = host_counters = None
@@ -148,19 +154,19 @@ class StatsBlock:
         self.num_rows, self._has_arrived = 0, False
 
     def __del__(self) -> None:
-        """Nobody reads its rows any more."""
+        """Return the buffers to ``spare``, now that no handle reads the rows."""
         with contextlib.suppress(Exception):  # the device has failed
             if self._has_arrived or self._copied.query():
                 self._spare.append(self._memory)
 
     def next_row(self) -> tuple[Tensor, "StatsRow"]:
-        """The next row on the device, and its handle."""
+        """Allocate the next row; returns the row on the device and its handle."""
         index = self.num_rows
         self.num_rows += 1
         return self._rows[index], StatsRow(self, index)
 
     def sketch(self, tensor: Tensor, request: "SketchRequest", index: int) -> None:
-        """Begin the sketch of a dense tensor, next to row ``index``; raises as the kernel's launch does."""
+        """Launch the sketch kernel for a dense tensor, into the counters of row ``index``; launch errors propagate."""
         from tapscope.kernels.triton.sketch import Part  # needs Triton
 
         assert self._sketches is not None
@@ -170,15 +176,17 @@ class StatsBlock:
 
     @property
     def is_full(self) -> bool:
-        """Whether no other value fits in."""
+        """Whether the block has no room for another value."""
         has_room = self.parts.has_room and (self._sketches is None or self._sketches.has_room)
         return self.num_rows == BLOCK or not has_room
 
     @property
     def place(self) -> tuple[int, ...]:
-        """Where the native writer launches kernels to: addresses on the device of the rows, of room for partial
-        results, and of the hash's key, number of rows and of partial results; and with sketches addresses of the
-        counters, and as of :attr:`Sketches.place`."""
+        """Kernel arguments for the native writer.
+
+        Device addresses of the rows, the partial results and the hash keys; number of rows and of partial results.
+        With sketches, also the device address of the counters and the values of :attr:`Sketches.place`.
+        """
         from tapscope.kernels.triton.digest import keys_on  # needs Triton
 
         keys = keys_on(self._rows.device).data_ptr()
@@ -188,7 +196,7 @@ class StatsBlock:
         return *rows, self._counters.data_ptr(), *self._sketches.place
 
     def close(self) -> None:
-        """Start to copy the rows to the host."""
+        """Merge partial results and start copying the rows to the host."""
         if self._close_by_driver():
             return
         from tapscope.kernels.triton import tap  # needs Triton
@@ -206,9 +214,9 @@ class StatsBlock:
             _merges[device] = how
 
     def _close_by_driver(self) -> bool:
-        """As :meth:`close`, by one call of the C++ library.
+        """Close the block by a single call of the C++ library; returns False, with no effect, if that is impossible.
 
-        False, and nothing is done, with sketches and before :meth:`close` has run once on the device.
+        Not possible for an empty block, with sketches, or before :meth:`close` has run once on the device.
         """
         rows, count, how = self._rows, self.num_rows, _merges.get(self._rows.device)
         if self._sketches is not None or how is None or not count:
@@ -222,16 +230,16 @@ class StatsBlock:
         return True
 
     def address_of(self, index: int) -> int:
-        """Host address of a row."""
+        """Return the host address of the row ``index``."""
         return self._host.data_ptr() + index * 8 * ROW_WORDS
 
     def counters_of(self, index: int) -> int:
-        """Host address of the counters of a row; 0 where there are none."""
+        """Return the host address of the counters of the row ``index``; 0 without sketches."""
         counters = self._host_counters
         return 0 if counters is None else counters.data_ptr() + 4 * COUNTERS * index
 
     def wait(self) -> None:
-        """Sleep until a closed block has arrived."""
+        """Sleep until the rows of a closed block have arrived on the host."""
         if not (self._has_arrived or self._copied.query()):
             with cuda.device(self._rows.device):
                 self._copied.synchronize()
@@ -239,7 +247,7 @@ class StatsBlock:
 
 
 class StatsRow:
-    """The handle of one value's row (:class:`tapscope.dumper.device.device.CopyHandle`)."""
+    """Handle of the statistics row of one value; a :class:`tapscope.dumper.device.device.CopyHandle`."""
 
     held_bytes = 0
     ran_out = False
@@ -251,9 +259,9 @@ class StatsRow:
 
     @property
     def is_last(self) -> bool:
-        """Whether it is the last row of its block."""
+        """Whether the block of this row is full."""
         return self._block.is_full
 
     def wait(self) -> None:
-        """Sleep until the row has arrived; its block must be closed."""
+        """Sleep until the row has arrived on the host; its block must be closed."""
         self._block.wait()

@@ -1,4 +1,4 @@
-"""Fetch: the values of one replay of a CUDA graph, copied from the memory of its taps to the host."""
+"""Fetch: one device-to-host copy of the values that the taps of a CUDA graph wrote during one replay."""
 
 import contextlib
 import threading
@@ -22,7 +22,7 @@ _sides: dict[torch.device, Any] = {}
 
 
 class Fetch:
-    """The values of one replay on their way to the host; begins when the first of them is asked for."""
+    """The pending copy of one replay's tap memory to the host; starts when the first value is requested."""
 
     def __init__(self, memory: GraphMemory) -> None:
         self._memory = memory
@@ -31,20 +31,19 @@ class Fetch:
         self._has_arrived = False
         self._last_offset = -1
         self.learned: list[tuple[Any, int, bool]] | None = None
-        """While the records of a replay are learned: each record, the offset of its value or -1, whether it has
-        bytes."""
+        """While a replay plan is being learned: (record, offset of its value or -1, whether it has a payload)."""
 
     def __del__(self) -> None:
-        """Nobody reads the copy any more: the next replay may use its memory."""
+        """Return the host buffer to the graph's memory for the next replay, now that no handle reads the copy."""
         buffer = getattr(self, "_buffer", None)
         with contextlib.suppress(Exception):  # the device has failed
             if buffer is not None and (self._has_arrived or buffer.event.query()):
                 self._memory.buffers.append(buffer)
 
     def handle_of(self, tensor: Tensor) -> "FetchHandle | None":
-        """The handle of a tensor in the graph's memory; None for any other, and for a part that is not dense.
+        """Return the handle of a tensor in the graph's memory; None for any other or non-contiguous tensor.
 
-        Raises UnsupportedTensor for a stand-in.
+        Raises UnsupportedTensor for a stand-in, whose elements were not copied.
         """
         place = self._memory.find(tensor.data_ptr())
         if place is None:
@@ -54,11 +53,11 @@ class Fetch:
         return self._handle(*place) if tensor.is_contiguous() else None
 
     def is_row(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` is a stand-in."""
+        """Return whether ``tensor`` is a stand-in, see :mod:`.graph_memory`."""
         return self._memory.is_row(tensor)
 
     def stats_handle_of(self, tensor: Tensor) -> "FetchHandle | None":
-        """The handle of the statistics of a stand-in; None for any other tensor."""
+        """Return the handle of the statistics row of a stand-in; None for any other tensor."""
         if not self._memory.is_row(tensor):
             return None
         place = self._memory.find(tensor.data_ptr())
@@ -66,15 +65,15 @@ class Fetch:
         return self._handle(*place)
 
     def is_sketched(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` is the stand-in of one whose sketch is computed."""
+        """Return whether ``tensor`` is a stand-in whose sketch is computed, too."""
         return tensor.data_ptr() in self._memory.sketched
 
     def sketch_handle_of(
         self, tensor: Tensor, info: StepInfo, place: DevicePlace | None
     ) -> "tuple[FetchHandle, int] | None":
-        """(handle of the statistics, address of the counters) of a stand-in at ``place`` in a step.
+        """Return (handle of the statistics, host address of the counters) of a stand-in at ``place`` in step ``info``.
 
-        None where the graph's kernels have computed another sketch than that.
+        Returns None if the graph's kernels computed no sketch, or one for other rows or columns.
         """
         kept = self._memory.sketched.get(tensor.data_ptr())
         if kept is None or place is None or self._memory.keys_of is not info:
@@ -89,27 +88,27 @@ class Fetch:
         return FetchHandle(self, address + self._last_offset)
 
     def whole(self) -> "FetchHandle":
-        """Start to copy the memory, unless that was done; the handle of all of it."""
+        """Start the copy if necessary; returns the handle of the whole memory."""
         return FetchHandle(self, self.begin())
 
     def begin(self) -> int:
-        """Start to copy the memory, unless that was done; returns the address of the copy on the host."""
+        """Start the copy if necessary; returns the host address of the copied memory."""
         if self._host is None:
             self._begin()
         assert self._host is not None
         return self._host.data_ptr()
 
     def learn(self, record: Any) -> None:
-        """A record was queued."""
+        """Append a queued record, with the offset of its value, to :attr:`learned` if a plan is being learned."""
         if self.learned is not None:
             self.learned.append((record, self._last_offset, record.slot is not None))
         self._last_offset = -1
 
     def _begin(self) -> None:
-        """Copy the used memory to the host.
+        """Start copying the used memory to the host.
 
-        Little memory is copied in the stream of the replay; of more, a snapshot is copied in a stream of ours, unless
-        the device has no memory for it.
+        Little memory is copied in the stream of the replay. More is first snapshotted on the device, if it has enough
+        memory, and the snapshot is copied in a side stream.
         """
         memory = self._memory
         bases = memory.bases()
@@ -140,7 +139,7 @@ class Fetch:
             buffer.event.record(side)
 
     def wait(self) -> None:
-        """Sleep until all of it is there."""
+        """Sleep until the copy has arrived."""
         buffer = self._buffer
         if buffer is None or self._has_arrived:
             return
@@ -151,7 +150,7 @@ class Fetch:
 
 
 class FetchHandle:
-    """One value of a fetch (:class:`tapscope.dumper.device.device.CopyHandle`)."""
+    """Handle of one value of a fetch; a :class:`tapscope.dumper.device.device.CopyHandle`."""
 
     __slots__ = ("_fetch", "address", "held_bytes")
     is_last = False
@@ -163,13 +162,13 @@ class FetchHandle:
         self.held_bytes = 0
 
     def wait(self) -> None:
-        """Sleep until it is there."""
+        """Sleep until the fetch has arrived."""
         self._fetch.wait()
 
 
 @contextmanager
 def fetching(fetch: Fetch) -> Iterator[None]:
-    """Inside, values in the memory of a graph come by ``fetch``."""
+    """Context manager: this thread reads values in the graph's memory through ``fetch``."""
     before, _local.fetch = getattr(_local, "fetch", None), fetch
     try:
         yield
@@ -178,7 +177,7 @@ def fetching(fetch: Fetch) -> Iterator[None]:
 
 
 def fetch_here() -> Fetch | None:
-    """The fetch that this thread is in."""
+    """Return the fetch that is active in this thread; None outside of :func:`fetching`."""
     return getattr(_local, "fetch", None)
 
 

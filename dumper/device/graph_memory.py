@@ -1,16 +1,17 @@
-"""Static memory of a captured graph: its taps write there at every replay, and one copy brings all of it to the host.
+"""GraphMemory: static device memory that the taps of a captured graph write to at every replay.
 
-A tensor that a graph computes is gone when the graph goes on, because its memory is used again. So a tap that keeps the
-tensor records a copy into this memory, and one that keeps statistics records the kernel that writes a row of 16 words.
-After a replay the memory is snapshotted in the stream of the replay, and a stream of ours copies the snapshot to
-page-locked memory (:class:`~.graph_fetch.Fetch`), so that neither the next replay nor the host waits.
+A graph reuses the memory of its intermediate tensors during a replay. A tap that keeps a tensor therefore captures a
+copy into this static memory, and a tap that keeps statistics captures the kernel that writes a row of 16 words. After a
+replay, the memory is snapshotted in the stream of the replay, and a side stream copies the snapshot to page-locked
+memory (:class:`~.graph_fetch.Fetch`). Neither the next replay nor the host waits.
 
-Where the model promises that values stay as its hooks see them (``tap_values_final``), taps wait for one another: their
-tensors stay referenced, one launch summarises all of one type, and one sketches them, on a stream that forks off the
-model's own, and joins it when the call ends. Elsewhere each tap launches its own kernel immediately.
+If the model promises that values do not change after its hooks saw them (``tap_values_final``), taps are batched: their
+tensors stay referenced, one launch summarizes all tensors of a dtype, and one launch sketches them. The launches run on
+a stream that forks from the model's stream and joins it when the call ends. Otherwise each tap launches its own kernel
+immediately.
 
-What a tap gives to the rules after a replay is a tensor in this memory. For statistics it is a *stand-in*: the shape
-and dtype of the tensor over the memory of its row. The counters of a sketch follow the row.
+After a replay, each tap passes a tensor in this memory to the rules. For statistics this tensor is a *stand-in*: it has
+the shape and dtype of the original, but its storage is the statistics row. The counters of a sketch follow the row.
 """
 
 import contextlib
@@ -32,88 +33,91 @@ from tapscope.dumper.records.snapshot import learn_plain
 from tapscope.run_format.sketch import NBYTES
 
 ALIGNMENT = 256
-"""Bytes that every value begins at a multiple of."""
+"""Alignment of values in bytes."""
 ROW_BYTES = 8 * ROW_WORDS
-"""Of the statistics of a tensor; the counters of its sketch begin behind them."""
+"""Size of a statistics row in bytes; the counters of a sketch follow the row."""
 _FIRST_CHUNK, _LARGEST_CHUNK = 1 << 20, 64 << 20
 _TABLE_ROWS = 512
 _LAUNCH_BYTES = 64 << 20
-"""Bytes of waiting tensors that make a launch worthwhile while the model goes on."""
+"""Bytes of batched tensors above which their taps are launched, concurrently with the model."""
 _WAITING_BYTES = 256 << 20
-"""Bytes of waiting tensors that the graph's pool may hold; beyond it the model waits for their taps."""
+"""Maximum bytes of batched tensors kept alive in the graph's pool; beyond it the model waits for their taps."""
 _DIRECT_BYTES = 256 << 10
-"""Memory up to this size is copied to the host in the stream of the replay, which takes less than a snapshot."""
+"""Memory up to this size is copied to the host in the stream of the replay, which is faster than a snapshot."""
 cuda: Any = torch.cuda  # parts of it have no type hints
 
 
 class _Waiting(NamedTuple):
-    """A tensor whose tap is not launched yet."""
+    """A tensor of a tap whose kernel is launched later, in a batch."""
 
     tensor: Tensor
     row: Tensor | None
-    """Receives its statistics; None for a copy."""
+    """Destination of the statistics; None for a copy."""
     target: Tensor | None
-    """Receives a copy of it."""
+    """Destination of the copy; None for statistics."""
     num_rows: int | None
-    """Token rows of a packed tensor."""
+    """Number of token rows of a packed tensor; None if the rows are not tokens."""
     version: int
     place: DevicePlace | None
-    """Of its elements in the whole tensor, where its sketch is computed too."""
+    """Position of the tensor's elements in the whole tensor; None without a sketch."""
 
 
 class HostBuffer(NamedTuple):
-    """Where the memory of one replay is copied to."""
+    """Host buffer, and optional device snapshot, for the memory of one replay."""
 
     host: Tensor
-    """Page-locked."""
+    """Page-locked destination, uint8."""
     snapshot: Tensor | None
-    """On the device, where the copy takes place later than the replay."""
+    """Intermediate copy on the device; None to copy directly in the stream of the replay."""
     event: Any
-    """Recorded after the copy."""
+    """CUDA event recorded after the copy to the host."""
     parts: list[tuple[Tensor, Tensor]]
-    """What is copied first: to where, and from where in the graph's memory."""
+    """(destination, source in the graph's memory) of the first copies, to the snapshot or directly to the host."""
     copies: bytes
-    """The same for the driver."""
+    """:attr:`parts` as packed by :func:`.packed_copies`."""
     copy_of_snapshot: bytes
-    """The copy of the snapshot to the host, for the driver; empty without one."""
+    """The packed copy from the snapshot to the host; empty without a snapshot."""
 
 
 class GraphMemory:
-    """The memory of the taps of one graph on one device. Offsets count over all chunks."""
+    """Memory of the taps of one graph on one device, allocated in chunks. Offsets count across all chunks."""
 
     def __init__(self, device: torch.device, *, values_are_final: bool = False) -> None:
         """``values_are_final``: no tensor that a tap sees is written to later in the same call."""
         self._device = device
         self._chunks: list[Chunk] = []
-        self._bases: dict[Chunk, int] | None = None  # None while it grows
-        self._rows: set[int] = set()  # addresses of rows of statistics
+        self._bases: dict[Chunk, int] | None = None  # None after the memory has grown
+        self._rows: set[int] = set()  # addresses of statistics rows
         self.sketched: dict[int, DevicePlace] = {}
-        """Those of tensors whose sketch is computed too."""
+        """Address of a statistics row -> place of the tensor, for tensors whose sketch is computed, too."""
         self.keys_of: StepInfo | None = None
-        """The step whose row keys the last sketches were computed with; None if they were unknown."""
+        """The step whose row keys the latest sketches use; None if the keys were unknown."""
         self._keys: Tensor | None = None
-        self._num_keys = 0  # not padding
+        self._num_keys = 0  # keys that are not padding
         self._table: _Table | None = None
-        self._sketch_tables: list[Tensor] = []  # what the launches of sketches read
+        self._sketch_tables: list[Tensor] = []  # read by the captured sketch launches, so they must stay alive
         self._defers = values_are_final and device.type == "cuda"
         self._waiting: list[_Waiting] = []
         self._launched: list[_Waiting] = []
-        self._known: dict[tuple[Any, ...], Tensor] = {}  # what identifies a waiting tensor -> its stand-in
+        self._known: dict[tuple[Any, ...], Tensor] = {}  # identity of a batched tensor -> its stand-in
         self._side: Any = None
         self.problems: list[str] = []
-        """Why statistics of the graph may not be those of the values that hooks saw."""
+        """Reasons why statistics of the graph may differ from those of the values that the hooks saw."""
         self.buffers: deque[HostBuffer] = deque()
-        """Host memory of earlier replays, ready to be used again."""
+        """Buffers of earlier replays, ready for reuse."""
         if device.type == "cuda":
             call_apart(lambda: _warm(device))
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are used."""
+        """Number of bytes in use."""
         return sum(chunk.used for chunk in self._chunks)
 
     def keep(self, tensor: Tensor) -> Tensor:
-        """Record a copy of ``tensor``; returns where it will be after each replay. Empty tensors are returned as is."""
+        """Capture a copy of ``tensor``; returns the tensor that contains the copy after each replay.
+
+        An empty tensor is returned unchanged.
+        """
         if not tensor.numel():
             return tensor
         tensor = tensor.detach()
@@ -130,10 +134,10 @@ class GraphMemory:
         return target
 
     def summarize(self, tensor: Tensor, num_rows: int | None, place: DevicePlace | None = None) -> Tensor | None:
-        """Record the statistics of ``tensor``; returns its stand-in, or None where no kernel serves it.
+        """Capture the statistics of ``tensor``; returns its stand-in, or None if no kernel supports the tensor.
 
-        ``num_rows``: how many tokens it holds, of which a replay may compute fewer, see :meth:`set_rows`; None where
-        its rows are not tokens. With ``place``, record its sketch too; its rows have the keys of :meth:`set_keys`.
+        ``num_rows`` is the number of token rows, of which a replay may compute fewer, see :meth:`set_rows`; None if
+        the rows are not tokens. With ``place``, the sketch is captured, too, with the row keys of :meth:`set_keys`.
         """
         if not tensor.numel() or kernel_for(tensor.device, tensor.dtype) is None:
             return None
@@ -157,7 +161,7 @@ class GraphMemory:
                 self._keys = call_apart(lambda: _filled(shape, PADDING, torch.int64, self._device))
         if self._defers:
             readable = _readable(tensor)
-            if readable.data_ptr() == tensor.data_ptr():  # it stays referenced, so nothing else comes to lie there
+            if readable.data_ptr() == tensor.data_ptr():  # tensor stays referenced, so its address stays unique
                 self._known[about] = stand_in
             self._wait(_Waiting(readable, row, None, num_rows, _version(readable), place))
         elif num_rows is not None:
@@ -171,7 +175,7 @@ class GraphMemory:
         return stand_in
 
     def _wait(self, waiting: _Waiting) -> None:
-        """A tap waits for others, until they are worth a launch."""
+        """Add a tensor to the batch, and launch the batch once it is large enough."""
         self._waiting.append(waiting)
         if sum(each.tensor.nbytes for each in self._waiting) >= _LAUNCH_BYTES:
             self._launch()
@@ -179,12 +183,12 @@ class GraphMemory:
                 self._join()
 
     def finish(self) -> None:
-        """Launch what waits, and let the model's stream wait for it; at the end of a call."""
+        """Launch the batched taps and make the model's stream wait for them; called at the end of a call."""
         self._launch()
         self._join()
 
     def _launch(self) -> None:
-        """Launch the taps that wait, in a stream of their own."""
+        """Launch the batched taps in the side stream."""
         waiting, self._waiting = self._waiting, []
         if not waiting:
             return
@@ -206,18 +210,18 @@ class GraphMemory:
                     torch._foreach_copy_(targets, sources)
 
     def _join(self) -> None:
-        """The model's stream waits for the taps, whose tensors need not live on."""
+        """Make the model's stream wait for the launched taps, and release their tensors."""
         if self._launched:
             cuda.current_stream(self._device).wait_stream(self._side)
         self._launched.clear()
         self._known.clear()
 
     def _summarize(self, waiting: "list[_Waiting]") -> None:
-        """Launch the kernel once for each type."""
+        """Launch the statistics kernel, once per dtype and table of 512 tensors."""
         from tapscope.kernels.triton import tap  # needs Triton
 
         by_type: dict[torch.dtype, list[_Waiting]] = {}
-        for each in sorted(waiting, key=lambda each: each.tensor.nbytes, reverse=True):  # as a plan has them
+        for each in sorted(waiting, key=lambda each: each.tensor.nbytes, reverse=True):  # a plan requires this order
             by_type.setdefault(each.tensor.dtype, []).append(each)
         for alike in by_type.values():
             for first in range(0, len(alike), _TABLE_ROWS):
@@ -229,7 +233,7 @@ class GraphMemory:
                 tap.summarize_many(plan, *self._table.add(plan, [each.num_rows for each in some]))
 
     def _sketch(self, waiting: "Sequence[_Waiting]") -> None:
-        """Launch the kernel of sketches once for each type, and the one that completes them."""
+        """Launch the sketch kernel once per dtype, and then the kernel that merges partial counters."""
         if not any(each.place for each in waiting):
             return
         from tapscope.kernels.triton.sketch import Part  # needs Triton
@@ -244,14 +248,14 @@ class GraphMemory:
         self._sketch_tables += sketch_many(_sketches_of(self._device), requests, self._upload)
 
     def _upload(self, table: Tensor) -> Tensor:
-        """``table`` on the device, outside of the graph's pool; it is there when this returns."""
+        """Copy ``table`` to the device, outside of the graph's pool, and wait for the copy."""
         uploaded: Tensor = call_apart(lambda: _complete(self._device, lambda: table.to(self._device)))
         return uploaded
 
     def set_keys(self, info: StepInfo | None, keys: Tensor | None) -> None:
-        """The next replay computes the rows of this step, which have these keys, see :class:`.DeviceRowKeys`.
+        """Set the step and row keys of the next replay, see :class:`.DeviceRowKeys`.
 
-        Where they are unknown (None), sketches are of nothing.
+        If ``keys`` is None (unknown), the next sketches are empty.
         """
         if self._keys is None:
             return
@@ -264,15 +268,15 @@ class GraphMemory:
         self._num_keys = count
 
     def set_rows(self, count: int | None) -> None:
-        """The next replay computes ``count`` valid token rows; the remaining rows of packed tensors are padding.
+        """Set the number of valid token rows of the next replay; further rows of packed tensors are padding.
 
-        None where every row is valid.
+        None makes all rows valid.
         """
         if self._table is not None:
             self._table.set_rows(count)
 
     def find(self, address: int) -> tuple["Chunk", int] | None:
-        """The chunk that holds an address, and the offset there."""
+        """Return the chunk that contains a device address, and the offset in the chunk; None if there is none."""
         for chunk in self._chunks:
             offset = address - chunk.address
             if 0 <= offset < chunk.used:
@@ -280,16 +284,16 @@ class GraphMemory:
         return None
 
     def is_row(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` is the stand-in of one whose statistics alone are computed."""
+        """Return whether ``tensor`` is a stand-in: its statistics, but not its elements, are in this memory."""
         return tensor.data_ptr() in self._rows
 
     def host_buffer(self, nbytes: int) -> HostBuffer:
-        """Host memory for one replay: that of an earlier one, else new."""
+        """Return a buffer for one replay, reused from an earlier replay if possible."""
         while self.buffers:
             buffer = self.buffers.popleft()
             if buffer.host.numel() == nbytes:
                 return buffer
-        with torch.inference_mode(False):  # it outlives the caller's mode
+        with torch.inference_mode(False):  # the buffer outlives the caller's inference mode
             host = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
             snapshot = None
             if nbytes > _DIRECT_BYTES:
@@ -304,7 +308,7 @@ class GraphMemory:
         return HostBuffer(host, snapshot, event, parts, packed_copies(copies), packed_copies(later))
 
     def bases(self) -> "dict[Chunk, int]":
-        """Where the copy of each chunk begins in the memory of a replay."""
+        """Return the offset of each used chunk in the host copy, in bytes."""
         if self._bases is None:
             self._bases, total = {}, 0
             for chunk in self._chunks:
@@ -315,7 +319,7 @@ class GraphMemory:
 
     @property
     def chunks(self) -> Sequence["Chunk"]:
-        """Its parts."""
+        """The allocated chunks."""
         return self._chunks
 
     def _place(self, nbytes: int, alignment: int = ALIGNMENT) -> Tensor:
@@ -331,7 +335,7 @@ class GraphMemory:
 
 
 class Chunk:
-    """One allocation."""
+    """One device allocation, filled from the start."""
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
@@ -340,7 +344,7 @@ class Chunk:
 
 
 class _Table:
-    """What the kernels read of their tensors on the device, see ``tap.Plan``."""
+    """Device table of tensor descriptors for the statistics kernels, see ``tap.Plan``; tables form a linked list."""
 
     def __init__(self, device: torch.device, before: "_Table | None") -> None:
         from tapscope.kernels.triton import tap  # needs Triton
@@ -350,18 +354,21 @@ class _Table:
         self._memory = call_apart(lambda: _zeros((_TABLE_ROWS, tap.COLUMNS), torch.int64, device))
         self._host = torch.zeros(_TABLE_ROWS, tap.COLUMNS, dtype=torch.int64)
         self._counts = self._host[:, tap.COUNT]
-        self._row_counts = torch.zeros(_TABLE_ROWS, dtype=torch.int64)  # elements of a row; 0 where all rows are valid
-        self._whole = torch.zeros(_TABLE_ROWS, dtype=torch.int64)  # elements of all rows
-        self._places: list[Tensor] = []  # those of each launch
+        self._row_counts = torch.zeros(_TABLE_ROWS, dtype=torch.int64)  # elements per token row; 0 if not packed
+        self._whole = torch.zeros(_TABLE_ROWS, dtype=torch.int64)  # elements of the whole tensor
+        self._places: list[Tensor] = []  # places of each captured launch, which must stay alive
         self._used = 0
         self._count: int | None = -1
 
     def has_room(self, count: int) -> bool:
-        """Whether ``count`` more tensors fit in."""
+        """Return whether the table has room for ``count`` more tensors."""
         return self._used + count <= _TABLE_ROWS
 
     def add(self, plan: Any, num_rows: "Sequence[int | None]") -> tuple[Tensor, Tensor]:
-        """The table and the places of a plan on the device; given are the token rows of each tensor that is packed."""
+        """Upload a plan; returns its table rows and its places on the device.
+
+        ``num_rows`` has the number of token rows of each tensor, None for a tensor that is not packed.
+        """
         first, self._used = self._used, self._used + len(plan.table)
         added = slice(first, self._used)
         self._host[added] = plan.table
@@ -380,7 +387,7 @@ class _Table:
         return entries, self._places[-1]
 
     def set_rows(self, count: int | None) -> None:
-        """Every packed tensor has ``count`` rows from the next launch on; None for all of its rows."""
+        """Set the number of valid rows of every packed tensor for the next launch; None makes all rows valid."""
         if self._before is not None:
             self._before.set_rows(count)
         if count == self._count:
@@ -396,17 +403,17 @@ _forks: dict[torch.device, Any] = {}
 
 
 def _fork_of(device: torch.device) -> Any:
-    """The stream of waiting taps, which captures fork into."""
+    """Return the side stream for batched taps on ``device``, into which a capture forks."""
     return _forks.get(device) or _forks.setdefault(device, call_apart(lambda: cuda.Stream(device)))
 
 
 def _version(tensor: Tensor) -> int:
-    """Counts writes in place, as far as torch knows of them."""
+    """Return torch's counter of in-place writes; always 0 for inference tensors, which have no counter."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def _readable(tensor: Tensor) -> Tensor:
-    """``tensor`` as real elements in rows that the kernel can read, which are a copy only where they must be."""
+    """Return ``tensor`` as real elements in a layout that the kernel can read; copies only if necessary."""
     from tapscope.kernels.triton import tap  # needs Triton
 
     flat = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
@@ -417,12 +424,12 @@ def _readable(tensor: Tensor) -> Tensor:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory of zeros, which are there when this returns."""
+    """Allocate a tensor of zeros and wait until it is initialized."""
     return _filled(shape, 0, dtype, device)
 
 
 def _filled(shape: tuple[int, ...], value: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory of this value, which is there when this returns."""
+    """Allocate a tensor filled with ``value`` and wait until it is initialized."""
     memory = torch.full(shape, value, dtype=dtype, device=device)
     if device.type == "cuda":
         cuda.current_stream(device).synchronize()
@@ -431,15 +438,15 @@ def _filled(shape: tuple[int, ...], value: int, dtype: torch.dtype, device: torc
 
 @functools.cache
 def _sketches_of(device: torch.device) -> Any:
-    """Room for partial counters, which all graphs share: a step replays one after the other."""
+    """Return the buffer for partial sketch counters; all graphs share it, because replays run one after another."""
     from tapscope.kernels.triton.sketch import PROGRAM_BYTES, Sketches, most_programs  # needs Triton
 
-    room = _LAUNCH_BYTES // PROGRAM_BYTES + _TABLE_ROWS + most_programs(device)  # what waited, and one large tensor
+    room = _LAUNCH_BYTES // PROGRAM_BYTES + _TABLE_ROWS + most_programs(device)  # a full batch and one large tensor
     return call_apart(lambda: _complete(device, lambda: Sketches(device, _TABLE_ROWS, room)))
 
 
 def _complete(device: torch.device, make: Callable[[], Any]) -> Any:
-    """What ``make`` makes on ``device``, which is there when this returns."""
+    """Call ``make`` with ``device`` as the current device, wait for its work on the stream, and return its result."""
     with contextlib.nullcontext() if device.type == "cpu" else cuda.device(device), torch.inference_mode(False):
         made = make()
         if device.type == "cuda":
@@ -449,7 +456,7 @@ def _complete(device: torch.device, make: Callable[[], Any]) -> Any:
 
 @functools.cache
 def _prepare_sketch(device: torch.device, dtype: torch.dtype) -> bool:
-    """Compile and load what sketches of a type need, before a capture launches it; False where none serves it."""
+    """Compile and load the sketch kernels for ``dtype`` before they are captured; False if the dtype is unsupported."""
     from tapscope.kernels.triton import sketch_table  # needs Triton
     from tapscope.kernels.triton.sketch import TYPES
 
@@ -460,7 +467,7 @@ def _prepare_sketch(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _warm(device: torch.device) -> None:
-    """What kernels of statistics need on the device before a capture."""
+    """Prepare the statistics kernels on the device before a capture."""
     with cuda.device(device):
         if kernel_for(device, torch.float32) is not None:
             from tapscope.kernels.triton import tap

@@ -1,4 +1,4 @@
-"""LateRows: the token rows of a step whose token ids are stored on a device."""
+"""LateRows: the token rows of a step whose token ids are still on a device."""
 
 import threading
 from collections.abc import Callable, Mapping
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 Complete = Callable[[StepInfo, Mapping[str, Array]], StepInfo]
-_LOOK_S = 1.0  # how often a caller that waits checks whether the device still makes progress
+_LOOK_S = 1.0  # interval at which wait() checks whether the device still makes progress
 _DTYPES = {torch.int64: "int64", torch.int32: "int32", torch.bool: "bool"}
 
 
 class LateRows:
-    """Copies the tensors of a call to the host; until they have arrived, :attr:`outline` is used."""
+    """Copies a call's tensors to the host and completes the step from them; until then :attr:`outline` applies."""
 
     def __init__(
         self,
@@ -33,13 +33,13 @@ class LateRows:
         *,
         rows_are_late: bool = False,
     ) -> None:
-        """Start the copies; ``complete`` makes the step of the outline and the values.
+        """Start copying ``tensors``; ``complete(outline, values)`` returns the step once all values have arrived.
 
-        It is called once for each step whose values arrive, in the order of the steps, in the worker's thread; what it
-        raises is passed to ``failed``. Raises as :meth:`D2HWorker.start`.
+        ``complete`` is called at most once, in the worker's thread, in the order of the steps; its exceptions are
+        passed to ``failed``. Raises as :meth:`D2HWorker.start`.
         """
         self.outline = outline
-        """What is known before the values arrive."""
+        """The step as known before the values arrive."""
         self._worker = worker
         self._complete = complete
         self._failed = failed
@@ -50,30 +50,30 @@ class LateRows:
         self._has_arrived = threading.Event()
         self._info: StepInfo | None = None
         self.rows_are_late = rows_are_late
-        """Whether the values tell which rows there are, not only their tokens."""
+        """Whether the values determine the rows themselves, not only their token ids."""
         self.keys: torch.Tensor | None = None
-        """Of the rows, for sketches on the device, see device_row_keys.py; valid in one stream."""
+        """Row keys for sketches on the device, see device_row_keys.py; valid in the stream :attr:`keys_stream`."""
         self.keys_stream = 0
         for name, tensor in tensors.items():
             self._start(name, tensor)
 
     @property
     def is_ready(self) -> bool:
-        """Whether :attr:`info` is complete."""
+        """Whether :attr:`info` is final."""
         return self._has_arrived.is_set() or self._worker.is_overdue
 
     @property
     def info(self) -> StepInfo:
-        """The step with its rows, or its outline when the device failed. Valid once :attr:`is_ready`."""
+        """The step with its rows, or the outline when the device failed. Valid once :attr:`is_ready`."""
         with self._lock:
             self._info = self._info or self.outline
             return self._info
 
     def wait(self) -> None:
-        """Wait until it :attr:`is_ready`: for a caller that needs the rows while the step runs."""
+        """Wait until :attr:`is_ready`, or until no copy is pending; for callers that need the rows during the step."""
         self._worker.hurry()
         while not self._has_arrived.wait(_LOOK_S):
-            if self._worker.is_overdue or not self._worker.staging.num_pending:  # nothing will come
+            if self._worker.is_overdue or not self._worker.staging.num_pending:  # the values will never arrive
                 return
 
     def _start(self, name: str, tensor: torch.Tensor) -> None:
@@ -96,11 +96,14 @@ class LateRows:
         def done(_: PayloadSlot) -> None:
             self._arrived(name, values, is_whole=came)
 
-        # The thread that waits for it should not take the interpreter from the forward that begins
+        # can_wait: do not wake the worker's thread, which would compete for the GIL with the forward that begins
         self._worker.start(tensor, layout, slot, done, arrived, can_wait=True)
 
     def _arrived(self, name: str, values: Array, *, is_whole: bool) -> None:
-        """The values of a tensor are here, or will not come; with the last of them, complete the step."""
+        """Store the values of one tensor, and complete the step after the last one.
+
+        ``is_whole`` False means that the values will never arrive.
+        """
         with self._lock:
             self._values[name] = values
             self._has_failed = self._has_failed or not is_whole
@@ -111,7 +114,7 @@ class LateRows:
         if not self._has_failed:
             try:
                 info = self._complete(self.outline, self._values)
-            except Exception as error:  # noqa: BLE001 - values of an unknown model; the thread has to go on
+            except Exception as error:  # noqa: BLE001 - arguments of an arbitrary model; the thread must survive
                 self._failed(error)
         with self._lock:
             self._info = self._info or info

@@ -1,4 +1,4 @@
-"""PendingClones: clones in device memory whose copies to the host are pending."""
+"""PendingClones: staging clones in device memory whose copies to the host are pending."""
 
 import functools
 import math
@@ -10,7 +10,7 @@ import torch
 
 
 class PendingClones:
-    """Clones by their device, the stream that wrote them, and their size. They are not kept alive."""
+    """Weak references to staging clones, by device, the stream that wrote the clone, and size in bytes."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -19,11 +19,11 @@ class PendingClones:
         ] = {}
 
     def __len__(self) -> int:
-        """Number of sizes with clones, of which some may have arrived."""
+        """Return the number of (device, stream, size) queues, including queues whose clones have been freed."""
         return len(self._queues)
 
     def add(self, stream: torch.cuda.Stream, clone: torch.Tensor, copied: torch.cuda.Event) -> None:
-        """``copied`` completes when the clone may be overwritten."""
+        """Register a clone; it may be overwritten once the event ``copied`` completes."""
         place = clone.device, stream.cuda_stream, clone.nbytes
         with self._lock:
             if place not in self._queues:
@@ -34,22 +34,22 @@ class PendingClones:
             queue.append((copied, weakref.ref(clone)))
 
     def _forget_arrived(self) -> None:
-        """Sizes come and go with the number of tokens in a step."""
+        """Drop queues without live clones: sizes change with the number of tokens in a step."""
         self._queues = {
             place: queue for place, queue in self._queues.items() if any(clone() is not None for _, clone in queue)
         }
 
     def overwrite(self, stream: torch.cuda.Stream, tensor: torch.Tensor) -> torch.Tensor | None:
-        """``tensor`` in the memory of the oldest clone of its size, once that one is copied; None without one.
+        """Copy ``tensor`` into the memory of the oldest clone of its size; returns None if there is no clone.
 
-        ``stream``, the current one, waits for that.
+        ``stream``, which must be the current stream, waits until that clone has been copied to the host.
         """
         found = self._take((tensor.device, stream.cuda_stream, tensor.nbytes))
         if found is None:
             return None
         copied, clone = found
         stream.wait_event(copied)
-        with torch.inference_mode(False):  # not a view, which would remember the mode it was made in
+        with torch.inference_mode(False):  # a new tensor, because a view would inherit the clone's inference mode
             again = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
             again.set_(clone.untyped_storage(), 0, tensor.shape, dense_strides(tensor.shape))
         with torch.no_grad():
@@ -67,5 +67,5 @@ class PendingClones:
 
 @functools.lru_cache(maxsize=4096)
 def dense_strides(shape: torch.Size) -> tuple[int, ...]:
-    """Strides of a dense tensor of this shape."""
+    """Return the strides of a contiguous tensor of this shape, in elements."""
     return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))

@@ -1,8 +1,8 @@
-"""Device memory outside the pools of CUDA graphs.
+"""Allocation of device memory outside the memory pools of CUDA graphs.
 
-In a thread that captures a graph, and in one where ``torch.compile`` warms a graph up, the allocator takes everything
-from the graph's pool. Its owner takes that memory back, and fails where a tensor is still held. So another thread,
-which takes part in no capture, allocates what outlives the call.
+In a thread that captures a graph, or in which ``torch.compile`` warms up a graph, the allocator serves every allocation
+from the graph's pool. The pool's owner reclaims that memory and fails if a tensor in it is still referenced. Tensors
+that outlive the call are therefore allocated in a separate thread that takes part in no capture.
 """
 
 import sys
@@ -20,7 +20,7 @@ _executor: list[ThreadPoolExecutor] = []
 
 
 def call_apart(function: Callable[[], _T]) -> _T:
-    """Call ``function`` in the other thread and wait for it."""
+    """Call ``function`` in the allocator thread; waits for it and returns its result."""
     if not _executor:
         _executor.append(ThreadPoolExecutor(1, "tapscope-allocator"))
 
@@ -32,18 +32,18 @@ def call_apart(function: Callable[[], _T]) -> _T:
 
 
 def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """An uninitialised tensor in memory of its own."""
+    """Allocate an uninitialized tensor outside of any graph pool."""
     return call_apart(lambda: torch.empty(shape, dtype=dtype, device=device))
 
 
 def copy_apart(tensor: Tensor) -> Tensor:
-    """A dense copy in memory of its own, made in the current stream."""
+    """Return a contiguous copy outside of any graph pool; the copy runs in the current stream."""
     target = allocate(tuple(tensor.shape), tensor.dtype, tensor.device)
     return target.copy_(tensor.detach())
 
 
 def is_pooled() -> bool:
-    """Whether what this thread allocates may come from the pool of a graph of ``torch.compile``."""
+    """Return whether allocations of this thread may come from the pool of a ``torch.compile`` CUDA graph."""
     trees: Any = sys.modules.get("torch._inductor.cudagraph_trees")
     if trees is None:
         return False

@@ -1,7 +1,7 @@
-"""The Triton kernels that taps launch, compiled in parallel before a step needs them.
+"""Ahead-of-time compilation of the Triton kernels that taps launch, in parallel.
 
-Triton compiles a kernel when it is first launched, in one to three seconds, so the first step with taps
-would compile several of them one after the other.
+Triton compiles a kernel at its first launch, which takes one to three seconds. Without this module, the first step with
+taps would compile several kernels one after another.
 """
 
 import logging
@@ -22,14 +22,15 @@ cuda: Any = torch.cuda  # parts of it have no type hints
 
 
 def compile_ahead(models: Iterable[nn.Module], *, sketches: bool, rank: int = 0, world_size: int = 1) -> None:
-    """Compile the kernels of statistics for these models, and with ``sketches`` those of sketches; once in a process.
+    """Compile the statistics kernels for the given models, and with ``sketches`` also the sketch kernels.
 
-    Values of a model are expected to have the dtypes of its floating-point parameters, float32 or int64; kernels for
-    any other dtype are compiled when they are first launched. Does nothing where the models have no CUDA parameters.
-    Ranks share the work if all of them call this with models of the same dtypes.
+    Each kernel is compiled once per process. The values of a model are expected to have the dtypes of its
+    floating-point parameters, float32 or int64; kernels for other dtypes are compiled at their first launch. Does
+    nothing for models without CUDA parameters. Ranks share the work if all of them call this function with models of
+    the same dtypes.
     """
     if not cuda.is_initialized() or is_pooled() or cuda.is_current_stream_capturing():
-        return  # memory that is taken here would be that of a graph
+        return  # allocations would come from the memory pool of a graph
     parameters = [each for model in models for each in model.parameters() if each.is_cuda]
     for device in {each.device for each in parameters}:
         found = {each.dtype for each in parameters if each.device == device and each.dtype.is_floating_point}
@@ -52,7 +53,7 @@ def _compile(device: torch.device, kinds: Iterable[_Kind], rank: int, world_size
 
 
 def launch_variants(device: torch.device, dtype: torch.dtype, *, is_sketch: bool) -> None:
-    """Launch what statistics of ``dtype`` may need, or with ``is_sketch`` what sketches need in addition."""
+    """Launch all variants of the statistics kernels for ``dtype``, or with ``is_sketch`` of the sketch kernels."""
     from tapscope.kernels.triton import sketch, sketch_table, tap  # need Triton
 
     if is_sketch and dtype in sketch.TYPES:
