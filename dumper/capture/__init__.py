@@ -1,6 +1,6 @@
-"""Capture: from a value at a site to a record in the send queue.
+"""Capture: turns a value at a site into a record in the send queue.
 
-``Capturer`` decides what is kept and splits unusual tensors; its ``HostCapturer`` or a ``DeviceCapturer`` measures and
-copies one dense tensor; ``RecordQueue`` numbers the record and queues it. ``NativeRecordWriter`` does all of that in
-C++ for ordinary tensors in host memory.
+``Capturer`` applies the rules and splits unusual tensors into parts. ``HostCapturer`` or ``DeviceCapturer`` measures
+and copies one dense tensor. ``RecordQueue`` numbers the record and queues it. ``NativeRecordWriter`` does all of this
+in C++ for ordinary tensors.
 """

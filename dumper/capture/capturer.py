@@ -1,4 +1,4 @@
-"""Capturer: decides what is kept of a value, and passes each dense tensor on to be recorded."""
+"""Capturer: applies the rules to each value, and records its dense tensors on the host or on the device."""
 
 import functools
 from typing import Any
@@ -38,7 +38,7 @@ _FULL = CaptureSpec("full")
 
 
 class Capturer:
-    """Captures the values of one rank. No method raises into the model."""
+    """Captures the values of one rank. The methods called from hooks never raise."""
 
     def __init__(self, queue: SendQueue, retention: RetentionPolicy, counters: StepCounters) -> None:
         self._queue = queue
@@ -54,11 +54,11 @@ class Capturer:
         self._pending = PendingCollectives(counters)
         self._comparison: LiveComparison | None = None
         self.memory_sinks: list[InMemorySink] = []
-        """Where values go now instead of the run; empty for the run."""
+        """Destinations that currently replace the run; empty to record into the run."""
 
     @property
     def comparison(self) -> LiveComparison | None:
-        """Compares values with a reference run before they are recorded; set before the first step."""
+        """Live comparison of values with a reference run; set before the first step."""
         return self._comparison
 
     @comparison.setter
@@ -68,24 +68,24 @@ class Capturer:
     # ---- runs and steps
 
     def restart(self) -> None:
-        """A new run begins: number records from 0 and announce sites again."""
+        """Start a new run: number records from 0 and announce sites again."""
         self.native.end()
         self._records.restart()
 
     def begin(self, first: Firing) -> None:
-        """A step begins; ``first`` is the firing that all sites share that fire for the first time in it, untagged."""
+        """Begin a step; ``first`` is shared by all untagged sites that fire for the first time in the step."""
         self.dedup.clear()
         is_plain_step = not (self.memory_sinks or first.step.skipped or self._retention.is_limited)
         if is_plain_step and self._counters.sink is self._queue:
             self.native.begin(first)
 
     def end(self) -> None:
-        """The step or the run ends."""
+        """Settle pending values and flush the native writer at the end of a step or run."""
         self.settle(last=True)
         self.native.end()
 
     def redirect(self, sinks: list[InMemorySink]) -> None:
-        """Send values to ``sinks`` from now on, or to the run again when there are none."""
+        """Send values to ``sinks``, or to the run again if ``sinks`` is empty."""
         self.settle(last=True)
         self.memory_sinks = sinks
         self.native.end()
@@ -93,9 +93,9 @@ class Capturer:
     # ---- values
 
     def capture(self, port: SitePort, leaf: Any, firing: Firing) -> None:
-        """Record one value at ``port`` if the rules keep it; never raises.
+        """Record one value at ``port`` if the rules select it; never raises.
 
-        A value whose step has ended (a gradient) counts as late.
+        A value whose step has ended (such as a gradient) counts as late.
         """
         try:
             step = firing.step
@@ -124,11 +124,11 @@ class Capturer:
 
     @property
     def is_plain(self) -> bool:
-        """Whether values go to the run as the rules say, without budgets, and none is held back."""
+        """Whether values go directly to the run: no memory sinks, no budgets, and no pending collectives."""
         return not (self.memory_sinks or self._retention.is_limited or self._pending)
 
     def put_replay(self, plan: ReplayPlan, firing: Firing, fetch: Fetch) -> bool:
-        """Queue the records of a replay as one item; False when they were dropped. Raises as the device does."""
+        """Queue the records of a CUDA graph replay as one item; False if they were dropped. Device errors propagate."""
         records, step, queue = self._records, firing.step, self._queue
         is_packed = queue.takes_blocks and plan.block_bytes > 0
         sizes = [plan.block_bytes] if is_packed else [payload.layout.nbytes for payload in plan.payloads]
@@ -164,12 +164,12 @@ class Capturer:
             return queue.put_lines(lines)
 
     def settle(self, *, last: bool = False) -> None:
-        """Record values whose collectives have completed; with ``last``, the others count as failed."""
+        """Record pending values whose collectives have completed; with ``last``, the rest count as failed."""
         if self._pending:
             self._pending.settle(self._capture_late, last=last)
 
     def _capture_late(self, port: SitePort, leaf: Any, firing: Firing, number: int) -> None:
-        """As :meth:`capture`, for a value that was held back; its record has the reserved ``number``."""
+        """Capture a value that waited for its collective; its record gets the reserved ``number``. Never raises."""
         try:
             with self._records.reusing(number):
                 if firing.step.ended:
@@ -185,7 +185,7 @@ class Capturer:
                 sink.add(port, leaf, firing, spec)
 
     def _capture_by_rules(self, port: SitePort, leaf: Any, firing: Firing) -> None:
-        """A value that is not a plain tensor, or whose rules have conditions, or of which a part is kept."""
+        """Capture a value outside the fast path: not a plain tensor, conditional rules, partial capture, or halted."""
         self.settle()
         step = firing.step
         spec = _FULL if step.in_full else port.decision.static or self._rules.decide(port, leaf, firing)
@@ -197,7 +197,7 @@ class Capturer:
             self._watch(port, leaf, firing)
 
     def _record_value(self, port: SitePort, leaf: Any, firing: Firing, spec: CaptureSpec) -> None:
-        """One record, or one for each part of an unusual tensor; a part that fails does not affect the others."""
+        """Record a value, or each part of an unusual tensor separately; a failing part does not affect the others."""
         if not isinstance(leaf, torch.Tensor):
             if not port.announced:
                 self._records.announce(port)
@@ -212,11 +212,11 @@ class Capturer:
             part_port = port.part_of(name)
             try:
                 self._record_value(part_port, part, firing, CaptureSpec(spec.keep, cap=spec.cap))
-            except Exception as error:  # noqa: BLE001 - the other parts must go on
+            except Exception as error:  # noqa: BLE001 - the other parts are still recorded
                 self._counters.fail(firing.step, part_port.site, error)
 
     def _record_tensor(self, port: SitePort, dense: DenseTensor, firing: Firing, spec: CaptureSpec) -> None:
-        """The rows of a dense tensor that ``spec`` keeps; statistics alone where they exceed its cap."""
+        """Record the rows of a dense tensor that ``spec`` keeps; only their statistics if they exceed its cap."""
         part = port.slice(dense.tensor, firing.step, spec)
         nbytes = part.tensor.numel() * part.tensor.element_size()
         full = spec.keep == "full" and (spec.cap is None or nbytes <= spec.cap)
@@ -253,7 +253,7 @@ class Capturer:
     def _diverges(
         self, port: SitePort, firing: Firing, tensor: torch.Tensor, layout: RecordLayout, digest: bytes | None
     ) -> bool:
-        """Compare with the reference; whether the value must be kept in full."""
+        """Compare a tensor with the reference run; returns whether the value must be kept in full."""
 
         def values() -> Any:
             is_direct = tensor.is_cpu and tensor.is_contiguous()
@@ -264,7 +264,7 @@ class Capturer:
     def _diverges_at(
         self, port: SitePort, firing: Firing, address: int, layout: RecordLayout, digest: bytes | None
     ) -> bool:
-        """As :meth:`_diverges`, for a contiguous tensor in host memory."""
+        """Compare a contiguous tensor at a host address with the reference run, see :meth:`_diverges`."""
         return self._check(port, firing, layout, lambda: array_at(address, layout), digest)
 
     def _check(
@@ -274,16 +274,16 @@ class Capturer:
         divergence = self.comparison.check(port, firing, layout, values, digest)
         if divergence is None:
             return False
-        self.native.flush()  # what came before goes out before what the divergence brings
+        self.native.flush()  # queue earlier records before the events of the divergence
         return self._retention.on_divergence(divergence, firing.step)
 
     def _watch(self, port: SitePort, leaf: torch.Tensor, firing: Firing) -> None:
-        """The rules keep nothing here, but the site has triggers."""
+        """Evaluate the triggers of a site on a tensor that no rule keeps."""
         try:
             dense = DenseTensor(leaf) if is_plain(leaf) else unwrap(leaf)
         except CollectivePending:
             raise
-        except Exception as error:  # noqa: BLE001 - nothing is lost that was asked for
+        except Exception as error:  # noqa: BLE001 - no rule selected the value, so it does not count as failed
             self._counters.report(port.site, f"cannot evaluate triggers on this tensor: {error}", firing.step)
             return
         if isinstance(dense, DenseTensor):
@@ -293,6 +293,6 @@ class Capturer:
 
 
 def _without_padding(port: SitePort, leaf: Any, info: StepInfo) -> Any:
-    """A tensor of packed tokens without the rows that pad the step; any other value unchanged."""
+    """Return a packed tensor without the step's padding rows; any other value is returned unchanged."""
     rows = rows_per_token(leaf, port.dims, info) if isinstance(leaf, torch.Tensor) else None
     return leaf if rows is None else leaf[: info.grid[0] * rows]

@@ -1,4 +1,4 @@
-"""DeviceCapturer: records tensors of an accelerator without waiting for them."""
+"""DeviceCapturer: records tensors of an accelerator without synchronizing with the device."""
 
 import functools
 import threading
@@ -29,9 +29,9 @@ from tapscope.run_format.sketch import NBYTES
 
 
 class DeviceCapturer:
-    """Queues a record immediately; a :class:`D2HWorker` fills in its statistics and bytes when they have arrived.
+    """Queues each record immediately; a :class:`D2HWorker` adds its statistics and bytes once they have arrived.
 
-    The worker is created when the first tensor of a device comes, or earlier when one is likely to come.
+    The worker is created for the first device tensor, or earlier if device tensors are expected.
     """
 
     def __init__(
@@ -48,17 +48,17 @@ class DeviceCapturer:
         self._rules = rules
         self._counters = counters
         self.row_keys = DeviceRowKeys()
-        """The keys of the rows of a step, on devices."""
+        """Row keys of the open step in device memory."""
         self._limit = 0
         self._host_sketch_bytes = 0
         self._lock = threading.Lock()
         self.running: D2HWorker | None = None
-        """The worker, once it was created."""
+        """The worker; None before its creation."""
 
     # ---- the worker
 
     def worker(self) -> D2HWorker:
-        """The worker, created on first use."""
+        """Return the worker, created on the first call."""
         if self.running is None:
             with self._lock:
                 if self.running is None:
@@ -66,7 +66,7 @@ class DeviceCapturer:
         return self.running
 
     def resize(self, limit: int, *, soon: bool) -> None:
-        """Allow ``limit`` bytes of staging memory on each device; ``soon`` when tensors are about to come."""
+        """Limit staging memory to ``limit`` bytes; with ``soon``, start the worker for tensors expected shortly."""
         self._limit = limit
         if self.running is not None:
             self.running.resize(limit)
@@ -74,7 +74,7 @@ class DeviceCapturer:
             self.worker().prepare()
 
     def end_step(self) -> dict[str, int]:
-        """Fetch the tensors of the step that ends; returns metrics of the step."""
+        """Start the remaining copies of the step that ends; returns metrics of the step."""
         if self.running is None:
             return {}
         self.running.end_step()
@@ -84,7 +84,7 @@ class DeviceCapturer:
         return metrics
 
     def close(self) -> None:
-        """Wait for pending copies, and release the devices."""
+        """Wait for pending copies and end the worker."""
         if self.running is not None:
             self.running.close()
 
@@ -93,8 +93,11 @@ class DeviceCapturer:
     def record(
         self, port: SitePort, firing: Firing, tensor: torch.Tensor, layout: RecordLayout, *, full: bool, sketch: bool
     ) -> None:
-        """Queue a record with the statistics, and with ``full`` (or when a trigger asks for it) the bytes, or with
-        ``sketch`` the sketch. Where there are triggers, the bytes are kept instead of a sketch."""
+        """Queue a record with the statistics of ``tensor``.
+
+        With ``full``, or if a trigger asks for it, the record includes the bytes; with ``sketch``, the sketch. At a
+        site with triggers, the bytes replace the sketch.
+        """
         has_triggers = port.decision.triggers is not None
         if sketch and not has_triggers:
             self._record_sketch(port, firing, tensor, layout)
@@ -107,7 +110,7 @@ class DeviceCapturer:
         if slot is None:
             self._counters.count(firing.step, dropped=1)
             return
-        holds = full or has_triggers  # the record holds the slot, because its bytes are wanted or may be
+        holds = full or has_triggers  # the record owns the slot, because its bytes are or may be kept
         context = rule_context(tensor, firing) if has_triggers else None
 
         def on_stats(stats: bytes) -> bool:
@@ -118,7 +121,7 @@ class DeviceCapturer:
         self._put(port, firing, layout, copy, slot if holds else None)
 
     def watch(self, port: SitePort, firing: Firing, tensor: torch.Tensor, layout: RecordLayout) -> None:
-        """The rules keep nothing: record the tensor in full if a trigger asks for it, once its statistics are here."""
+        """Evaluate triggers on a tensor that no rule keeps; record it in full if a trigger asks for it."""
         slot = self._counters.sink.reserve(layout.nbytes)
         if slot is None:
             return
@@ -137,7 +140,7 @@ class DeviceCapturer:
         self._start(tensor, layout, slot, holds=False, on_stats=on_stats)
 
     def _record_sketch(self, port: SitePort, firing: Firing, tensor: torch.Tensor, layout: RecordLayout) -> None:
-        """Let the device take the sketch, or copy the bytes to the host, where the worker takes it."""
+        """Record a sketch, computed on the device if possible, otherwise by the worker from a host copy."""
         fetch, place = fetch_here(), self._sketcher.place_on_device(port, firing.step, layout)
         if fetch is not None:
             if fetch.is_sketched(tensor):
@@ -181,7 +184,10 @@ class DeviceCapturer:
     def _sketch_on_device(
         self, port: SitePort, firing: Firing, tensor: torch.Tensor, layout: RecordLayout, place: DevicePlace
     ) -> bool:
-        """Whether the device computes the sketch and the statistics; nothing but them is then copied."""
+        """Record a sketch and statistics computed on the device, without copying the tensor.
+
+        Returns False, with no effect, if the device cannot compute the sketch.
+        """
         keys = self.row_keys.of(firing.step if place.by_rows else None, tensor.device)
         if keys is None:
             return False
@@ -220,9 +226,10 @@ class DeviceCapturer:
         layout: RecordLayout,
         found: tuple[CopyHandle, int] | None,
     ) -> None:
-        """Record the statistics and the sketch that a replay has computed; without a usable sketch the statistics.
+        """Record the statistics and the sketch computed by a CUDA graph replay.
 
-        A step's rows may turn out to be fewer than were computed: then there is none.
+        ``found`` is None if the sketch is unusable, for example because it covers other rows; then only the statistics
+        are recorded. The sketch is also left out if the step turns out to have fewer rows than the replay computed.
         """
         step, sink = firing.step, self._counters.sink
         if found is None:
@@ -249,7 +256,7 @@ class DeviceCapturer:
         self._put_sketch(port, firing, layout, copy, slot)
 
     def _note_ahead(self, copy: SketchCopy, step: OpenStep) -> None:
-        """The sketch is of the step's preliminary rows."""
+        """Note that the sketch is computed for preliminary rows of ``step``."""
         copy.ahead_of = step
         self._counters.count_sketches_ahead(step, 1)
 
@@ -261,7 +268,7 @@ class DeviceCapturer:
         self._records.put(record)
 
     def _record_stats(self, port: SitePort, firing: Firing, tensor: torch.Tensor, layout: RecordLayout) -> bool:
-        """Whether the device computes the statistics itself; nothing but them is then copied."""
+        """Record statistics computed on the device, without copying the tensor; False if the device cannot."""
         row = self.worker().summarize(tensor, layout)
         if row is None:
             return False

@@ -1,4 +1,4 @@
-"""HostCapturer: records a dense tensor that is in host memory."""
+"""HostCapturer: records dense tensors in host memory."""
 
 from collections.abc import Callable
 
@@ -17,11 +17,11 @@ from tapscope.dumper.retention.step_counters import StepCounters
 from tapscope.run_format.sketch import NBYTES, SketchIndex, record_member
 
 Diverges = Callable[[SitePort, Firing, torch.Tensor, RecordLayout, bytes | None], bool]
-"""Whether a tensor, whose hash is given if it is known, must be kept in full because a reference has another one."""
+"""(port, firing, tensor, layout, hash or None) -> whether the tensor diverges from a reference and is kept in full."""
 
 
 class HostCapturer:
-    """Records a dense tensor in host memory, now: statistics, hash and copy in one pass."""
+    """Records dense host tensors synchronously: statistics, hash and copy in a single pass over the data."""
 
     def __init__(
         self,
@@ -48,8 +48,11 @@ class HostCapturer:
         sketch: bool,
         diverges: Diverges | None = None,
     ) -> None:
-        """Queue a record with the statistics, and with ``full`` (or when a trigger or ``diverges`` asks for it) the
-        bytes, or with ``sketch`` the sketch."""
+        """Queue a record with the statistics of ``tensor``.
+
+        With ``full``, or if a trigger or ``diverges`` asks for it, the record includes the bytes; with ``sketch``, the
+        sketch.
+        """
         dedup, sink = self._dedup, self._counters.sink
         taken = snapshot(tensor, layout, dedup, sink) if full else measure(tensor, layout, dedup)
         if diverges is not None and diverges(port, firing, tensor, layout, None if taken is None else taken[1]):
@@ -89,7 +92,7 @@ class HostCapturer:
         self._records.put(record)
 
     def watch(self, port: SitePort, firing: Firing, tensor: torch.Tensor, layout: RecordLayout) -> None:
-        """The rules keep nothing: record the tensor in full if a trigger asks for it."""
+        """Evaluate triggers on a tensor that no rule keeps; record it in full if a trigger asks for it."""
         stats = measure(tensor, layout, self._dedup)[0]
         if self._rules.run_triggers(port, firing, layout, stats, context_of(tensor, firing)):
             if not port.announced:

@@ -1,9 +1,9 @@
-"""NativeRecordWriter: measures, formats and buffers records in C++, without running Python in between.
+"""NativeRecordWriter: measures, formats and buffers records in C++, without executing Python in between.
 
-It declines a tensor whose layout differs from the last one at its port, that is not ordinary memory, or that is not
-the first firing of its site in the step: then, and where there is no C++ library, the capturer records it. The lines
-are the same. A hook first asks its fast path (:meth:`NativeRecordWriter.fast_path`): a value that it accepts never
-reaches Python.
+The writer declines a tensor whose layout differs from that of the last tensor at its port, that is not in ordinary
+memory, or that is not the first firing of its site in the step. The capturer then records the tensor, as it does
+without the C++ library; the lines are identical. A hook first calls its fast path
+(:meth:`NativeRecordWriter.fast_path`); a value that the fast path accepts never reaches Python.
 """
 
 from collections.abc import Callable
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 class NativeRecordWriter:
-    """Writes records between :meth:`begin` and :meth:`end`, and queues them many at a time."""
+    """Writes records between :meth:`begin` and :meth:`end`, and queues them in batches."""
 
     def __init__(
         self,
@@ -51,9 +51,9 @@ class NativeRecordWriter:
         dedup: "DedupCache",
         device: "DeviceCapturer",
     ) -> None:
-        """``records`` gives the numbers, and queues what is recorded without the native writer."""
+        """``records`` provides the record numbers, and queues the records that bypass the native writer."""
         self._device = device
-        self._block: StatsBlock | None = None  # where a device writes statistics of records that are not queued yet
+        self._block: StatsBlock | None = None  # device block with the statistics of records not queued yet
         self._queue = queue
         self._records = records
         self._counters = counters
@@ -62,47 +62,49 @@ class NativeRecordWriter:
         plain = (snapshot.PLAIN_TYPES, snapshot.EXCHANGE, snapshot.keys_of, snapshot.HOST_KEYS)
         self.native: Any = None if functions is None else functions.record_writer(*plain, graph_task, TAGS, NO_TAGS)
         self.firing: Firing | None = None
-        """The firing whose values it records; None while it records none."""
+        """The firing whose values the writer records; None while the writer is inactive."""
         self.diverges: Diverges | None = None
-        """Compares each tensor with a reference; set it before the first step. Then only whole tensors are taken."""
+        """Comparison with a reference; set it before the first step. If set, only sites kept in full are accepted."""
         records.flush_native = self._flush_buffered
 
     @property
     def num_buffered(self) -> int:
-        """Records that are not queued yet."""
+        """Number of records that are not queued yet."""
         return self.native.waiting if self.firing is not None else 0
 
     def fast_path(self) -> Any:
-        """The object that a hook calls first, see kernels/native/hook_fastpath.cpp; None without the C++ library."""
+        """Create a fast path for a hook, see kernels/native/hook_fastpath.cpp; None without the C++ library."""
         functions = library.functions()
         return functions.fast_path(self.native) if functions is not None and self.native is not None else None
 
     def begin(self, firing: "Firing") -> None:
-        """A step begins; ``firing`` is the one that all sites share that fire for the first time in it, untagged."""
+        """Begin a step; ``firing`` is shared by all untagged sites that fire for the first time in the step."""
         if self.native is not None:
             step = firing.step
             calls = self._counters.announce, self._records.numbers, self.flush, self._record_at
-            # Padding is cut off before statistics are taken
+            # With padding, rows must be cut off first, so the writer launches no device kernels.
             room = () if step.info.num_padding else (self._make_room, self._row_keys)
-            # Without payloads it repeats none: each tensor comes to _record_at, where it is compared
+            # An empty dict disables payload reuse, so that each tensor goes through _record_at and is compared.
             payloads = self._dedup.payloads if self.diverges is None else {}
             self.native.begin(step, str(step.info.step), step.serial, *calls, payloads, *room)
             self.firing = firing
 
     def takes(self, port: "SitePort") -> bool:
-        """Whether values of this port may go without Python: its rules have no conditions, and all is compared that
-        must be."""
+        """Return whether the writer may record values of ``port``.
+
+        Its rules must be unconditional. If values are compared with a reference, ``port`` must be kept in full.
+        """
         return port.keep is not None if self.diverges is None else port.keep == "full"
 
     def write(self, port: "SitePort", tensor: torch.Tensor) -> bool:
-        """Record a tensor that has the same layout as the last one at this port; False for any other."""
+        """Record a tensor with the same layout as the last one at ``port``; returns False for any other tensor."""
         layout = port.latest
         if layout.template is None or self.firing is None or layout.rows != port.rows_in(self.firing.step):
             return False
         if not self.takes(port):
             return False
         if port.keep == "sketch":
-            return False  # the fast path alone takes those
+            return False  # only the fast path handles sketches
         if port.keep == "stats":
             is_written: bool = self.native.write(layout.template, tensor)
             return is_written
@@ -112,20 +114,20 @@ class NativeRecordWriter:
         return address > 0
 
     def _record_at(self, where: tuple["SitePort", "RecordLayout"], address: int) -> None:
-        """Record the whole tensor at ``address``, whose layout is known; never raises."""
+        """Record the tensor at the host address ``address`` in full; ``where`` is (port, layout). Never raises."""
         port, layout = where
         firing, dedup = self.firing, self._dedup
         if firing is None:
             return
         try:
             if not self._queue.has_room(layout.nbytes):
-                self.flush()  # what is buffered here may be what fills the queue
+                self.flush()  # the buffered records themselves may occupy the queue
             if self.diverges is None:
                 taken = snapshot.snapshot_at(self.native, address, layout, dedup, self._queue)
             else:
                 taken = snapshot.dense_snapshot(address, layout, dedup, self._queue)
                 self.diverges(port, firing, address, layout, None if taken is None else taken[1])
-            if taken is None or self.firing is not firing:  # another thread has ended the step in the meantime
+            if taken is None or self.firing is not firing:  # another thread ended the step in the meantime
                 self._records.put_snapshot(port, firing, layout, taken)
                 return
             stats, digest, number, slot = taken
@@ -136,7 +138,10 @@ class NativeRecordWriter:
             self._counters.fail(firing.step, port.site, error)
 
     def _make_room(self, index: int, stream: int, sketches: int) -> None:
-        """Give a device memory for rows of statistics, and for ``sketches`` if not 0; ``stream`` is its current one."""
+        """Provide a new block of statistics rows on the device ``index``, for the native writer.
+
+        ``stream`` is the current stream of the device. If ``sketches`` is not 0, the block also has sketch counters.
+        """
         with self._records.lock:
             if self.firing is not None:
                 self._flush_rows(self.firing)
@@ -144,9 +149,11 @@ class NativeRecordWriter:
             self.native.use_rows(index, stream, *block.place)
 
     def _row_keys(self, index: int, _: int) -> tuple[Any, ...]:
-        """(the step's info, grid of its token rows, addresses of their keys and of one that is 0, what holds them).
+        """Return the row keys of the step on the current stream of the device ``index``, for the native writer.
 
-        On the current stream of a device. An address is 0 where the native writer must not sketch with such keys.
+        The result is (the step's info, grid of its token rows, device address of the row keys, device address of a
+        single zero key, and the two tensors that own the memory). An address of 0 means that the writer must not use
+        these keys for sketches.
         """
         assert self.firing is not None
         step, device = self.firing.step, torch.device("cuda", index)
@@ -157,7 +164,7 @@ class NativeRecordWriter:
         return step.info, sketcher.grid_of(step.info), *addresses, keys, zero
 
     def try_flush(self) -> None:
-        """As :meth:`flush`, unless that would wait for another thread or for room; from any thread."""
+        """Flush unless that would wait for another thread or for room in the queue. Callable from any thread."""
         lock = self._records.lock
         if lock.acquire(blocking=False):
             try:
@@ -168,7 +175,7 @@ class NativeRecordWriter:
                 lock.release()
 
     def flush(self) -> None:
-        """Queue what is buffered; never raises."""
+        """Queue the buffered records; never raises."""
         with self._records.lock:
             if self.firing is not None:
                 self._flush(self.firing)
@@ -189,7 +196,7 @@ class NativeRecordWriter:
             self._counters.fail(firing.step, f"{plural(num_buffered, 'buffered record')}", error, number=num_buffered)
 
     def _flush_rows(self, firing: "Firing") -> None:
-        """Queue the records whose statistics a device computes, as one item that waits for them."""
+        """Queue the records whose statistics are computed on a device, as one item that waits for the statistics."""
         block, self._block = self._block, None
         if block is None:
             return
@@ -200,7 +207,7 @@ class NativeRecordWriter:
         payloads = [] if sketches is None else self._reserve(sketches)
         if payloads is None:
             self._counters.count(firing.step, dropped=len(heads))
-            block.close()  # so that its rows are complete before others take their memory
+            block.close()  # complete the rows before their memory is reused
             return
         slots, amend = [payload.slot for _, _, payload in payloads], None
         if sketches is not None and are_preliminary(firing.step):
@@ -232,7 +239,7 @@ class NativeRecordWriter:
             self._counters.count(firing.step, dropped=len(heads))
 
     def _reserve(self, sketches: "Sequence[tuple[SitePort, bool] | None]") -> list[tuple[int, int, LinePayload]] | None:
-        """Memory for the counters of the lines that have some; None where there is not enough."""
+        """Reserve payload slots for the lines with sketches; None if the queue has no room."""
         payloads: list[tuple[int, int, LinePayload]] = []
         for line, about in enumerate(sketches):
             if about is None:
@@ -246,7 +253,7 @@ class NativeRecordWriter:
         return payloads
 
     def end(self) -> None:
-        """The step ends."""
+        """End the step: queue the buffered records and become inactive."""
         if self.firing is not None:
             self.native.end()
             self.flush()
@@ -256,7 +263,10 @@ class NativeRecordWriter:
 def _take_sketches(
     sketches: "Sequence[tuple[SitePort, bool] | None]", offsets: bytes, counters: int, slots: "Sequence[PayloadSlot]"
 ) -> tuple[tuple[bytes, ...], bytes]:
-    """(ends of the lines, digests of the counters), which are copied to ``slots`` from address ``counters``."""
+    """Copy the sketch counters at the host address ``counters`` to ``slots``.
+
+    Returns (end of each line: its sketch member or empty, concatenated digests of the counters).
+    """
     ends, digests, free = [], [], iter(slots)
     for about, offset in zip(sketches, memoryview(offsets).cast("q"), strict=True):
         if about is None:

@@ -1,8 +1,8 @@
-"""PendingCollectives: values that a collective was still computing when their tap fired.
+"""PendingCollectives: values whose collective was still in progress when their tap fired.
 
-The dumper never waits for a collective. The model does, before it uses the value: after that the value is recorded,
-with the record number that was reserved for it. A value that was written to in the meantime, or that the model never
-waited for, counts as failed, with the reason.
+The dumper never waits for a collective. The model waits before it uses the value; afterwards the dumper records the
+value under the record number reserved for it. A value that was modified in the meantime, or that the model never waited
+for, counts as failed, with the reason.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from tapscope.dumper.retention.step_counters import StepCounters
 
 
 class CollectivePending(UnsupportedTensor):
-    """The model has not yet waited for the collective that computes ``value``, an AsyncCollectiveTensor."""
+    """Raised if the model has not yet waited for the collective that computes ``value``, an AsyncCollectiveTensor."""
 
     def __init__(self, value: Any) -> None:
         super().__init__("the collective that computes it has not completed, and the model does not wait for it")
@@ -34,7 +34,7 @@ class _Held:
 
 
 class PendingCollectives:
-    """Values that one capturer records later."""
+    """Values that one capturer records once their collectives have completed."""
 
     def __init__(self, counters: StepCounters) -> None:
         self._counters = counters
@@ -44,11 +44,11 @@ class PendingCollectives:
         return len(self._held)
 
     def add(self, port: SitePort, leaf: Any, firing: Firing, reason: CollectivePending, number: int) -> None:
-        """Keep ``leaf``; ``number`` is reserved for its record."""
+        """Hold ``leaf`` until its collective completes; ``number`` is the record number reserved for it."""
         self._held.append(_Held(port, leaf, firing, reason, number, _version(reason.value)))
 
     def settle(self, capture: Callable[[SitePort, Any, Firing, int], None], *, last: bool) -> None:
-        """``capture`` the values that have completed; with ``last`` the others count as failed."""
+        """Call ``capture`` for each value whose collective has completed; with ``last``, the rest count as failed."""
         held, self._held = self._held, []
         for each in held:
             step = each.firing.step
@@ -65,7 +65,7 @@ class PendingCollectives:
 
 
 def _version(value: Any) -> int | None:
-    """How often the memory was written to, under either name; None where torch does not count (inference tensors)."""
+    """Return the number of in-place writes to the wrapper and its ``elem``; None for inference tensors (no counter)."""
     if value.is_inference() or value.elem.is_inference():
         return None
     return int(value._version) + int(value.elem._version)

@@ -1,4 +1,4 @@
-"""RecordQueue: numbers the records of a run and queues them in order."""
+"""RecordQueue: numbers the records of a run and queues them in order, together with their site lines."""
 
 import itertools
 import threading
@@ -22,7 +22,7 @@ from tapscope.run_format.ledger import encode_line
 
 
 class Numbers:
-    """Numbers from 0."""
+    """Thread-safe iterator over the integers from 0; Python fallback of the C++ class."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -35,7 +35,7 @@ class Numbers:
         return self.take(1)
 
     def take(self, count: int) -> int:
-        """The first of ``count`` numbers in a row."""
+        """Reserve ``count`` consecutive numbers; returns the first."""
         with self._lock:
             first = self._next
             self._next += count
@@ -43,7 +43,7 @@ class Numbers:
 
 
 class RecordQueue:
-    """The last stop of a record before the sink: number, site line, order, budget, and the count of what is dropped."""
+    """The last stage of a record before the sink: numbering, site line, ordering, budgets, and counting of drops."""
 
     def __init__(self, queue: SendQueue, retention: RetentionPolicy, counters: StepCounters, dedup: DedupCache) -> None:
         self._queue = queue
@@ -53,28 +53,28 @@ class RecordQueue:
         self._announced_sites: set[str] = set()
         self._counter = _counter()
         self.numbers: Iterator[int] = self._counter
-        """Numbers of the records to come."""
+        """Iterator over the numbers of future records."""
         self.lock = threading.RLock()
         """Held while records are queued, so that they arrive in order."""
         self.flush_native: Callable[[], None] = lambda: None
-        """Queues what the native writer has buffered: it comes before the next record. Called under :attr:`lock`."""
+        """Queues the native writer's buffered records, which precede the next record. Called under :attr:`lock`."""
 
     def restart(self) -> None:
-        """A new run begins: number records from 0 and announce sites again."""
+        """Start a new run: number records from 0 and announce sites again."""
         self.numbers = self._counter = _counter()
         self._announced_sites.clear()
 
     def next_numbers(self, count: int) -> int:
-        """Reserve ``count`` numbers in a row; returns the first."""
+        """Reserve ``count`` consecutive record numbers; returns the first."""
         return int(self._counter.take(count))
 
     def next_number(self) -> int:
-        """Reserve the number of a record that follows later."""
+        """Reserve the number of a record that is queued later."""
         return next(self.numbers)
 
     @contextmanager
     def reusing(self, number: int) -> Iterator[None]:
-        """The next record gets ``number``, which was reserved for it."""
+        """Context manager: assign the reserved ``number`` to the next record."""
         after, self.numbers = self.numbers, itertools.chain((number,), self.numbers)
         try:
             yield
@@ -82,7 +82,7 @@ class RecordQueue:
             self.numbers = after
 
     def announce(self, port: SitePort) -> None:
-        """Queue the ``site`` line, once per site and run."""
+        """Queue the ``site`` line of ``port``, once per site and run."""
         port.announced = True
         if port.site not in self._announced_sites:
             self._announced_sites.add(port.site)
@@ -91,7 +91,7 @@ class RecordQueue:
     def put_snapshot(
         self, port: SitePort, firing: Firing, layout: RecordLayout, snapshot: TensorSnapshot | None
     ) -> None:
-        """Queue the record of a tensor; None means that there was no memory for its bytes, and counts as dropped."""
+        """Queue the record of a tensor snapshot; None means that there was no memory for the bytes: count a drop."""
         if snapshot is None:
             self._counters.count(firing.step, dropped=1)
             return
@@ -104,13 +104,16 @@ class RecordQueue:
     def new_record(
         self, port: SitePort, firing: Firing, layout: RecordLayout, content: bytes, slot: PayloadSlot | None = None
     ) -> InflightRecord:
-        """A record with the next number, to be queued by :meth:`put`; the bytes in ``slot`` are its own payload."""
+        """Create a record with the next number, to be queued by :meth:`put`.
+
+        The bytes in ``slot``, if given, become a new payload of the record, without deduplication.
+        """
         number, dedup = self.next_number(), self._dedup
         payload = None if slot is None else dedup.next_number()
         return InflightRecord(port, firing, number, layout, content, dedup.generation, payload, slot)
 
     def put(self, record: InflightRecord) -> bool:
-        """Queue a record; False when it was dropped."""
+        """Queue a record after the native writer's buffered ones; returns False if the record was dropped."""
         if (fetch := fetch_here()) is not None:
             fetch.learn(record)
         with self.lock:
@@ -124,6 +127,6 @@ class RecordQueue:
 
 
 def _counter() -> Any:
-    """:class:`Numbers`, of the C++ library where there is one."""
+    """Return a counter: the C++ implementation if available, otherwise :class:`Numbers`."""
     functions = library.functions()
     return Numbers() if functions is None else functions.numbers()

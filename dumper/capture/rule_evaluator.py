@@ -1,4 +1,4 @@
-"""RuleEvaluator: what the rules and triggers of a site decide for one value."""
+"""RuleEvaluator: evaluates the rules and triggers of a site for one value."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,14 +14,14 @@ from tapscope.dumper.selection.selection import CaptureSpec, RuleContext
 
 
 class RuleEvaluator:
-    """Evaluates conditions, and reports the first problem with the conditions of each site."""
+    """Evaluates conditions, and reports the first evaluation error of each site."""
 
     def __init__(self, retention: RetentionPolicy, counters: StepCounters) -> None:
         self._retention = retention
         self._counters = counters
 
     def decide(self, port: SitePort, leaf: Any, firing: Firing) -> CaptureSpec:
-        """The capture level of a value whose rules depend on the firing."""
+        """Return the capture spec of a value whose rules depend on the firing."""
         spec = port.decision.decide(rule_context(leaf, firing))
         if port.decision.problem is not None and not port.has_reported:
             port.has_reported = True
@@ -31,9 +31,9 @@ class RuleEvaluator:
     def run_triggers(
         self, port: SitePort, firing: Firing, layout: RecordLayout, stats: bytes, context: Callable[[], RuleContext]
     ) -> bool:
-        """Run the triggers of the site; whether the value must be kept in full.
+        """Run the triggers of the site; returns whether the value must be kept in full.
 
-        ``stats`` are the members of its record line that hold its statistics.
+        ``stats`` are the statistics of the value, as members of its record line.
         """
         triggers = port.decision.triggers
         assert triggers is not None
@@ -46,5 +46,5 @@ class RuleEvaluator:
 
 
 def context_of(tensor: torch.Tensor, firing: Firing) -> Callable[[], RuleContext]:
-    """The rule context of a tensor, built only when a trigger reads it."""
+    """Return a function that builds the rule context of a tensor, so that it is only built if a trigger needs it."""
     return lambda: rule_context(tensor, firing)

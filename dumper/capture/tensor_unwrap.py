@@ -1,14 +1,14 @@
-"""Unwrap: what is to be recorded of a tensor that is not one piece of ordinary memory.
+"""Unwrapping of tensors that are not a single dense strided block of memory into parts that can be recorded.
 
 * sparse: ``indices`` (or ``crow_indices`` and ``col_indices``, ...), ``values`` and ``shape``;
-* in a layout of MKL-DNN: ``dense``;
-* quantized by torch: ``int_repr``, ``scale``, ``zero_point``, and ``axis`` where they differ along one;
-* nested: ``values`` and ``sizes`` (strided), or what the class says is inside (jagged);
-* any class with ``__tensor_flatten__``: the tensors inside by their names, without a leading underscore;
+* MKL-DNN layout: ``dense``;
+* quantized by torch: ``int_repr``, ``scale``, ``zero_point``, and ``axis`` if quantized per channel;
+* nested: ``values`` and ``sizes`` if strided and contiguous; if jagged, the tensors of ``__tensor_flatten__``;
+* any class with ``__tensor_flatten__``: the inner tensors by name, without leading underscores;
 * DTensor: this rank's shard, with its placements;
-* of an element type that records cannot name (``float4_e2m1fn_x2``): ``bytes`` and ``dtype``.
+* a dtype that records cannot name (``float4_e2m1fn_x2``): ``bytes`` and ``dtype``.
 
-The parts become ports of their own: ``out[indices]``, ``out[0.values]``, ``in[x.scale]``, ``out[indices].grad``.
+Each part gets its own port: ``out[indices]``, ``out[0.values]``, ``in[x.scale]``, ``out[indices].grad``.
 """
 
 from typing import Any, NamedTuple
@@ -35,13 +35,14 @@ class DenseTensor(NamedTuple):
 
     tensor: torch.Tensor
     placement: Placement | None = None
-    """How the whole lies over the mesh, where this is a shard of it."""
+    """Placement of the whole tensor on the mesh, if ``tensor`` is a shard."""
 
 
 def unwrap(tensor: torch.Tensor) -> DenseTensor | Parts:
-    """The tensor itself, or its parts (which may need unwrapping as well); never waits, never communicates.
+    """Return the dense tensor to record, or the named parts, which may need unwrapping as well.
 
-    Raises :class:`UnsupportedTensor` with the reason where there is nothing to look at.
+    Never synchronizes or communicates. Raises :class:`UnsupportedTensor` with the reason if there is no readable
+    memory, and :class:`CollectivePending` if a collective is still computing the tensor.
     """
     if _is_collective(tensor):
         return unwrap(_collected(tensor))
@@ -54,7 +55,7 @@ def unwrap(tensor: torch.Tensor) -> DenseTensor | Parts:
 
 def _parts(tensor: torch.Tensor) -> Parts | None:
     if snapshot.is_functional(tensor):
-        return None  # local_tensor says why not
+        return None  # local_tensor() raises the reason
     if tensor.is_nested and tensor.layout is torch.strided:
         return _nested(tensor)
     if hasattr(type(tensor), "__tensor_flatten__"):
@@ -111,7 +112,7 @@ def _is_collective(tensor: torch.Tensor) -> bool:
 
 
 def _collected(tensor: Any) -> torch.Tensor:
-    """What a collective has given; it is not waited for. Raises :class:`CollectivePending`."""
+    """Return the result of a collective without waiting; raises :class:`CollectivePending` if it is in progress."""
     if not tensor.completed:
         raise CollectivePending(tensor)
     inner: torch.Tensor = tensor.elem

@@ -1,1 +1,1 @@
-"""Control: HTTP routes, access control, request bodies and responses."""
+"""HTTP control: routes, access control, request bodies and responses."""

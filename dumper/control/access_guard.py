@@ -1,4 +1,7 @@
-"""Guard: who may control the job. Loopback is open to programs of this host, not to web pages; others need a token."""
+"""Guard: access control for the control routes.
+
+On loopback, programs of this host have access without a token, but web pages do not. Other hosts need a token.
+"""
 
 import os
 from collections.abc import Mapping
@@ -18,16 +21,16 @@ class Guard:
     """Checks the headers of every request."""
 
     token: str | None = field(default=None, repr=False)
-    """Required in ``Authorization: Bearer``; None requires nothing."""
+    """Token required in ``Authorization: Bearer``; None disables the check."""
     loopback_only: bool = False
-    """Served on loopback without a token: the Host header must name this host."""
+    """Whether the server listens on loopback without a token; the Host header must then be a loopback name."""
 
     @classmethod
     def of(cls, host: str, token: str | None, *, flag: str = "") -> "Guard":
-        """The guard of a server at ``host``, which the command line's ``flag`` (``--listen 0.0.0.0:8000``) or else the
-        setting ``control`` gave.
+        """Return the guard for a server that listens on ``host``; raises ConfigError.
 
-        Raises ConfigError when a token is required or cannot be sent in a header.
+        ``flag`` is the command-line flag that gave the host (``--listen 0.0.0.0:8000``), if it was not the setting
+        ``control``. Errors: a required token is missing, or the token cannot be sent in a header.
         """
         if token is not None and (len(token) < _MIN_TOKEN or not token.isascii() or not _is_printable(token)):
             raise ConfigError(f"control_token: must be at least {_MIN_TOKEN} printable ASCII characters without blanks")
@@ -40,9 +43,9 @@ class Guard:
         return cls(token, loopback_only=token is None)
 
     def check(self, headers: Mapping[str, str]) -> None:
-        """Raise RequestRefused unless the request may be answered."""
+        """Raise RequestRefused unless the request is permitted."""
         if self.token is not None:
-            check_token(headers, self.token, hint=_HINT)  # which a web page does not know
+            check_token(headers, self.token, hint=_HINT)  # a web page does not know the token
             return
         if self.loopback_only:
             check_loopback_host(headers)
@@ -50,7 +53,7 @@ class Guard:
 
 
 def token_of(configured: str | None) -> str | None:
-    """The configured token, else the environment's; a blank one counts as none."""
+    """Return the configured token, otherwise that of TAPSCOPE_CONTROL_TOKEN; None if both are unset or empty."""
     return configured or os.environ.get(TOKEN_VARIABLE) or None
 
 

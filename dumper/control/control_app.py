@@ -1,4 +1,4 @@
-"""HTTP control: the routes, for the recorder's own app or a host's app, and the recorder's server thread."""
+"""HTTP control: a router for the recorder's own app or a host's app, and the recorder's server thread."""
 
 import socket
 import threading
@@ -21,9 +21,9 @@ Client = ControlClient | Callable[[], ControlClient]
 _Handler = Callable[["Request"], Coroutine[Any, Any, "Response"]]
 
 LIMITS: dict[str, Any] = {"max_connections": 64, "answer_s": 60.0}
-"""Arguments of :class:`~tapscope.http.connection.ConnectionLimits`, which needs the server's packages."""
+"""Arguments of :class:`~tapscope.http.connection.ConnectionLimits`, whose import needs the server's packages."""
 BACKLOG = 32
-"""Connections accepted immediately: each is an open file until it is refused."""
+"""Listen backlog of the server's socket; each accepted connection is an open file until it is closed."""
 
 
 Reopen = Callable[[dict[str, Any]], Awaitable[tuple[int, dict[str, Any]]]]
@@ -32,10 +32,10 @@ Reopen = Callable[[dict[str, Any]], Awaitable[tuple[int, dict[str, Any]]]]
 def make_router(
     client: Client, guard: Guard | None = None, *, metrics: bool = True, reopen: Reopen | None = None
 ) -> "APIRouter":
-    """The ``/dumper`` routes and ``/metrics``, for the recorder's own app or a host's FastAPI app.
+    """Return a router with the ``/dumper`` routes and ``/metrics``, for the recorder's own app or a host's FastAPI app.
 
-    ``guard`` checks every request (default: cross-origin requests are refused). ``metrics`` False leaves ``/metrics``
-    to a host that has its own. ``reopen`` answers a reset when no recorder runs, by starting another one.
+    ``guard`` checks every request (default: only reject cross-origin requests). Pass ``metrics=False`` if the host
+    serves its own ``/metrics``. ``reopen`` handles a reset when no recorder is running, by starting a new one.
     """
     from fastapi import APIRouter
 
@@ -48,7 +48,7 @@ def make_router(
 
 
 def make_app(client: Client, guard: Guard | None = None) -> "FastAPI":
-    """The control app on its own; ``/openapi.json`` describes it."""
+    """Return the standalone control app, with its description at ``/openapi.json``."""
     from fastapi import APIRouter, FastAPI
     from fastapi.responses import JSONResponse
 
@@ -93,7 +93,7 @@ def _asking(
 
 
 def _guarded(guard: Guard) -> "type[APIRoute]":
-    """A route that applies the guard and answers every refusal as ``{"error": ...}``."""
+    """Return a route class that checks each request with ``guard`` and answers refusals with ``{"error": ...}``."""
     from fastapi.responses import JSONResponse
     from fastapi.routing import APIRoute
     from starlette.requests import ClientDisconnect
@@ -109,7 +109,7 @@ def _guarded(guard: Guard) -> "type[APIRoute]":
                 except RequestRefused as refusal:
                     return JSONResponse({"error": refusal.error}, refusal.status, refusal.headers)
                 except ClientDisconnect:
-                    return JSONResponse({"error": "the client has gone"}, 400)  # nobody reads it
+                    return JSONResponse({"error": "the client has gone"}, 400)  # never delivered
 
             return handler
 
@@ -117,7 +117,7 @@ def _guarded(guard: Guard) -> "type[APIRoute]":
 
 
 def _add_catch_all(router: "APIRouter", path: str, routers: "list[APIRouter]") -> None:
-    """The fallback route: 405 for a known path with the wrong method, 404 for any other path."""
+    """Add the fallback route: 405 for a known path with the wrong method, 404 for any other path."""
     from fastapi import Request
     from fastapi.routing import APIRoute
 
@@ -135,14 +135,14 @@ def _add_catch_all(router: "APIRouter", path: str, routers: "list[APIRouter]") -
 
 
 class ControlServer:
-    """uvicorn on a bound socket, in a thread.
+    """A uvicorn server on a bound socket, in a background thread.
 
-    FastAPI takes longer to import than a recorder takes to start, so the thread imports it; early requests wait in the
-    socket's queue.
+    The thread also imports FastAPI, because that takes longer than the start of a recorder. Requests that arrive
+    earlier wait in the socket's backlog.
     """
 
     def __init__(self, make: "Callable[[], FastAPI]", bound: socket.socket) -> None:
-        """``make`` builds the app to serve. When it fails, ``bound`` is closed and the reason is printed to stderr."""
+        """``make`` builds the app to serve. If it fails, ``bound`` is closed and the error is printed to stderr."""
         self._make = make
         self._socket = bound
         self._server: uvicorn.Server | None = None
@@ -154,7 +154,7 @@ class ControlServer:
         self._thread.start()
 
     def stop(self) -> None:
-        """Finish pending responses, within two seconds."""
+        """Stop the server; pending responses have two seconds to finish."""
         self._is_stopped = True
         if self._server is not None:
             self._server.should_exit = True
@@ -167,7 +167,7 @@ class ControlServer:
 
             from tapscope.http.connection import ConnectionLimits, bounded
 
-            # Warnings are about bytes that are not HTTP: anyone could fill the log with them.
+            # uvicorn warns about bytes that are not HTTP, so any client could flood the log with warnings.
             config = uvicorn.Config(
                 self._make(),
                 http=bounded(ConnectionLimits(**LIMITS)),

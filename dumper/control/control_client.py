@@ -9,19 +9,22 @@ from tapscope.core.wire import Message
 from tapscope.dumper.transport.network import Endpoint
 
 TIMEOUT_S = 10.0
-"""Longer than a change may take; see :mod:`tapscope.dumper.recorder.two_phase_commit`."""
+"""Default timeout, longer than a change may take; see :mod:`tapscope.dumper.recorder.two_phase_commit`."""
 
 
 class ControlClient:
-    """Sends requests to a recorder. Each call uses its own socket, so that any thread may call."""
+    """Client of a recorder's control requests. Thread-safe, because each call uses its own socket."""
 
     def __init__(self, where: Endpoint | str, *, timeout_s: float = TIMEOUT_S) -> None:
-        """``where`` is an endpoint, or the ``address`` in ``recorder.json``."""
+        """``where`` is an endpoint, or the ``address`` from ``recorder.json``."""
         self.endpoint = where if isinstance(where, Endpoint) else Endpoint(where)
         self.timeout_s = timeout_s
 
     def call(self, verb: str, body: dict[str, Any] | None = None) -> tuple[int, dict[str, Any]]:
-        """The HTTP status and body; raises UnreachableError when nothing answers."""
+        """Send a request and return (HTTP status, body).
+
+        Raises UnreachableError if the recorder does not answer in time, RecorderError if it refuses the request.
+        """
         request = Message("request", {"id": uuid.uuid4().hex, "verb": verb, "body": body})
         with self.endpoint.dealer() as channel:
             channel.send_multipart(wire.encode(request))

@@ -1,4 +1,4 @@
-"""Prometheus metrics of the recorder's state (prometheus_client does the format)."""
+"""Prometheus metrics of the recorder's state, formatted by prometheus_client."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -31,18 +31,18 @@ _GAUGES = {
 
 
 def exposition(state: Mapping[str, Any], accept: str = "") -> bytes:
-    """The ``state`` response as metrics labelled by rank; see :func:`tapscope.http.prometheus.exposition`."""
+    """Return a ``state`` response as metrics labeled by rank, see :func:`tapscope.http.prometheus.exposition`."""
     return prometheus.exposition([_State(state)], accept)
 
 
 class _State(Collector):
-    """The metrics of one state."""
+    """Prometheus collector of one ``state`` response."""
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         self._state = state
 
     def collect(self) -> Iterable[Metric]:
-        """Every metric that any rank reports."""
+        """Yield all metrics; a rank that does not report a value is omitted from its metric."""
         ranks = self._state["ranks"]
         for metric, (name, text) in _COUNTERS.items():
             yield _filled(CounterMetricFamily(metric, text, labels=["rank"]), ranks, name)

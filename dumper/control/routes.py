@@ -1,4 +1,4 @@
-"""Routes: the control paths, with their bodies and responses."""
+"""Routes: the paths of the control API, with their request bodies and responses."""
 
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -12,7 +12,7 @@ from tapscope.http.access import RequestRefused
 from tapscope.http.body import BodyTooLongError, LimitedReceive, announced_length, decode_object, discard_body
 
 MAX_BODY_BYTES = 1024 * 1024
-"""A longer body is refused with a 413 before it is read into memory."""
+"""Maximum body length; a longer body is rejected with status 413 before it is read into memory."""
 Ask = Callable[[str, dict[str, Any] | None], Awaitable[tuple[int, dict[str, Any]]]]
 
 _ERRORS = {
@@ -42,7 +42,7 @@ _GLOB = {
 
 
 def add_routes(router: APIRouter, ask: Ask, *, metrics: bool) -> None:
-    """Add every route; each forwards its request to the recorder."""
+    """Add all routes to ``router``; each forwards its request to the recorder through ``ask``."""
     _add_looks(router, ask)
     _add_changes(router, ask)
     if metrics:
@@ -174,7 +174,7 @@ def _takes(model: type[BaseModel], example: dict[str, Any]) -> dict[str, Any]:
 
 
 async def _read_object(request: Request) -> dict[str, Any]:
-    """The JSON object in the body, an empty one where there is no body; raises RequestRefused."""
+    """Read the body as a JSON object, empty if there is no body; raises RequestRefused."""
     try:
         if announced_length(request.headers) > MAX_BODY_BYTES:
             raise BodyTooLongError

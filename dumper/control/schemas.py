@@ -1,7 +1,7 @@
-"""Schemas of bodies and responses of the control routes, for the OpenAPI description.
+"""Schemas of the control routes' request bodies and responses, for the OpenAPI description.
 
-Bodies are validated by :class:`~tapscope.dumper.config.DumperConfig` and the recorder's control handler, which also
-serve callers without HTTP; these models describe them.
+The models only describe the bodies. :class:`~tapscope.dumper.config.DumperConfig` and the recorder's control handler
+validate them, because these also serve callers without HTTP.
 """
 
 import types
@@ -15,13 +15,13 @@ from tapscope.dumper.config import DEPRECATED, RUNTIME_FIELDS, DumperConfig
 
 
 class Strict(BaseModel):
-    """Allows no additional members."""
+    """Base model that forbids additional members."""
 
     model_config = ConfigDict(extra="forbid")
 
 
 class ErrorAnswer(Strict):
-    """The error, and what would work instead."""
+    """An error message, with a suggestion where possible."""
 
     error: str
     ranks: dict[str, Any] | None = Field(None, description="rank -> its answer, if ranks were asked")
@@ -29,7 +29,7 @@ class ErrorAnswer(Strict):
 
 
 class RankState(BaseModel):
-    """One rank. Additional members are counters that its pipeline reports (``queue_bytes``, ``dropped``, ...)."""
+    """State of one rank. Additional members are counters of its pipeline (``queue_bytes``, ``dropped``, ...)."""
 
     rank: int = Field(description="global rank")
     host: str | None = Field(description="its host")
@@ -50,7 +50,7 @@ class RankState(BaseModel):
 
 
 class StateAnswer(Strict):
-    """The run, the configuration and every rank that ever joined."""
+    """State of the run, its configuration, and every rank that ever joined."""
 
     run: str = Field(description="directory of the run")
     epoch: int = Field(description="number of the configuration; grows with each change")
@@ -115,7 +115,7 @@ class ChangeAnswer(Strict):
 
 
 class ReleaseAnswer(Strict):
-    """The steps that the flight recorders have written."""
+    """Result of writing the flight recorders' steps."""
 
     past: int = Field(description="number of steps that were asked for")
     ranks: dict[str, dict[str, int] | str] = Field(description="rank -> steps and bytes, or why there are none")
@@ -171,7 +171,7 @@ def _documented(names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _json_type(hint: Any) -> Any:
-    """The hint itself where JSON has the type; lists of strings or objects stand for tuples of our own classes."""
+    """Return the JSON counterpart of a type hint: tuples become lists of strings or objects, other types are kept."""
     if typing.get_origin(hint) is tuple:
         return list[str | dict[str, Any]]
     if typing.get_origin(hint) in (types.UnionType, typing.Union):

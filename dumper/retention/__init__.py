@@ -1,1 +1,1 @@
-"""Retention: what reaches the disk after the rules have decided, and the counters of each step."""
+"""Retention: flight recorder, triggers, budgets and per-step counters, applied to values that the rules selected."""

@@ -1,4 +1,4 @@
-"""CaptureStop: ends the capture of one rank before its run ends."""
+"""CaptureStop: stops the capture of one rank before the end of its run."""
 
 import logging
 import threading
@@ -16,27 +16,27 @@ _TRIGGERS = "triggers"
 
 
 class Budget:
-    """Counts what is written.
+    """Counts of written records, bytes and steps, with their limits.
 
-    A budget is exhausted by the record that reaches or exceeds it, which is still written.
+    The record that reaches or exceeds a limit exhausts the budget, and is still written.
     """
 
     def __init__(self) -> None:
         self.nbytes = 0
-        """Payload bytes; shared ones count once."""
+        """Payload bytes; shared payloads count once."""
         self.num_records = 0
         self.num_steps = 0
-        """Steps with at least one record."""
+        """Number of steps with at least one record."""
         self._limits: dict[str, int] = {}
         self._lock = threading.Lock()
 
     def limit(self, config: DumperConfig) -> None:
-        """Set other limits; counts are kept."""
+        """Set the limits of ``config``; the counts are kept."""
         limits = {"max_bytes": config.max_bytes, "max_records": config.max_records, "max_steps": config.max_steps}
         self._limits = {name: limit for name, limit in limits.items() if limit is not None}
 
     def restart(self) -> None:
-        """A new run."""
+        """Reset the counts for a new run; the limits are kept."""
         with self._lock:
             self.nbytes = self.num_records = self.num_steps = 0
 
@@ -46,20 +46,20 @@ class Budget:
         return bool(self._limits)
 
     def charge(self, *, num_records: int = 0, nbytes: int = 0, num_steps: int = 0) -> None:
-        """Count what is written."""
+        """Add to the counts."""
         with self._lock:
             self.num_records += num_records
             self.nbytes += nbytes
             self.num_steps += num_steps
 
     def reached(self) -> tuple[str, int] | None:
-        """The first exhausted limit, as setting and value; None when there is none."""
+        """Return the first exhausted limit as (setting, value); None if no limit is exhausted."""
         used = {"max_bytes": self.nbytes, "max_records": self.num_records, "max_steps": self.num_steps}
         return next(((name, limit) for name, limit in self._limits.items() if used[name] >= limit), None)
 
 
 class StopReason(NamedTuple):
-    """Why capture is off until it is configured again."""
+    """The reason why capture is off until the next configuration."""
 
     setting: str
     """The setting whose limit was reached, or ``triggers``."""
@@ -67,20 +67,21 @@ class StopReason(NamedTuple):
 
 
 class CaptureStop:
-    """Stops the capture at a budget, at a trigger with the action stop, and when disk space runs low.
+    """Stops capture when a budget is exhausted, a trigger with the action ``stop`` fires, or disk space runs low.
 
-    Any thread may stop it. The forward's thread reads :attr:`stopped` between steps, and ``halted`` of the open step.
+    Any thread may stop capture. The forward's thread reads :attr:`stopped` between steps, and ``halted`` of the open
+    step.
     """
 
     def __init__(self, queue: SendQueue, put_event: Callable[..., None]) -> None:
         self._queue = queue
         self._put_event = put_event
         self.stopped: StopReason | None = None
-        """Why nothing is captured from the next step on; None while capturing."""
+        """The reason why capture is off from the next step on; None while capturing."""
         self.min_free_bytes = 0
-        """Free disk space below which capture stops."""
+        """Free disk space in bytes below which capture stops; 0 disables the check."""
         self._budget = Budget()
-        self._step: OpenStep | None = None  # the last one that began
+        self._step: OpenStep | None = None  # the most recently begun step
         self._lock = threading.RLock()
 
     @property
@@ -90,40 +91,43 @@ class CaptureStop:
 
     @property
     def forbids_release(self) -> bool:
-        """Whether nothing more may be written, including held steps."""
+        """Whether steps held by the flight recorder may no longer be written: any stop except one by a trigger."""
         return self.stopped is not None and self.stopped.setting != _TRIGGERS
 
     @property
     def open_step(self) -> OpenStep | None:
-        """The step that the forward is in."""
+        """The open step; None between steps."""
         step = self._step
         return step if step is not None and not step.ended else None
 
     def configure(self, config: DumperConfig) -> None:
-        """A configuration takes effect."""
+        """Apply the limits of ``config``; stops capture if a budget is already exhausted."""
         self.min_free_bytes = config.min_free_bytes or 0
         self._budget.limit(config)
         self.charge(halt=False)
 
     def begin(self, step: OpenStep) -> None:
-        """A step begins."""
+        """Note ``step`` as the open step."""
         self._step = step
 
     def resume(self) -> None:
-        """The capture was configured again: resume, unless a budget is still exhausted."""
+        """Resume capture after a new configuration, which stops it again if a budget is still exhausted."""
         if self.stopped is not None:
             self.stopped = None
             self._notify_recorder()
 
     def restart(self) -> None:
-        """A new run begins: budgets are reset."""
+        """Reset the budgets and resume capture for a new run."""
         self._budget.restart()
         self.resume()
 
     # ---- reasons
 
     def charge(self, *, num_records: int = 0, nbytes: int = 0, num_steps: int = 0, halt: bool) -> None:
-        """Count what is written, and stop when a budget is exhausted; ``halt`` as for :meth:`_stop`."""
+        """Charge written records, bytes and steps to the budgets, and stop capture if one is exhausted.
+
+        ``halt`` as for :meth:`_stop`.
+        """
         self._budget.charge(num_records=num_records, nbytes=nbytes, num_steps=num_steps)
         if self.stopped is None and (reached := self._budget.reached()) is not None:
             name, value = reached
@@ -131,17 +135,17 @@ class CaptureStop:
             self._stop(StopReason(name, f"{name}={shown} is reached"), halt=halt, value=value)
 
     def stop_for_trigger(self, reason: str) -> None:
-        """A trigger on this or another rank stops the capture."""
+        """Stop capture from the next step on, because a trigger fired on this or another rank."""
         self._stop(StopReason(_TRIGGERS, reason), halt=False)
 
     def check_disk(self, free: int, floor: int) -> None:
-        """Stop when free disk space is below ``floor`` bytes."""
+        """Stop capture immediately if ``free``, the free disk space in bytes, is below ``floor``."""
         if free < floor:
             text = f"{size(free)} are free on the disk of the run, min_free_bytes is {size(floor)}"
             self._stop(StopReason("min_free_bytes", text), halt=True, value=floor)
 
     def _stop(self, stop: StopReason, *, halt: bool, value: int | None = None) -> None:
-        """``halt``: from now on, else from the next step on."""
+        """Stop capture: with ``halt`` immediately, otherwise from the next step on. ``value`` is the reached limit."""
         with self._lock:
             if self.stopped is not None:
                 return

@@ -1,4 +1,4 @@
-"""FlightRecorder: keeps the last steps in memory, and writes them only on request."""
+"""FlightRecorder: keeps the last steps in memory and writes them only on request."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -11,29 +11,29 @@ from tapscope.dumper.steps.deferred_line import DeferredLine
 from tapscope.run_format.ledger import encode_line, event_line
 
 RECORD_COST = 512
-"""Bytes that a held record is charged for, in addition to its payload and text (approximate)."""
+"""Approximate memory overhead of a held record in bytes, in addition to its payload and text."""
 LINE_COST = 64
-"""The same for a line that is not a record."""
+"""Approximate memory overhead in bytes of a held line that is not a record."""
 
 
 @dataclass(slots=True)
 class BufferedStep:
-    """Everything recorded from the beginning of one step to that of the next."""
+    """Records and lines from the beginning of one step to the beginning of the next."""
 
     number: int
     items: list[InflightRecord | DeferredLine | bytes] = field(default_factory=list)
     cost: int = 0
-    """Bytes it is charged for: payloads, lines and their object overhead."""
+    """Memory charged to the step in bytes: payloads, lines and their object overhead."""
     num_values: int = 0
     nbytes: int = 0
     """Payload bytes."""
     num_dropped: int = 0
-    """Values dropped because memory was full."""
+    """Number of values dropped because memory was full."""
     passes_through: bool = False
-    """Whether it was released: it holds nothing, and what still comes is sent immediately."""
+    """Whether the step was released: it holds no items, and further items are sent immediately."""
 
     def hold(self, item: InflightRecord | DeferredLine | bytes, cost: int) -> None:
-        """Keep a record or line that is charged for ``cost`` bytes in addition to its payload."""
+        """Append a record or line; ``cost`` is its size in bytes without the payload."""
         self.items.append(item)
         self.cost += cost
         if isinstance(item, InflightRecord):
@@ -42,14 +42,14 @@ class BufferedStep:
             self.num_values += 1
 
     def add_counts(self, other: "BufferedStep") -> None:
-        """Add the counts of a discarded step."""
+        """Add the counts of a discarded step; ``number`` counts the discarded steps."""
         self.number += 1
         self.num_values += other.num_values
         self.nbytes += other.nbytes
         self.num_dropped += other.num_dropped
 
     def release(self) -> list[InflightRecord | DeferredLine | bytes]:
-        """Return what was held; send everything that follows immediately."""
+        """Return the held items and switch to passing further items through."""
         items, self.items = self.items, []
         self.cost = self.num_values = self.nbytes = self.num_dropped = 0
         self.passes_through = True
@@ -58,51 +58,51 @@ class BufferedStep:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseResult:
-    """The steps that a release has sent."""
+    """Steps that a release has sent, with their total counts."""
 
     steps: list[int]
     num_values: int = 0
     nbytes: int = 0
     num_dropped: int = 0
-    """Values of these steps that were dropped because memory was full."""
+    """Number of values of these steps that were dropped because memory was full."""
 
 
 class FlightRecorder:
     """A sink that holds the last ``num_steps`` steps, including the open one, in at most ``limit`` bytes.
 
-    The oldest steps are discarded first; a step that alone exceeds ``limit`` drops what comes once it is full. A
-    release passes steps to the send queue together with their memory, without copying or waiting; that memory counts
-    here until the recorder has acknowledged it. Records that share payloads are held and released together, because a
-    step is released whole and in order. Any thread may release: the lock is the send queue's.
+    The oldest steps are discarded first. A step that alone exceeds ``limit`` drops further values once memory is full.
+    A release moves steps to the send queue together with their memory, without copying or waiting; that memory counts
+    here until the recorder has acknowledged it. Records that share payloads are always held and released together,
+    because steps are released whole and in order. Any thread may release: the lock is that of the send queue.
     """
 
     def __init__(self, queue: SendQueue, num_steps: int, limit: int) -> None:
         self._queue = queue
         self._lock = queue.lock
         self._pool = BufferPool(limit)
-        self._steps: deque[BufferedStep] = deque()  # the last one is the current step
+        self._steps: deque[BufferedStep] = deque()  # the last item is the current step
         self._pass_until = -1
         self._stalled = False
         self.pass_through = False
-        """Whether steps that begin now are sent immediately: a capture of the next steps was requested."""
+        """Whether new steps are sent immediately, because a capture of the next steps was requested."""
         self.num_steps = num_steps
         self.limit = limit
         self.used = 0
-        """Bytes held or released and not yet acknowledged; at most ``limit``, apart from a step's lines."""
-        self._lent = 0  # the released part of these
+        """Bytes held, or released and not yet acknowledged; at most ``limit``, except for the lines of a step."""
+        self._lent = 0  # the part of ``used`` that is released and not yet acknowledged
         self.discarded = BufferedStep(0)
-        """Sums over the discarded steps; ``number`` is their count."""
+        """Totals of the discarded steps; ``number`` is their count."""
 
     # ---- the sink
 
     def reserve(self, nbytes: int) -> PayloadSlot | None:
-        """Memory for a payload; None when there is none, and the payload is dropped."""
+        """Allocate memory for a payload; None if memory is full, and the payload is dropped."""
         with self._lock:
             steps = self._steps
             if not steps or steps[-1].passes_through:
                 return self._queue.reserve(nbytes)
             if (self._queue.dead or self.used + nbytes > self.limit) and not self._admits(nbytes):
-                if not self.is_holding:  # admitting has waited, and a release happened
+                if not self.is_holding:  # a release happened while _admits() waited
                     return self._queue.reserve(nbytes)
                 steps[-1].num_dropped += 1
                 return None
@@ -111,17 +111,17 @@ class FlightRecorder:
         return PayloadSlot(buffer.ctypes.data, nbytes, -1, buffer, self)
 
     def cancel(self, slot: PayloadSlot) -> None:
-        """The payload is not needed."""
+        """Free a slot whose payload is not needed."""
         if slot.owner is None:
             self._queue.cancel(slot)
         else:
             self._release_slot(slot)
 
     def put(self, record: InflightRecord) -> bool:
-        """Hold a record; False when it was dropped and its slot freed."""
+        """Hold a record, or send it if the step passes through; False if the record was dropped and its slot freed."""
         with self._lock:
             slot, cost = record.slot, RECORD_COST + len(record.content)
-            if slot is not None and slot.owner is None:  # reserved while the previous step was sent immediately
+            if slot is not None and slot.owner is None:  # reserved from the send queue, before this step began
                 return self._queue.put(record)
             admitted = not self.is_holding or self._admits(cost)
             if not self.is_holding:
@@ -145,7 +145,7 @@ class FlightRecorder:
         return True
 
     def append(self, line: DeferredLine | bytes) -> None:
-        """Hold a line that is not a record with its step; there are few of them, so it is never refused."""
+        """Hold a line that is not a record; never dropped, because such lines are few."""
         with self._lock:
             if not self.is_holding:
                 self._queue.append(line)
@@ -160,24 +160,24 @@ class FlightRecorder:
 
     @property
     def is_holding(self) -> bool:
-        """Whether what comes now is held."""
+        """Whether new records are held in memory."""
         return bool(self._steps) and not self._steps[-1].passes_through
 
     def begin(self, number: int) -> None:
-        """A step begins: what comes now belongs to it, and the oldest step may be discarded."""
+        """Begin a step, to which further items belong; may discard the oldest steps."""
         with self._lock:
             self._steps.append(BufferedStep(number, passes_through=self.pass_through or number <= self._pass_until))
             self._trim()
 
     def resize(self, num_steps: int, limit: int) -> None:
-        """Change the limits."""
+        """Change the limits, and discard the oldest steps that exceed them."""
         with self._lock:
             self.num_steps, self.limit = num_steps, limit
             self._pool.resize(limit)
             self._trim()
 
     def take_discarded(self) -> BufferedStep:
-        """Discard all held steps; returns what was discarded since the last call."""
+        """Discard all held steps; returns the totals of the steps discarded since the last call."""
         with self._lock:
             while self._steps:
                 self._drop_oldest()
@@ -188,7 +188,7 @@ class FlightRecorder:
     # ---- releases
 
     def window(self, past: int) -> tuple[int, int]:
-        """First and last of the newest ``past`` steps, including the current one."""
+        """Return (first, last) number of the newest ``past`` steps, including the current one; (0, -1) if none."""
         with self._lock:
             newest = [step.number for step in self._steps][-past:]
             return (newest[0], newest[-1]) if newest else (0, -1)
@@ -196,7 +196,7 @@ class FlightRecorder:
     def release(self, first: int, last: int, reason: str) -> ReleaseResult:
         """Send the steps ``first`` to ``last``, oldest first, each at most once.
 
-        A step that is still open, or has not begun, is sent as it comes until the next one begins.
+        For a step in this range that is open or has not begun, further items are sent immediately.
         """
         with self._lock:
             chosen = [step for step in self._steps if first <= step.number <= last and not step.passes_through]
@@ -220,7 +220,7 @@ class FlightRecorder:
         self._queue.put_released(step.release())
 
     def free(self, slot: PayloadSlot) -> None:
-        """The recorder has the bytes of a released slot."""
+        """Free a released slot, now that the recorder has acknowledged its bytes."""
         with self._lock:
             self._lent -= slot.nbytes
             self._stalled = False
@@ -239,7 +239,7 @@ class FlightRecorder:
             return False
         if self._make_room(nbytes):
             return True
-        # Released steps fill the memory: wait for them as a full send queue does, once per stall.
+        # Memory is full of released steps: wait for acknowledgments as a full send queue does, once per stall.
         if not self._lent or self._stalled:
             return False
         self._stalled = not self._queue.wait_until(lambda: self._make_room(nbytes) or not self._lent)

@@ -1,4 +1,4 @@
-"""RetentionPolicy: what reaches the disk after the rules: flight recorder, triggers and capture stop of one rank."""
+"""RetentionPolicy: decides whether selected values reach the disk, by flight recorder, triggers and capture stop."""
 
 import logging
 import sys
@@ -24,13 +24,14 @@ from tapscope.run_format.ledger import encode_line, event_line
 
 _log = logging.getLogger("tapscope")
 _MAX_DIVERGENCES = 100
-"""Events written; all are counted."""
+"""Maximum number of divergence events written; all divergences are counted."""
 
 
 class RetentionPolicy:
-    """Holds or sends what was captured, and stops the capture when necessary.
+    """Holds or sends the captured values of one rank, and stops capture when necessary.
 
-    Threads: the forward's, the sender's (requests of other processes), and whichever ends the process.
+    Called from the forward's thread, the sender's thread (requests of other processes), and the thread that ends the
+    process.
     """
 
     def __init__(self, queue: SendQueue, *, rank: int = 0, run: Path = Path()) -> None:
@@ -42,11 +43,11 @@ class RetentionPolicy:
         self._crash_report = CrashReport(self._put_event)
         self._last_step: int | None = None
         self.is_limited = False
-        """Whether :meth:`charge` must be called for every record that is sent."""
+        """Whether :meth:`charge` must be called for every record sent."""
         self._num_dropped = 0
         self._flight: FlightRecorder | None = None
-        self._full_window = (0, -1)  # steps to keep in full, because another rank's trigger fired in them
-        self._last_alarm = (-1, False, False)  # what the other ranks were last sent about our triggers
+        self._full_window = (0, -1)  # (first, last) step to keep in full because of another rank's trigger
+        self._last_alarm = (-1, False, False)  # (step, keep, stop) of the last alarm sent to the other ranks
         self._requested: str | None = None
         self._on_divergence: OnDivergence = "keep"
         self._num_divergences = 0
@@ -54,7 +55,7 @@ class RetentionPolicy:
     # ---- configuration
 
     def configure(self, config: DumperConfig) -> None:
-        """A configuration takes effect."""
+        """Apply ``config``: budgets, flight recorder and the action on divergence."""
         self._on_divergence = config.on_divergence
         self.capture_stop.configure(config)
         self.is_limited = self.capture_stop.is_limited
@@ -73,7 +74,7 @@ class RetentionPolicy:
             self._flight.pass_through = config.capture_steps is not None
 
     def restart(self, run: Path) -> None:
-        """A new run begins: budgets are reset, and held steps of the old run are discarded."""
+        """Start a new run: reset the budgets and discard held steps of the old run."""
         if self._flight is not None and (gone := self._flight.take_discarded()).number:
             _log.info("tapscope: the flight recorder discarded %d steps of the run before %s", gone.number, run)
         self.capture_stop.restart()
@@ -82,7 +83,7 @@ class RetentionPolicy:
     # ---- steps, in the forward's thread
 
     def begin(self, step: OpenStep) -> None:
-        """A step begins."""
+        """Begin ``step``; it is kept in full if another rank's trigger asked for that."""
         number = step.info.step
         step.in_full = self._full_window[0] <= number <= self._full_window[1]
         self.capture_stop.begin(step)
@@ -90,7 +91,7 @@ class RetentionPolicy:
             self._flight.begin(number)
 
     def end(self, step: OpenStep) -> None:
-        """A step has ended and its lines are written; an aborted step is released with the steps before it."""
+        """End ``step``, whose lines are written; an aborted step is released together with the steps before it."""
         self._last_step = step.info.step
         if step.counts.aborted:
             self._crash_report.write(sys.exception(), step.info.step)
@@ -101,37 +102,41 @@ class RetentionPolicy:
 
     @property
     def is_holding(self) -> bool:
-        """Whether what comes now stays in memory."""
+        """Whether the flight recorder holds new records in memory."""
         return self._flight is not None and self._flight.is_holding
 
     @property
     def num_dropped(self) -> int:
-        """Values counted as sent that were not: released without memory, or in flight when the recorder was lost."""
+        """Number of values counted as sent that were lost: dropped from released steps, or in flight when the recorder
+        died."""
         return self._num_dropped + self._queue.num_abandoned
 
     @property
     def queue_bytes(self) -> int | None:
-        """Bytes on their way to the recorder; None where values are kept in memory."""
+        """Bytes in flight to the recorder; None if values are kept in memory."""
         return self._queue.in_flight_bytes if isinstance(self._queue, SendQueue) else None
 
     @property
     def drop_reason(self) -> str:
-        """Why a value was dropped."""
+        """The reason why values are being dropped."""
         if self.is_holding and self._flight is not None:
             return f"a step is larger than flight_recorder_bytes={self._flight.limit}"
         return "the pipeline is full, or the recorder has ended"
 
     def charge(self, record: InflightRecord) -> None:
-        """Charge a record to the budgets, if it is sent now."""
+        """Charge a record to the budgets, unless the flight recorder holds it."""
         if not self.is_holding:
             self.capture_stop.charge(num_records=1, nbytes=record.nbytes, halt=True)
 
     def on_triggers(self, fired: list[Any], site: str, step: OpenStep) -> bool:
-        """Triggers fired at a value of ``step``; returns whether the step is kept in full from here on."""
+        """Run the actions of triggers that fired in ``step``; returns whether to keep the rest of the step in full."""
         return self._act(self.trigger_actions.fire(fired, site, step), step)
 
     def on_divergence(self, divergence: LiveDivergence, step: OpenStep) -> bool:
-        """A value of ``step`` differs from the reference run; returns whether the step is kept in full from here on."""
+        """Report a divergence from the reference run in ``step`` and apply the setting ``on_divergence``.
+
+        Returns whether to keep the rest of the step in full.
+        """
         self._num_divergences += 1
         if self._num_divergences <= _MAX_DIVERGENCES:
             self._put_event("divergence", **structs.asdict(divergence))
@@ -142,7 +147,10 @@ class RetentionPolicy:
         return self._act(TriggerOutcome(keep, stop, reason), step)
 
     def _act(self, orders: TriggerOutcome, step: OpenStep) -> bool:
-        """Carry out the actions of what was found in ``step``; returns whether it is kept in full from here on."""
+        """Apply a trigger outcome to ``step`` and notify the other ranks.
+
+        Returns whether to keep the rest of the step in full.
+        """
         first = last = step.info.step
         if self._flight is not None:
             first = min(self._flight.window(self._flight.num_steps)[0], last)
@@ -150,7 +158,7 @@ class RetentionPolicy:
         if (orders.keep or orders.stop) and alarm != self._last_alarm:
             self._last_alarm = alarm
             fields = {"keep": orders.keep, "stop": orders.stop, "reason": orders.reason}
-            # Sent before our own steps, which may be many bytes: the other ranks must know while they hold theirs.
+            # Send the alarm before our own steps, which may be large: the other ranks must still hold theirs.
             self._queue.append(Message("trigger", {"first": first, "last": last, **fields}))
             self._queue.flush()
         if orders.keep:
@@ -163,9 +171,9 @@ class RetentionPolicy:
     # ---- requests, from any thread
 
     def release(self, past: int | None, reason: str) -> ReleaseResult:
-        """Send the newest ``past`` steps (None: all held ones), and the open one as it comes.
+        """Send the newest ``past`` steps (None: all held steps), and the rest of the open step as it arrives.
 
-        Raises ConfigError when no flight recorder is on, or a budget forbids it.
+        Raises ConfigError if the flight recorder is off, or a budget is exhausted.
         """
         if self._flight is None:
             raise ConfigError("no flight recorder is on; configure flight_recorder_steps first")
@@ -174,23 +182,23 @@ class RetentionPolicy:
         return self._release(self._flight, self._flight.window(past or self._flight.num_steps), reason)
 
     def request_release(self, reason: str) -> None:
-        """Request a release without doing anything yet: for a signal, which may come while any lock is held."""
+        """Request a release by the sender's thread, for signal handlers, which may run while any lock is held."""
         self._requested = reason
         self._queue.nudge()
 
     def flush_at_exit(self, reason: str, timeout_s: float) -> None:
-        """The process ends: release everything, and wait until it is written."""
+        """Release all held steps before the process exits, and wait up to ``timeout_s`` until they are written."""
         if self._try_release(None, reason):
             self._queue.drained(timeout_s)
 
     def tick(self) -> None:
-        """Carry out what :meth:`request_release` asked for; called by the sender's thread at least twice a second."""
+        """Perform a release requested by :meth:`request_release`; the sender's thread calls it at least every 0.5 s."""
         if self._requested is not None:
             reason, self._requested = self._requested, None
             self._try_release(None, reason)
 
     def handle_message(self, message: Message) -> bool:
-        """Handle a message of the recorder (``trigger`` of another rank, ``disk_low``); False for any other message."""
+        """Handle a ``trigger`` (of another rank) or ``disk_low`` message of the recorder; False for other messages."""
         if message.kind == "trigger":
             first, last = int(message["first"]), int(message["last"])
             if message["keep"]:
@@ -201,15 +209,15 @@ class RetentionPolicy:
             if message["stop"]:
                 self.capture_stop.stop_for_trigger(str(message["reason"]))
             return True
-        if message.kind == "disk_low":  # the recorder does not know what this process has configured by itself
+        if message.kind == "disk_low":  # only this process knows its own setting, so check again
             self.capture_stop.check_disk(int(message["free"]), self.capture_stop.min_free_bytes)
             return True
         return False
 
     def close(self, interrupted: str | None = None) -> None:
-        """The run ends: report what was only counted, and what was held and never requested.
+        """End the run: write summaries of triggers and of held steps that were never released.
 
-        Held steps are released when an exception, ``interrupted``, ends the run.
+        If an exception ended the run, ``interrupted`` is its name, and held steps are released.
         """
         self.tick()
         if interrupted is not None:
@@ -222,7 +230,7 @@ class RetentionPolicy:
     # ---- inside
 
     def _try_release(self, window: tuple[int, int] | None, reason: str) -> bool:
-        """Release unless there is nothing to release or a budget forbids it; returns whether anything was released."""
+        """Release the steps of ``window`` (None: all), if permitted; returns whether any step was released."""
         flight = self._flight
         if flight is None or self.capture_stop.forbids_release:
             return False

@@ -1,4 +1,4 @@
-"""TriggerActions: runs the actions of triggers that fire, and limits how often they are reported."""
+"""TriggerActions: runs the actions of triggers that fire, and limits the number of reports."""
 
 import logging
 import os
@@ -16,7 +16,7 @@ from tapscope.run_format.stats import Stats
 
 _log = logging.getLogger("tapscope")
 TIME_LIMIT_S = 60.0
-"""A command that takes longer is killed, with every process that it started."""
+"""Time limit of a command in seconds; then its process group is killed."""
 MAX_COMMANDS = 20
 """Maximum number of commands that one rank starts in a run."""
 _EVENTS_PER_SITE = 3
@@ -34,8 +34,8 @@ class TriggerOutcome(NamedTuple):
 class TriggerActions:
     """The triggers of one rank in one run.
 
-    A NaN reaches every site downstream: the first firings of a trigger at a site are written as events, the log gets
-    one line per trigger and step, and all others are counted.
+    A NaN propagates to every site downstream, so reports are limited. The first firings of a trigger at a site are
+    written as events, the log gets one line per trigger and step up to a limit, and further firings are only counted.
     """
 
     def __init__(self, put_event: Callable[..., None], *, rank: int = 0, run: Path = Path()) -> None:
@@ -45,11 +45,11 @@ class TriggerActions:
         self._commands = TriggerCommands(lambda **fields: put_event("command", **fields))
         self._fired: Counter[tuple[Trigger, str]] = Counter()
         self._warned: Counter[Trigger] = Counter()
-        self._last_step: dict[Trigger, int] = {}  # step in which each fired last
-        self._last_command_step: dict[Trigger, int] = {}  # step in which each ran its command last
+        self._last_step: dict[Trigger, int] = {}  # trigger -> last step in which it fired
+        self._last_command_step: dict[Trigger, int] = {}  # trigger -> last step in which it ran its command
 
     def fire(self, fired: list[tuple[Trigger, Stats]], site: str, step: OpenStep) -> TriggerOutcome:
-        """Triggers fired at ``site``: report them, start their commands, and return their other actions."""
+        """Report the triggers that fired at ``site`` and start their commands; returns their combined other actions."""
         number = step.info.step
         for trigger, stats in fired:
             self._fired[trigger, site] += 1
@@ -69,7 +69,7 @@ class TriggerActions:
         return TriggerOutcome("keep" in actions, "stop" in actions, reason)
 
     def write_summary(self) -> None:
-        """The run ends: report what was only counted."""
+        """Report the firings and commands that were only counted, at the end of the run."""
         for (trigger, site), amount in self._fired.items():
             if amount > _EVENTS_PER_SITE:
                 fields = {"condition": trigger.condition, "action": trigger.action, "step": self._last_step[trigger]}
@@ -99,23 +99,23 @@ class TriggerActions:
 
 
 def _used_statistics(trigger: Trigger, stats: Stats) -> dict[str, Any]:
-    """The statistics that the condition uses."""
+    """Return name -> value of the statistics that the condition uses."""
     return {name: STATISTICS[name](stats) for name in sorted(trigger.names) if name in STATISTICS}
 
 
 class TriggerCommands:
-    """Runs the commands of triggers in threads of their own, for a limited time; reports how each ended."""
+    """Runs each trigger command in its own thread, with a time limit, and reports its outcome."""
 
     def __init__(self, put_event: Callable[..., None], *, time_limit_s: float = TIME_LIMIT_S) -> None:
-        """``put_event(**fields)`` is called for every command: ``argv`` and ``exit`` or ``problem``."""
+        """``put_event(**fields)`` is called once per command, with ``argv`` and either ``exit`` or ``problem``."""
         self._put_event = put_event
         self._time_limit_s = time_limit_s
         self.num_started = 0
         self.num_refused = 0
-        """Commands beyond MAX_COMMANDS, which were not started."""
+        """Number of commands beyond MAX_COMMANDS, which were not started."""
 
     def start(self, argv: Sequence[str]) -> None:
-        """Run ``argv`` without a shell, with standard streams closed."""
+        """Run ``argv`` without a shell, with the standard streams redirected to the null device."""
         if self.num_started >= MAX_COMMANDS:
             self.num_refused += 1
             return

@@ -1,1 +1,1 @@
-"""Rules: what is kept of which sites and when, and what a trigger watches; as text and as objects."""
+"""Rules: parsing, validation and formatting of capture rules, triggers and injection rules."""

@@ -1,4 +1,4 @@
-"""Byte sizes such as 64KiB, parsed and formatted."""
+"""Parsing and formatting of byte sizes such as 64KiB."""
 
 import re
 from typing import Any
@@ -10,7 +10,7 @@ _SIZE = re.compile(r"\s*(\d{1,19})(\.\d{1,9})?\s*([A-Za-z]*)\s*")
 
 
 def parse_size(value: Any) -> int:
-    """``4096``, ``"64KiB"``, ``"1.5 GB"`` -> bytes; raises ValueError for anything else."""
+    """Parse ``4096``, ``"64KiB"`` or ``"1.5 GB"`` to bytes; raises ValueError for anything else."""
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
     match = _SIZE.fullmatch(value) if isinstance(value, str) else None
@@ -21,7 +21,7 @@ def parse_size(value: Any) -> int:
 
 
 def size_text(nbytes: int) -> str:
-    """The shortest exact text: ``65536`` -> ``64KiB``."""
+    """Return the shortest exact text of a size: ``65536`` -> ``64KiB``."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         if nbytes and nbytes % _UNITS[unit] == 0:
             return f"{nbytes // _UNITS[unit]}{unit}"

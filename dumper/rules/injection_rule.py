@@ -1,4 +1,4 @@
-"""InjectionRule: which sites are overwritten by stored values, and in which rows.
+"""InjectionRule: the sites, steps and requests whose values are overwritten with stored ones.
 
 As text: ``SITE[=STORED] [steps=0-3,7] [request=ID,ID]``. ``SITE`` may be a glob if the stored run has the same names::
 
@@ -18,12 +18,12 @@ _OPTIONS = ("steps", "request")
 
 @dataclass(frozen=True, slots=True)
 class InjectionRule:
-    """One rule; ``str(rule)`` parses to an equal one. Raises RuleError that names the rule and what is valid."""
+    """One injection rule; ``str(rule)`` parses to an equal rule."""
 
     site: str
     """Site of the live model, or a glob of sites."""
     stored: str | None = None
-    """Site of the stored run; None for the same name."""
+    """Site of the stored run; None if it has the same name."""
     steps: Ranges | None = None
     """Steps of the live model; None for all."""
     requests: tuple[str, ...] = ()
@@ -31,7 +31,7 @@ class InjectionRule:
 
     @classmethod
     def parse(cls, text: object) -> "InjectionRule":
-        """The rule of ``text``, or ``text`` itself if it is a rule; raises RuleError."""
+        """Parse ``text``, which may already be a rule; raises RuleError that names the text and the valid forms."""
         if isinstance(text, InjectionRule):
             return text
         if not isinstance(text, str) or not text.split():

@@ -1,4 +1,4 @@
-"""Ranges: sets of integers as a few spans, such as ``0-3,7`` or ``100-``."""
+"""Ranges: sets of integers stored as spans, such as ``0-3,7`` or ``100-``."""
 
 import re
 import sys
@@ -12,13 +12,13 @@ _END = sys.maxsize
 
 @dataclass(frozen=True, slots=True)
 class Ranges:
-    """Sorted inclusive spans that do not touch."""
+    """A set of integers: sorted, inclusive, non-adjacent (first, last) spans."""
 
     spans: tuple[tuple[int, int], ...]
 
     @classmethod
     def parse(cls, items: Iterable[Any]) -> "Ranges":
-        """From ``5``, ``"0-3"`` or ``"100-"`` (to the end), each; raises ValueError for anything else."""
+        """Parse items such as ``5``, ``"0-3"`` or ``"100-"`` (open-ended); raises ValueError for anything else."""
         spans = []
         for item in items:
             if isinstance(item, bool) or not isinstance(item, int | str):
@@ -40,7 +40,7 @@ class Ranges:
         return ",".join(self.expressions())
 
     def expressions(self) -> list[str]:
-        """Each span as it is written."""
+        """Return the text of each span."""
         return [str(a) if a == b else f"{a}-" if b == _END else f"{a}-{b}" for a, b in self.spans]
 
 

@@ -1,21 +1,21 @@
-"""Rule: the capture level of the sites and firings that it selects.
+"""Rule: a capture level for a selection of sites and firings.
 
-As text: options separated by blanks, ``when=`` last because it takes the rest::
+As text: options separated by blanks, with ``when=`` last because it extends to the end of the text::
 
     GLOB=KEEP [OPTION=VALUE[,VALUE]...]... [when=EXPRESSION]
 
     layers.3.*:out=full steps=0-99 every=10 phase=decode rank=0 when=search("attn", name) and numel > 4096
 
-Which sites
+Options that select sites
     ``layers=0-3,7``, ``port=`` (``in out tap param buffer``, ``grad`` for every gradient, or ``out.grad`` and so on),
     ``rank=0-1`` and mesh coordinates ``tp= pp= dp= cp= ep=`` (an axis that the mesh lacks has coordinate 0).
-Which firings
+Options that select firings
     ``steps=0-99`` or ``steps=100-``, ``every=N`` (``step % N == 0``), ``first=N`` (the first N steps of this
     configuration), ``phase=``, ``pass=`` (``forward recompute backward``), ``dtype=``, ``min_bytes=`` and
-    ``max_bytes=`` (of the tensor, inclusive), ``tag.NAME=``, ``request=`` (only the rows of these requests are
-    kept; if none of them is in the step, the next rule decides), ``when=``.
-Which part
-    ``rows=A:B[:S]`` of the token rows, ``cap=1MiB`` (only statistics are kept of a larger tensor).
+    ``max_bytes=`` (of the tensor, inclusive), ``tag.NAME=``, ``request=`` (keeps only the rows of these requests;
+    if none of them is in the step, the next rule applies), ``when=``.
+Options that select a part of the tensor
+    ``rows=A:B[:S]`` (a slice of the token rows), ``cap=1MiB`` (of a larger tensor, only statistics are kept).
 
 A value with blanks, commas or quotes is written as a JSON string: ``tag.user="a b"``. As JSON, a rule is an object
 with the same names: ``{"site": "layers.3.*:out", "keep": "full", "steps": "0-99"}``.
@@ -54,14 +54,14 @@ SITE_NAMES = (
     "ep",
     "model",
 )
-"""Names in an expression that the site determines; ``site`` is ``PATH:PORT``, and so is ``name``, except that the name
-of an explicit value is the one it was dumped under."""
+"""Names in an expression that the site determines. ``site`` is ``PATH:PORT``; ``name`` is the name passed to
+``dump()`` for an explicit value, and equals ``site`` for all others."""
 MOMENT_NAMES = ("step", "phase", "micro", "pass_", "occurrence", "age", "dtype", "shape", "ndim", "numel", "nbytes")
 """Names in an expression that the firing determines; every other name is a tag, which must be declared."""
 
 
 def undeclared(names: Iterable[str], declared: Iterable[str]) -> str | None:
-    """The error for the first name that is neither known nor a declared tag, or None."""
+    """Return an error message for the first name that is neither known nor a declared tag; None if all are."""
     known = (*SITE_NAMES, *MOMENT_NAMES)
     for name in sorted(set(names).difference(known, declared)):
         names = f"{did_you_mean(name, known)}; names are {', '.join(known)}"
@@ -70,13 +70,16 @@ def undeclared(names: Iterable[str], declared: Iterable[str]) -> str | None:
 
 
 def condition(text: str) -> Expression:
-    """The expression of ``when=`` or of a filter; raises ExpressionError."""
+    """Parse the expression of ``when=`` or of a filter; raises ExpressionError."""
     return Expression(text, SITE_NAMES + MOMENT_NAMES, tags=True)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Rule:
-    """One rule; ``str(rule)`` parses to an equal one. Raises RuleError that names field, value and valid values."""
+    """One capture rule; ``str(rule)`` parses to an equal rule.
+
+    Raises RuleError that names the invalid field, its value and the valid values.
+    """
 
     glob: str
     keep: Keep
@@ -99,9 +102,9 @@ class Rule:
     min_bytes: int | None = None
     max_bytes: int | None = None
     rows: tuple[int | None, int | None, int | None] | None = None
-    """Start, stop and step of a slice."""
+    """(start, stop, step) of a slice of the token rows."""
     cap: int | None = None
-    """Maximum bytes kept in full."""
+    """Maximum size in bytes of a tensor kept in full."""
     tags: tuple[tuple[str, tuple[Any, ...]], ...] = ()
     when: str | None = None
 
@@ -118,7 +121,7 @@ class Rule:
 
     @property
     def is_unconditional(self) -> bool:
-        """Whether it holds at every firing."""
+        """Whether the rule has no conditions on the firing."""
         numbers = (self.steps, self.every, self.first, self.min_bytes, self.max_bytes, self.when)
         strings = (self.phases, self.passes, self.dtypes, self.requests, self.tags)
         return all(each is None for each in numbers) and not any(strings)
@@ -137,7 +140,7 @@ class Rule:
 
 
 def parse_rule(value: Any) -> Rule:
-    """A rule from its text, from a JSON object, or unchanged; raises RuleError."""
+    """Parse a rule from its text or JSON object; a :class:`Rule` is returned unchanged. Raises RuleError."""
     if isinstance(value, Rule):
         return value
     if isinstance(value, str):
@@ -170,7 +173,7 @@ def _from_json(content: Mapping[str, Any]) -> Rule:
 
 
 def _set(fields: dict[str, Any], name: str, value: Any, rule: str) -> None:
-    """Read one option into the fields of a rule."""
+    """Parse the option ``name`` and store its value in ``fields``; raises RuleError that quotes ``rule``."""
     where = (
         f"rule {rule_options.short(rule)}: {name}={value if isinstance(value, str) else json.dumps(value, default=str)}"
     )
@@ -193,7 +196,7 @@ def _set(fields: dict[str, Any], name: str, value: Any, rule: str) -> None:
 
 
 def _tag_values(value: Any) -> tuple[Any, ...]:
-    """Numbers, true, false and null as such; a JSON string stays one value."""
+    """Parse tag values: numbers, true, false and null get their JSON types; a JSON string stays one value."""
     each = items(value) if isinstance(value, Bare) or not isinstance(value, str) else [value]
     return tuple(rule_options.scalar(item) for item in each)
 
@@ -201,5 +204,5 @@ def _tag_values(value: Any) -> tuple[Any, ...]:
 def _shown(rule: Rule) -> str:
     try:
         return rule_options.short(str(rule))
-    except (TypeError, ValueError, AttributeError):  # its fields cannot even be formatted
+    except (TypeError, ValueError, AttributeError):  # fields of invalid types cannot be formatted
         return rule_options.short(f"{rule.glob}={rule.keep}")

@@ -14,7 +14,7 @@ from tapscope.dumper.rules.int_ranges import Ranges
 KINDS = ("in", "out", "tap", "param", "buffer", "grad", "in.grad", "out.grad", "tap.grad", "param.grad")
 PASSES = ("forward", "recompute", "backward")
 MAX_TEXT = 16384
-"""Longest rule, in characters."""
+"""Maximum length of a rule in characters."""
 
 JSON_TEXT = r'"(?:[^"\\]|\\.)*"'
 _HEAD = re.compile(rf"\s*(?P<glob>{JSON_TEXT}|[^\s\"].*?)\s*=\s*(?P<keep>[^\s=]*)(?=\s|$)", re.DOTALL)
@@ -24,13 +24,16 @@ _ITEM = re.compile(rf"(?P<quoted>{JSON_TEXT})|(?P<bare>[^\s,\"]+)")
 
 
 class Bare(str):
-    """A value written without quotes."""
+    """A string that was written without quotes."""
 
     __slots__ = ()
 
 
 def split(text: str) -> tuple[tuple[str, str] | None, list[tuple[str, Bare]]]:
-    """``GLOB=KEEP a=b when=c d`` -> ((GLOB, KEEP), [(a, b), (when, c d)]); None for no GLOB=KEEP. Raises RuleError."""
+    """Split ``GLOB=KEEP a=b when=c d`` into ((GLOB, KEEP), [(a, b), (when, c d)]); raises RuleError.
+
+    The first item is None if the text does not begin with GLOB=KEEP.
+    """
     if len(text) > MAX_TEXT:
         raise RuleError(f"rule {short(text)} has {len(text)} characters; a rule has at most {MAX_TEXT}")
     head = _HEAD.match(text)
@@ -49,18 +52,18 @@ def split(text: str) -> tuple[tuple[str, str] | None, list[tuple[str, Bare]]]:
 
 
 def short(text: str) -> str:
-    """``text`` shortened for a message."""
+    """Return the repr of ``text``, shortened to 120 characters for a message."""
     return repr(text if len(text) <= 120 else f"{text[:117]}...")
 
 
 def glob_text(glob: str) -> str:
-    """A glob as written at the head of a rule: quoted where it would be misread."""
+    """Return a glob as written at the beginning of a rule, quoted if it contains special characters."""
     plain = glob and not any(each.isspace() or each in "=\",;'" for each in glob)
     return glob if plain else json.dumps(glob)
 
 
 def split_outside_quotes(text: str, separator: str, times: int = -1) -> list[str]:
-    """``text`` split at a regular expression outside quotes; at most ``times`` times."""
+    """Split ``text`` at matches of the regex ``separator`` outside quotes, at most ``times`` times (-1: no limit)."""
     parts: list[str] = []
     at = 0
     for match in re.finditer(rf"\"(?:[^\"\\]|\\.)*\"|'(?:[^'\\]|\\.)*'|(?P<cut>{separator})", text, re.DOTALL):
@@ -71,12 +74,15 @@ def split_outside_quotes(text: str, separator: str, times: int = -1) -> list[str
 
 
 def unquoted(text: str) -> str:
-    """A double-quoted string without its quotes; any other text unchanged."""
+    """Decode a double-quoted JSON string; any other text is returned unchanged."""
     return str(json.loads(text, strict=False)) if text.startswith('"') else text
 
 
 def items(value: Any) -> list[Any]:
-    """``a,"b c"`` -> [Bare("a"), "b c"]; a list or a number as it is. Raises ValueError."""
+    """Split ``a,"b c"`` into [Bare("a"), "b c"]; a list is copied, and any other value becomes a one-item list.
+
+    Raises ValueError for malformed text.
+    """
     if isinstance(value, list | tuple):
         return list(value)
     if not isinstance(value, str):
@@ -97,7 +103,7 @@ def items(value: Any) -> list[Any]:
 
 
 def item_text(value: Any) -> str:
-    """The inverse of one of :func:`items`, read by :func:`scalar`."""
+    """Return the text of one item, such that :func:`items` and :func:`scalar` restore the value."""
     if not isinstance(value, str):
         return json.dumps(value)
     return value if _is_bare(value) and scalar(Bare(value)) == value else json.dumps(value)
@@ -108,7 +114,10 @@ def _is_bare(value: str) -> bool:
 
 
 def scalar(item: Any) -> Any:
-    """A bare word as JSON if it is a number, true, false or null. Raises ValueError for a non-scalar."""
+    """Convert an item: a bare number, true, false or null gets its JSON type; strings stay strings.
+
+    Raises ValueError for an item that is not a scalar.
+    """
     if isinstance(item, Bare):
         try:
             value = json.loads(item)
@@ -124,11 +133,11 @@ def _finite(value: Any) -> bool:
     return isinstance(value, float) and math.isfinite(value)
 
 
-# ---- the kinds of value ---------------------------------------------------------------------------------
+# ---- option types ---------------------------------------------------------------------------------------
 
 
 class Option(NamedTuple):
-    """A field of the rule, and how its value is read from items and written."""
+    """The rule field of an option, with functions to parse its value from items and to format it."""
 
     field: str
     read: Callable[[list[Any]], Any]
@@ -183,7 +192,7 @@ def _slice_text(value: tuple[int | None, int | None, int | None]) -> str:
 
 
 def _join(values: Iterable[str]) -> str:
-    # These options hold strings only, so that numbers need no quotes.
+    # The values of these options are always strings, so that digits need no quotes.
     return ",".join(value if _is_bare(value) else json.dumps(value) for value in values)
 
 
@@ -208,11 +217,11 @@ OPTIONS: dict[str, Option] = {
     "rows": Option("rows", _slice, _slice_text),
     "cap": Option("cap", *_SIZE),
 }
-"""Every option but ``tag.NAME`` and ``when``, in the order in which they are written."""
+"""All options except ``tag.NAME`` and ``when``, in output order."""
 
 
 def check(rule: Any) -> None:
-    """Raise ValueError that names the option unless every field equals what its own text parses to."""
+    """Validate the options of ``rule``: each value must survive formatting and parsing; raises ValueError."""
     for name, option in OPTIONS.items():
         value = getattr(rule, option.field)
         if value is None or value == ():

@@ -1,4 +1,4 @@
-"""Trigger: a condition on the statistics of a site, and an action when it holds.
+"""Trigger: a condition on the statistics of a site, and an action to take when the condition holds.
 
 As text, ``GLOB: CONDITION -> ACTION``::
 
@@ -6,8 +6,8 @@ As text, ``GLOB: CONDITION -> ACTION``::
     *: absmax > 1e4 -> stop
     lm_head:out: inf or nan -> run 'notify.sh {site} {step}'
 
-Counts (``nan``, ``inf``, ...) hold when they are greater than 0. ``min max absmax mean rms std sum`` cover finite
-values; without any they are None, which is neither less nor greater than any number.
+A count (``nan``, ``inf``, ...) is true if it is greater than 0. ``min max absmax mean rms std sum`` cover the finite
+values only; if there are none, these statistics are None, which compares as neither less nor greater than any number.
 """
 
 import json
@@ -29,7 +29,7 @@ from tapscope.run_format.record import Stats
 Action = Literal["keep", "stop", "run"]
 ACTIONS: tuple[str, ...] = typing.get_args(Action)
 PLACEHOLDERS = ("site", "step", "rank", "run", "condition")
-"""Placeholders in a command, in braces."""
+"""Names that a command can use as placeholders in braces, such as ``{site}``."""
 
 _COUNTS: dict[str, Callable[[Stats], Any]] = {
     name: (lambda stats, name=name: getattr(stats, name))  # type: ignore[misc]
@@ -44,7 +44,7 @@ STATISTICS: dict[str, Callable[[Stats], Any]] = {
     **_VALUES,
     "inf": lambda stats: stats.posinf + stats.neginf,
 }
-"""Names that a condition may use in addition to those of a rule's expression."""
+"""Name -> statistic that a condition may use, in addition to the names of a rule's expression."""
 
 _HEAD = re.compile(rf'\s*(?P<glob>{JSON_TEXT}|[^\s"].*?)\s*:\s+', re.DOTALL)
 _ACTION = re.compile(r"\s*(?P<action>\w+)(?:\s+(?P<command>.*\S))?\s*", re.DOTALL)
@@ -52,14 +52,14 @@ _ACTION = re.compile(r"\s*(?P<action>\w+)(?:\s+(?P<command>.*\S))?\s*", re.DOTAL
 
 @dataclass(frozen=True, slots=True)
 class Trigger:
-    """One trigger; ``str(trigger)`` parses to an equal one. Raises RuleError that names valid values."""
+    """One trigger; ``str(trigger)`` parses to an equal trigger. Raises RuleError that names the valid values."""
 
     site: str
-    """A glob."""
+    """Glob of the sites to watch."""
     condition: str
     action: Action
     command: str | None = None
-    """For ``run``: split like a shell command, but run without a shell; see :meth:`argv`."""
+    """Command of the action ``run``: split like a shell command, but run without a shell; see :meth:`argv`."""
     _glob: Glob = field(init=False, repr=False, compare=False)
     _expression: Expression = field(init=False, repr=False, compare=False)
 
@@ -84,20 +84,23 @@ class Trigger:
 
     @property
     def glob(self) -> str:
-        """The name that rules use for it."""
+        """Alias of :attr:`site`, named as in :class:`~tapscope.dumper.rules.rule.Rule`."""
         return self.site
 
     @property
     def names(self) -> frozenset[str]:
-        """The names that the condition uses."""
+        """Names used by the condition."""
         return frozenset(self._expression.names)
 
     def matches(self, site: str) -> bool:
-        """Whether the trigger applies to ``site``."""
+        """Return whether the trigger applies to ``site``."""
         return self._glob.matches(site)
 
     def fires(self, stats: Stats, values: Mapping[str, Any]) -> bool:
-        """Whether the condition holds; ``values`` are the names of site and firing. Raises EvaluationError."""
+        """Return whether the condition holds for ``stats`` and ``values``; raises EvaluationError.
+
+        ``values`` maps the names that the site and the firing determine to their values.
+        """
         known = {}
         for name in self._expression.names:
             compute = STATISTICS.get(name)
@@ -105,7 +108,7 @@ class Trigger:
         return bool(self._expression(known))
 
     def argv(self, values: Mapping[str, Any]) -> list[str]:
-        """The command's words, each placeholder replaced within its word."""
+        """Return the words of the command, with placeholders replaced by ``values`` after splitting."""
         return [
             re.sub(r"\{(\w+)\}", lambda match: str(values.get(match[1], "")), word)
             for word in shlex.split(self.command or "")
@@ -120,7 +123,7 @@ class Trigger:
 
 
 def parse_trigger(value: Any) -> Trigger:
-    """A trigger from its text, or unchanged; raises RuleError."""
+    """Parse a trigger from its text; a :class:`Trigger` is returned unchanged. Raises RuleError."""
     if isinstance(value, Trigger):
         return value
     if not isinstance(value, str) or len(value) > MAX_TEXT:
@@ -135,7 +138,7 @@ def parse_trigger(value: Any) -> Trigger:
 
 
 def _command(text: str | None) -> str | None:
-    """A command may be quoted with either kind of quotes."""
+    """Strip the single or double quotes around a command, if any."""
     if text is None:
         return None
     if re.fullmatch(r"'[^']*'", text):

@@ -1,1 +1,1 @@
-"""Selection: the rules of one configuration, compiled for the sites of one rank."""
+"""Selection: the rules of one configuration, compiled to capture decisions for the sites of one rank."""

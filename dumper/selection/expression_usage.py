@@ -1,24 +1,24 @@
-"""ExpressionUsage: which expressions of rules and filters were evaluated, and which were ever true."""
+"""ExpressionUsage: tracks the expressions of rules and filters that were evaluated, and those that were ever true."""
 
 from collections.abc import Callable
 from typing import Any
 
 
 class ExpressionUsage:
-    """Results of the expressions of one run; an expression that was never true is probably a mistake."""
+    """Usage of the expressions in one run; an expression that was evaluated but never true is probably a mistake."""
 
     def __init__(self) -> None:
         self._asked: dict[str, None] = {}
         self._held: set[str] = set()
 
     def record(self, text: str, holds: bool) -> None:
-        """Record one result."""
+        """Record one result of the expression ``text``."""
         self._asked[text] = None
         if holds:
             self._held.add(text)
 
     def recording(self, text: str, test: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """``test``, with its results recorded until it has been true once."""
+        """Wrap ``test``, the expression ``text``, to record its results until it has been true once."""
         held, note = self._held, self.record
 
         def noted(context: Any) -> Any:
@@ -30,5 +30,5 @@ class ExpressionUsage:
         return noted
 
     def never_held(self) -> list[str]:
-        """Expressions that were evaluated and never true, in order."""
+        """Return the expressions that were evaluated but never true, in order of first evaluation."""
         return [text for text in self._asked if text not in self._held]

@@ -1,9 +1,9 @@
-"""Capture levels that single requests ask for, on top of the configuration.
+"""Per-request capture levels, applied on top of the configuration.
 
 With every step, a host lists the requests whose rows are to be captured (:attr:`tapscope.core.observe.StepInfo.asked`).
-This applies to every site that unrestricted rules reach. A site where the configuration keeps as much or more is not
-affected. Where it keeps statistics of all rows and a request asks for its rows in full, a step with that request
-records those rows instead.
+The requested levels apply to every site that unrestricted rules reach, unless the configuration already keeps the same
+level or a higher one. If the configuration keeps statistics of all rows and a request asks for full capture, a step
+with that request records the rows of the request in full instead of the statistics.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from tapscope.dumper.selection.site_decision import CaptureSpec, SiteDecision
 
 
 class RequestDecision(SiteDecision):
-    """The capture decision for one site while requests ask for capture."""
+    """The capture decision for one site, with per-request capture levels on top of a base decision."""
 
     __slots__ = ("_asked", "_base")
 
@@ -29,16 +29,16 @@ class RequestDecision(SiteDecision):
 
     @property
     def most(self) -> Keep:
-        """The highest level that any request may ask for."""
+        """The highest level that a request may ask for."""
         return "full"
 
     @property
     def may_keep(self) -> bool:
-        """Whether anything can be kept here."""
+        """Always true: any request may ask for capture."""
         return True
 
     def decide(self, context: RuleContext) -> CaptureSpec:
-        """The rows of requests that ask for more than the configuration keeps; else what it keeps."""
+        """Return a spec for the rows of asking requests if their level exceeds the base decision's, else the latter."""
         spec = self._base.decide(context)
         self.problem, self.num_problems = self._base.problem, self._base.num_problems
         here = [name for name in self._asked if name in context.requests]
@@ -49,7 +49,7 @@ class RequestDecision(SiteDecision):
 
 
 def valid_requests(requests: Mapping[str, Any]) -> tuple[dict[str, Keep], str | None]:
-    """The valid entries, and the problem with the first invalid one."""
+    """Return (valid entries of ``requests``, description of the first invalid entry or None)."""
     known = {name: keep for name, keep in requests.items() if keep in ("stats", "full")}
     wrong = next((name for name in requests if name not in known), None)
     return (

@@ -1,4 +1,4 @@
-"""RuleContext: what the conditions of rules and triggers may read of one firing."""
+"""RuleContext: the properties of one firing that conditions of rules and triggers can read."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -7,7 +7,7 @@ _NO_TAGS: Mapping[str, Any] = {}
 
 
 class RuleContext(NamedTuple):
-    """One firing, as conditions see it."""
+    """Properties of one firing, as read by conditions."""
 
     step: int = 0
     phase: str = "forward"
@@ -15,11 +15,11 @@ class RuleContext(NamedTuple):
     pass_: str = "forward"
     occurrence: int = 0
     age: int = 0
-    """Steps since the configuration took effect."""
+    """Number of steps since the configuration took effect."""
     dtype: str | None = None
-    """None for a value that is not a tensor."""
+    """Dtype without ``torch.``; None for a value that is not a tensor."""
     shape: tuple[int, ...] = ()
     nbytes: int = 0
     tags: Mapping[str, Any] = _NO_TAGS
     requests: frozenset[str] = frozenset()
-    """Ids of the requests in this step."""
+    """Ids of the requests in the step."""

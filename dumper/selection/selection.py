@@ -1,12 +1,15 @@
-"""Selection: the rules of one configuration, applied to sites. What the site determines is decided once.
+"""Selection: the rules of one configuration, applied to sites. The static part of a decision is cached per site.
 
-Expensive kinds are kept only where a rule names them. A gradient needs its own hook in the backward pass; parameters
-and buffers are as large as the model. So ``*=full`` covers inputs, outputs and explicit values only. A rule reaches a
-gradient if its glob ends in ``.grad`` or it has ``port=grad`` (or ``out.grad``, ...), and a parameter or buffer if the
-port of its glob begins with ``param`` or ``buffer`` or it has ``port=param`` or ``port=buffer``. The settings
-``grads``, ``params`` and ``buffers`` make them ordinary sites (gradients of parameters: ``grads`` and ``params`` both).
-Vectors next to a matrix (:func:`~tapscope.dumper.taps.taps.vectors`) are small and always ordinary. A rule with ``off``
-covers everything that its glob matches.
+Expensive kinds of port are kept only if a rule names them: a gradient needs its own hook in the backward pass, and
+parameters and buffers are as large as the model. ``*=full`` therefore covers inputs, outputs and explicit values only.
+
+- A rule reaches a gradient if its glob ends in ``.grad`` or it has ``port=grad`` (or ``out.grad``, ...).
+- A rule reaches a parameter or buffer if the port of its glob begins with ``param`` or ``buffer``, or if it has
+  ``port=param`` or ``port=buffer``.
+- The settings ``grads``, ``params`` and ``buffers`` turn these kinds into ordinary sites; gradients of parameters need
+  both ``grads`` and ``params``.
+- Small buffers that accompany a weight matrix (:func:`~tapscope.dumper.taps.taps.vectors`) are always ordinary.
+- A rule with the level ``off`` covers everything that its glob matches.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -36,7 +39,7 @@ _AXES = ("tp", "pp", "dp", "cp", "ep")
 
 
 class Selection:
-    """The capture decisions of one rank under one configuration."""
+    """Capture decisions of one rank under one configuration."""
 
     def __init__(
         self,
@@ -48,9 +51,10 @@ class Selection:
         requests: Mapping[str, Keep] | None = None,
         usage: ExpressionUsage | None = None,
     ) -> None:
-        """The selection of a rank at ``coords`` (axis -> coordinate; a missing axis has 0).
+        """Compile the rules of ``config`` for a rank at mesh coordinates ``coords`` (a missing axis has coordinate 0).
 
-        ``requests`` are the capture levels that single requests ask for; ``usage`` records the results of expressions.
+        ``model`` is the model's name if there are several. ``requests`` maps request ids to the capture levels that
+        they ask for. ``usage`` records the results of expressions.
         """
         self.config = config
         self._place: dict[str, Any] = {"rank": rank, "coords": coords, "requests": requests, "usage": usage}
@@ -63,29 +67,29 @@ class Selection:
         self._known: dict[str, Any] = {"rank": rank, "model": model, **here}
         self._here = [each for each in self._rules if _is_here(each.rule, self._known)]
         self.heads: frozenset[str] = frozenset()
-        """Paths of modules that compute logits: in the mode ``core`` their outputs are captured, too."""
+        """Paths of the LM heads, whose outputs are captured in the mode ``core``, too."""
         self.vectors: frozenset[str] = frozenset()
-        """Sites of buffers that count as ordinary."""
-        # a trigger reaches the sites that a rule with its glob would reach
+        """Sites of buffers that are always ordinary."""
+        # A trigger reaches the same sites as a rule with its glob.
         self._triggers = [(CompiledRule.of(Rule(each.site, "stats")), each) for each in config.triggers]
         self._decisions: dict[str, SiteDecision] = {}
         self._shared: dict[tuple[Any, ...], SiteDecision] = {}
-        """Sites that the same plain rules decide share one decision."""
+        """Decisions shared by all sites that match the same rules."""
         self._kinds: dict[str, bool] = {}
 
     def of_model(self, name: str) -> "Selection":
-        """The same decisions for the model called ``name``, of several of one dumper."""
+        """Return the selection of the same configuration for the model called ``name``."""
         if name not in self._by_model:
             self._by_model[name] = Selection(self.config, model=name, **self._place)
         return self._by_model[name]
 
     @classmethod
     def empty(cls) -> "Selection":
-        """Keeps nothing anywhere."""
+        """Return a selection that keeps no value."""
         return cls(DumperConfig(enabled=False))
 
     def decision(self, site: str, name: str | None = None) -> SiteDecision:
-        """The decision for ``site``; ``name`` is that of the explicit value that it belongs to."""
+        """Return the decision for ``site``; ``name`` is the name of the explicit value, if the site belongs to one."""
         decision = self._decisions.get(site)
         if decision is None:
             place = SiteParts.of(site, name)
@@ -97,14 +101,14 @@ class Selection:
         return decision
 
     def keep(self, site: str) -> Keep:
-        """The capture level of ``site`` if the site alone decides; else ``full``."""
+        """Return the capture level of ``site``, or ``full`` if the level depends on the firing."""
         spec = self.decision(site).static
         return "full" if spec is None else spec.keep
 
     def may_keep(self, path: str, kind: str, ports: Iterable[str], *, unnamed: bool) -> bool:
-        """Whether any port of ``kind`` (``in``, ``out.grad``, ``param``, ...) at this module may be kept.
+        """Return whether any port of ``kind`` (``in``, ``out.grad``, ``param``, ...) of a module may be kept.
 
-        ``ports`` are those known beforehand; ``unnamed``: there may be others.
+        ``ports`` are the ports known before any firing; with ``unnamed``, firings may reveal others.
         """
         if self._requests and self._is_ordinary(kind):
             return True
@@ -114,14 +118,14 @@ class Selection:
             return True
         if unnamed and self._is_ordinary(kind) and self.config.keep != "off":
             return True
-        # A rule may name a port that only a firing shows (out[0], an item of **kwargs): hook where its path matches.
+        # A rule may name a port that only a firing reveals (out[0], an item of **kwargs): hook if the path matches.
         return any(
             each.rule.keep != "off" and self._counts(each, kind) and each.may_match_unseen(path, kind, unnamed=unnamed)
             for each in (*self._here, *(rule for rule, _ in self._triggers))
         )
 
     def may_keep_kind(self, kind: str) -> bool:
-        """Whether anything may be kept at any port of ``kind``; most kinds can be ruled out everywhere."""
+        """Return whether any port of ``kind`` in any module may be kept; most kinds can be excluded globally."""
         may_keep = self._kinds.get(kind)
         if may_keep is None:
             named = any(each.rule.keep != "off" and self._counts(each, kind) for each in self._here)
@@ -133,10 +137,10 @@ class Selection:
     def unmatched(
         self, ports: Mapping[str, Iterable[str]], open_paths: Iterable[str] = (), *, taps: bool = False
     ) -> list[Rule | Trigger]:
-        """The rules and triggers that can match no site of this rank's model, for any rank or firing.
+        """Return the rules and triggers that cannot match any site of this rank's model, for any rank or firing.
 
-        ``ports`` maps each module path to its known ports; modules at ``open_paths`` take unnamed arguments; with
-        ``taps`` explicit values may have any name. A job refuses a rule only when it matches on no rank.
+        ``ports`` maps each module path to its known ports; modules at ``open_paths`` take unnamed arguments. With
+        ``taps``, explicit values may have any name. A job rejects a rule only if it is unmatched on every rank.
         """
         opened = set(open_paths)
 
@@ -174,7 +178,7 @@ class Selection:
     def _decision_of(
         self, matched: Sequence[CompiledRule], is_ordinary: bool, known: Mapping[str, Any]
     ) -> SiteDecision:
-        """The decision of these rules for the ``known`` names."""
+        """Build the decision from the rules that match a site, with conditions evaluated as far as ``known`` allows."""
         filters = [each.bound(known) for each in self._filters]
         settled = [each for each in filters if each.is_constant]
         for expression in settled:
@@ -200,7 +204,7 @@ class Selection:
         return SiteTriggers(triggers, self._known | place.names()) if triggers else None
 
     def _is_enabled(self, path: str, kind: str) -> bool:
-        """Whether ``enabled`` and ``mode`` admit the site; explicit values always pass the mode."""
+        """Return whether ``enabled`` and ``mode`` admit the site; ``mode`` does not restrict explicit values."""
         if not self.config.enabled or self.config.mode == "off":
             return self.config.enabled and kind.startswith("tap")
         if self.config.mode == "all" or kind.startswith("tap"):
@@ -208,7 +212,7 @@ class Selection:
         return path == "" or (path in self.heads and kind.startswith("out"))
 
     def _is_ordinary(self, kind: str, site: str = "") -> bool:
-        """Whether unrestricted rules reach this kind of port, or this very site."""
+        """Return whether unrestricted rules reach this kind of port, or this particular site."""
         if site in self.vectors:
             return True
         base, _, grad = kind.partition(".")
@@ -221,7 +225,7 @@ class Selection:
 
 
 def _places(ports: Mapping[str, Iterable[str]]) -> Iterator[SiteParts]:
-    """Every port and its gradient, lazily: most rules match one of the first."""
+    """Yield the parts of every port and its gradient; lazy because most rules match one of the first ports."""
     for path, known in ports.items():
         for port in known:
             place = SiteParts.of(f"{path}:{port}")
@@ -231,6 +235,6 @@ def _places(ports: Mapping[str, Iterable[str]]) -> Iterator[SiteParts]:
 
 
 def _is_here(rule: Rule, known: Mapping[str, Any]) -> bool:
-    """Whether the rule applies to this rank."""
+    """Return whether the rule applies to this rank, by its rank and mesh coordinates in ``known``."""
     wanted: Sequence[tuple[str, Any]] = [("rank", rule.ranks), *((axis, getattr(rule, axis)) for axis in _AXES)]
     return all(numbers is None or known[name] in numbers for name, numbers in wanted)

@@ -1,4 +1,4 @@
-"""SiteDecision: what the rules decide for one site, as far as the site alone determines it."""
+"""SiteDecision: the capture decision for one site, reduced to the conditions that depend on the firing."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -15,15 +15,15 @@ Test = Callable[["RuleContext"], Any]
 
 
 class CaptureSpec(NamedTuple):
-    """How one value is captured: level, rows and cap."""
+    """Capture level, rows and size cap for one value."""
 
     keep: Keep
     rows: slice | None = None
-    """A slice of the token rows."""
+    """Slice of the token rows to keep; None for all."""
     requests: frozenset[str] | None = None
-    """Only the rows of these requests; some of them may not be in the step."""
+    """Requests whose rows are kept; None for all. Some of them may not be in the step."""
     cap: int | None = None
-    """Only statistics are kept of a value with more bytes."""
+    """Size in bytes above which only the statistics of a value are kept."""
 
 
 OFF = CaptureSpec("off")
@@ -31,7 +31,7 @@ _OF_VALUE = frozenset({"dtype", "shape", "ndim", "numel", "nbytes"})
 
 
 class RuleCase(NamedTuple):
-    """A rule that matches the site, with the conditions that depend on the firing."""
+    """A rule that matches the site, with its conditions that depend on the firing."""
 
     tests: tuple[Test, ...]
     spec: CaptureSpec
@@ -40,7 +40,7 @@ class RuleCase(NamedTuple):
 
 
 class SiteDecision:
-    """The capture decision for one site."""
+    """The capture decision for one site: static, or depending on each firing."""
 
     __slots__ = ("_cases", "_default", "_filter", "needs_value", "num_problems", "problem", "static", "triggers")
 
@@ -51,9 +51,9 @@ class SiteDecision:
         filters: Sequence[Expression] = (),
         usage: ExpressionUsage | None = None,
     ) -> None:
-        """``cases`` in order, then ``default``; values that fail any of ``filters`` are off.
+        """The first case whose tests hold applies, otherwise ``default``; a value that fails a filter is off.
 
-        ``usage`` records the results.
+        ``usage`` records the results of the filters.
         """
         usage = usage or ExpressionUsage()
         kept = list(cases)
@@ -63,20 +63,20 @@ class SiteDecision:
         self._default = default
         self._filter = tuple(usage.recording(each.text, _value_of(each)) for each in filters)
         self.needs_value = any(case.needs_value for case in kept) or any(each.names & _OF_VALUE for each in filters)
-        """Whether the value itself is needed to decide."""
+        """Whether a condition reads properties of the value (dtype, shape, size)."""
         self.problem: str | None = None
-        """The first condition that failed to evaluate; it counts as false."""
+        """Error of the first condition that failed to evaluate; such a condition counts as false."""
         self.num_problems = 0
         self.triggers: SiteTriggers | None = None
-        """The triggers of the site; None when there are none."""
+        """The triggers of the site; None if there are none."""
         self.static: CaptureSpec | None = None
-        """What is kept at every firing; None when the firing decides."""
+        """The spec for every firing; None if it depends on the firing."""
         if not kept and (not self._filter or default.keep == "off"):
             self.static = default
 
     @property
     def most(self) -> Keep:
-        """The most that may be kept of a value here: ``full`` too where a part of it or a trigger needs its bytes."""
+        """The highest capture level possible; ``full`` also if row slicing or a trigger needs the bytes."""
         specs = (self._default, *(case.spec for case in self._cases))
         if self.triggers is not None or any(each.keep == "full" or each.rows or each.requests for each in specs):
             return "full"
@@ -84,12 +84,12 @@ class SiteDecision:
 
     @property
     def may_keep(self) -> bool:
-        """Whether anything can be kept here."""
+        """Whether any value of the site can be kept, by a rule or a trigger."""
         keeps = (self._default.keep, *(case.spec.keep for case in self._cases))
         return self.triggers is not None or any(keep != "off" for keep in keeps)
 
     def decide(self, context: RuleContext) -> CaptureSpec:
-        """The capture at this firing; never raises."""
+        """Return the spec for the firing described by ``context``; never raises."""
         spec = self.static
         if spec is not None:
             return spec
@@ -116,19 +116,19 @@ class SiteDecision:
 
 
 def needs_value(rule: Rule) -> bool:
-    """Whether its conditions read the dtype, shape or size of the value."""
+    """Return whether conditions of ``rule`` read the dtype, shape or size of the value."""
     asked = bool(rule.dtypes) or rule.min_bytes is not None or rule.max_bytes is not None
     return asked or (rule.when is not None and bool(condition(rule.when).names & _OF_VALUE))
 
 
 def spec_of(rule: Rule) -> CaptureSpec:
-    """The capture that the rule specifies."""
+    """Return the capture spec of ``rule``."""
     rows = None if rule.rows is None else slice(*rule.rows)
     return CaptureSpec(rule.keep, rows, frozenset(rule.requests) or None, rule.cap)
 
 
 def tests_of(rule: Rule, known: Mapping[str, Any], usage: ExpressionUsage) -> tuple[Test, ...] | None:
-    """The conditions that depend on the firing; None when one of them is false for the ``known`` names."""
+    """Return the conditions of ``rule`` that depend on the firing; None if ``when`` is false given ``known``."""
     tests = _tests(rule)
     if rule.when is not None:
         when = condition(rule.when).bound(known)
@@ -187,7 +187,7 @@ _COMPUTED: dict[str, Test] = {
 
 
 def _value_of(expression: Expression) -> Test:
-    """The expression as a function of the context that reads only what it needs; absent tags are None."""
+    """Compile the expression to a function of the context that reads only the names used; absent tags are None."""
     names = sorted(expression.names)
     fields = [(name, RuleContext._fields.index(name)) for name in names if name in _MOMENT_FIELDS]
     computed = [(name, _COMPUTED[name]) for name in names if name in _COMPUTED]

@@ -1,4 +1,4 @@
-"""Matching of sites against rules: the parts of a site, and rules with compiled globs."""
+"""Site matching: sites split into parts, and rules with compiled globs."""
 
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -18,11 +18,11 @@ class SiteParts(NamedTuple):
     kind: str
     """``in``, ``out``, ``tap``, ``param`` or ``buffer``, with ``.grad`` for a gradient."""
     name: str
-    """The name an explicit value was dumped under; for all others the site."""
+    """The name passed to ``dump()`` for an explicit value; the site for all others."""
 
     @classmethod
     def of(cls, site: str, name: str | None = None) -> "SiteParts":
-        """The parts of ``PATH:PORT``; ``name`` is that of the explicit value that the port belongs to."""
+        """Split ``PATH:PORT``; ``name`` is the name of the explicit value, if the site belongs to one."""
         path, _, port = site.rpartition(":")
         grad = ".grad" if port.endswith(".grad") else ""
         kind, bracket, inside = port.removesuffix(grad).partition("[")
@@ -32,11 +32,11 @@ class SiteParts(NamedTuple):
 
     @property
     def has_grad(self) -> bool:
-        """Whether this port may have a gradient."""
+        """Whether the port may have a gradient."""
         return "." not in self.kind and self.kind != "buffer"
 
     def names(self) -> dict[str, Any]:
-        """The names that an expression may use."""
+        """Return the values of the names that an expression may use and that the site determines."""
         layer = layer_of(self.path)
         return {
             "name": self.name,
@@ -50,24 +50,24 @@ class SiteParts(NamedTuple):
 
 
 class CompiledRule(NamedTuple):
-    """A rule with its glob."""
+    """A rule with its compiled glob."""
 
     rule: Rule
     glob: Glob
     is_plain: bool
-    """Whether it decides wherever it matches: no condition depends on the firing."""
+    """Whether the rule applies to every firing of a matching site, because it has no conditions on the firing."""
 
     @classmethod
     def of(cls, rule: Rule) -> "CompiledRule":
-        """Compile the glob."""
+        """Compile the glob of ``rule``."""
         return cls(rule, Glob(rule.glob), rule.is_unconditional)
 
     def matches(self, place: SiteParts) -> bool:
-        """Whether the rule matches this site, for some rank and firing."""
+        """Return whether the rule matches the site, for some rank and firing."""
         return self._fits(place.path, place.kind) and self.glob.matches(place.site)
 
     def names_kind(self, kind: str) -> bool:
-        """Whether the rule names this kind of port explicitly."""
+        """Return whether the rule names this kind of port explicitly, by ``port=`` or in its glob."""
         if self.rule.ports and self._has_kind(kind):
             return True
         port = self.rule.glob.rpartition(":")[2]
@@ -76,9 +76,9 @@ class CompiledRule(NamedTuple):
         return port.startswith(kind) if ":" in self.rule.glob else f"{kind}[" in port
 
     def may_match_unseen(self, path: str, kind: str, *, unnamed: bool) -> bool:
-        """Whether the rule may match a port of ``kind`` at ``path`` that is unknown before it fires.
+        """Return whether the rule may match a port of ``kind`` at ``path`` that is unknown before it fires.
 
-        ``unnamed``: the module may have ports with any name.
+        With ``unnamed``, the module may have ports with any name.
         """
         if not self._fits(path, kind):
             return False

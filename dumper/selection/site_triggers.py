@@ -1,4 +1,4 @@
-"""SiteTriggers: the triggers of one site, evaluated on the statistics of every value."""
+"""SiteTriggers: the triggers of one site, evaluated on the statistics of each value."""
 
 import json
 import math
@@ -21,20 +21,23 @@ class SiteTriggers:
     __slots__ = ("_known", "_needs_moment", "_skip_finite", "num_problems", "problem", "triggers")
 
     def __init__(self, triggers: Sequence[Trigger], known: Mapping[str, Any]) -> None:
-        """``known`` are the names that the site and the rank determine."""
+        """``known`` maps the names that the site and the rank determine to their values."""
         self.triggers = tuple(triggers)
         self._known = {name: value for name, value in known.items() if any(name in t.names for t in triggers)}
         self._needs_moment = any(name not in STATISTICS and name not in known for t in triggers for name in t.names)
         self.problem: str | None = None
-        """The first condition that failed to evaluate; it counts as false."""
+        """Error of the first condition that failed to evaluate; such a condition counts as false."""
         self.num_problems = 0
-        # Most triggers look for NaN and infinities, and most values have none: a search in the text then suffices.
+        # Most triggers look for NaN and infinities, and most values have none: then a substring search suffices.
         only_nonfinite = all(t.names <= _NONFINITE for t in triggers)
         self._skip_finite = only_nonfinite and not self._fired(_CALM, {})
         self.num_problems, self.problem = 0, None
 
     def fired(self, text: bytes, context: Callable[[], RuleContext]) -> list[tuple[Trigger, Stats]]:
-        """The triggers that fire; never raises. ``text`` ends with the member ``stats`` of a record line."""
+        """Return the triggers that fire, each with the statistics; never raises.
+
+        ``text`` ends with the member ``stats`` of a record line; ``context`` is called only if a condition needs it.
+        """
         if self._skip_finite and _CALM_TEXT in text:
             return []
         stats = Stats.from_json(json.loads(text[text.index(_STATS) + len(_STATS) :].decode()))

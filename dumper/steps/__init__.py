@@ -1,1 +1,1 @@
-"""Steps: the step, token rows, pass and tags of a firing."""
+"""Steps: the step, token rows, pass and tags that each firing belongs to."""

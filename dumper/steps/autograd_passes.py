@@ -1,8 +1,8 @@
-"""Autograd passes: whether the autograd engine is running, and which forward its work belongs to.
+"""Autograd passes: detection of the autograd engine, and attribution of its work to a forward.
 
-What fires while the engine runs is a recomputation (``torch.utils.checkpoint``). It belongs to the step and microbatch
-whose forward created the graph node that the engine is at; that step may have ended long ago. Nodes are numbered in
-order by the thread that creates them, so it is enough to remember the number at which each forward began.
+A module that fires while the engine runs is being recomputed (``torch.utils.checkpoint``). The firing belongs to the
+step and microbatch whose forward created the engine's current graph node; that step may have ended long ago. Each
+thread numbers the nodes that it creates in order, so it suffices to remember the number at which each forward began.
 """
 
 import sys
@@ -18,22 +18,23 @@ from tapscope.dumper.steps.open_step import OpenStep
 
 _engine: Any = torch._C
 graph_task = _engine._current_graph_task_id
-"""Number of the engine's graph task in this thread; -1 when the engine does not run here."""
+"""Returns the id of the engine's graph task in this thread; -1 if the engine is not running here."""
 _next_number = _engine._autograd._get_sequence_nr
 _MAX_STEPS = 32
 _MAX_MARKS = 1024
 
 
 def next_node() -> int:
-    """Number of the next node that this thread creates."""
+    """Return the sequence number of the next autograd node that this thread creates."""
     return int(_next_number())
 
 
 def current_node() -> int | None:
-    """Number of the node of the forward's graph that the engine is at.
+    """Return the sequence number of the engine's current node in the graph of the forward; None if there is none.
 
-    A reentrant checkpoint runs the engine again inside its backward, over nodes that the recomputation created. Then
-    the checkpoint's own node counts, and of nested ones the outermost, which the forward created.
+    A reentrant checkpoint runs the engine again inside its backward, over nodes created by the recomputation. In that
+    case, the result is the node of the checkpoint itself, which the forward created; for nested checkpoints, the
+    outermost one.
     """
     node = _engine._current_autograd_node()
     frame: FrameType | None = sys._getframe()
@@ -47,14 +48,14 @@ def current_node() -> int | None:
 
 
 class ForwardOrigin(NamedTuple):
-    """The forward that a firing belongs to."""
+    """Step and microbatch of the forward that a firing belongs to."""
 
     step: OpenStep
     micro: int
 
 
 class _Trail:
-    """The forwards of one thread, and the node number at which each began."""
+    """Recent forwards of one thread, with the autograd node number at which each began."""
 
     __slots__ = ("numbers", "origins")
 
@@ -64,7 +65,7 @@ class _Trail:
 
     def note(self, origin: ForwardOrigin) -> None:
         number = next_node()
-        if self.numbers and number < self.numbers[-1]:  # another thread that reuses the id of one that has ended
+        if self.numbers and number < self.numbers[-1]:  # a new thread that reuses the id of an ended thread
             self.numbers.clear()
             self.origins.clear()
         elif self.origins and self.origins[-1] == origin:
@@ -81,14 +82,14 @@ class _Trail:
 
 
 class ForwardOrigins:
-    """The step and microbatch in which graph nodes were created, for the last steps with gradients."""
+    """Maps autograd nodes to the step and microbatch that created them, for the last steps with gradients."""
 
     def __init__(self) -> None:
         self._trails: dict[int, _Trail] = {}
         self._latest: _Trail | None = None
 
     def note(self, step: OpenStep, micro: int) -> None:
-        """From now on this thread creates nodes for that forward."""
+        """Attribute the nodes that this thread creates from now on to microbatch ``micro`` of ``step``."""
         if not torch.is_grad_enabled():
             return
         thread = threading.get_ident()
@@ -100,10 +101,10 @@ class ForwardOrigins:
         self._latest = trail
 
     def find(self) -> ForwardOrigin | None:
-        """The forward that is being recomputed; None when unknown.
+        """Return the forward that is being recomputed; None if unknown.
 
-        The engine runs CPU work in the thread that called ``backward``, and device work in its own threads: for those,
-        the thread of the latest forward is assumed.
+        The engine runs CPU nodes in the thread that called ``backward``, and device nodes in its own threads. For the
+        latter, the forward is assumed to have run in the thread of the latest :meth:`note`.
         """
         number = current_node()
         trail = self._trails.get(threading.get_ident()) or self._latest

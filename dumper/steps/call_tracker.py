@@ -1,4 +1,4 @@
-"""CallTracker: tells overlapping calls of one model in several threads apart."""
+"""CallTracker: distinguishes overlapping calls of one model from several threads."""
 
 import threading
 from collections.abc import Iterator
@@ -12,18 +12,18 @@ _lock = threading.Lock()
 
 
 class CallTracker:
-    """The calls of one model in progress.
+    """Tracks the calls of one model that are in progress.
 
-    A call that begins while another thread's call is in progress gets its own number within the step, from 1. What
-    fires in it counts as that microbatch and carries the number as the tag ``call``.
+    A call that begins while another thread's call is in progress gets a number within the step, from 1. Firings inside
+    that call use the number as their microbatch and carry it as the tag ``call``.
     """
 
     def __init__(self) -> None:
-        self._depths: dict[int, int] = {}  # thread -> depth; a model may call itself
+        self._depths: dict[int, int] = {}  # thread -> nesting depth, as a model may call itself
 
     @contextmanager
     def track(self, step: OpenStep | None, origins: ForwardOrigins) -> Iterator[None]:
-        """Wraps one call in the open step; ``origins`` learns which part of the graph it creates."""
+        """Context manager around one call in the open step; notes the graph nodes of the call in ``origins``."""
         thread = threading.get_ident()
         with _lock:
             depth = self._depths[thread] = self._depths.get(thread, 0) + 1

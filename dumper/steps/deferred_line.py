@@ -1,5 +1,8 @@
-"""Journal lines that are made where they are sent: their token rows are still being copied from a device, or making
-them would take the model's time."""
+"""Journal lines that are formatted only when they are sent.
+
+Their token rows may still be in transit from a device, and formatting in the forward's thread would slow down the
+model.
+"""
 
 import math
 import time
@@ -12,14 +15,14 @@ _PATIENCE_S = 60.0
 
 
 class PendingRows(Protocol):
-    """The token rows of a step, being copied from a device."""
+    """Token rows of a step that are not known yet, such as rows being copied from a device."""
 
     outline: StepInfo
-    """What is known of the step before the rows arrive."""
+    """The step as known before the rows arrive."""
 
     @property
     def is_ready(self) -> bool:
-        """Whether :attr:`info` is complete."""
+        """Whether :attr:`info` is final."""
         ...
 
     @property
@@ -29,35 +32,35 @@ class PendingRows(Protocol):
 
 
 class LateInfo:
-    """The rows of a step whose host learns its tokens later."""
+    """Rows of a step that the host provides after opening the step; implements :class:`PendingRows`."""
 
     def __init__(self, outline: StepInfo) -> None:
         self.outline = outline
-        """What is known of the step before :meth:`complete`."""
+        """The step as known before :meth:`complete`."""
         self._info: StepInfo | None = None
         self._deadline = time.monotonic() + _PATIENCE_S
 
     def complete(self, info: StepInfo) -> None:
-        """Set the rows; from any thread."""
+        """Set the complete step; the first call wins. Thread-safe."""
         self._info = self._info or info
 
     def give_up(self) -> None:
-        """The rows are not coming: the outline has to do."""
+        """Use the outline, because the host will not provide the rows."""
         self.complete(self.outline)
 
     @property
     def is_ready(self) -> bool:
-        """Whether :attr:`info` is complete, or too late."""
+        """Whether :attr:`info` is final: the step is complete, or the host did not provide it in time."""
         return self._info is not None or time.monotonic() > self._deadline
 
     @property
     def info(self) -> StepInfo:
-        """The step with its rows, or its outline."""
+        """The complete step, or the outline if it was not provided."""
         return self._info or self.outline
 
 
 class DeferredLine:
-    """One line or several: ``bytes()`` of it, once it is ready."""
+    """One or more journal lines; ``bytes(line)`` formats them once :attr:`is_ready`."""
 
     __slots__ = ("_compose", "_info", "_rows")
 
@@ -67,16 +70,16 @@ class DeferredLine:
         rows: PendingRows | None,
         compose: Callable[[StepInfo], bytes],
     ) -> None:
-        """``compose`` gets the step: ``info``, or with its ``rows`` once they have arrived."""
+        """``compose(step)`` formats the lines; ``step`` is ``info``, or ``rows.info`` if ``rows`` is given."""
         self._info, self._rows, self._compose = info, rows, compose
 
     @property
     def is_ready(self) -> bool:
-        """Whether it can be sent."""
+        """Whether the lines can be formatted and sent."""
         return self._rows is None or self._rows.is_ready
 
     def __len__(self) -> int:
-        """Approximate length, for memory limits."""
+        """Return the approximate length in bytes, for memory limits."""
         return 64 + 8 * math.prod(self._info.grid)
 
     def __bytes__(self) -> bytes:

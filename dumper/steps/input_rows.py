@@ -1,4 +1,4 @@
-"""The token rows that a forward of a Hugging Face style model computes, read from its arguments."""
+"""Input rows: the token rows of a call of a Hugging Face style model, derived from the call's arguments."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -12,33 +12,33 @@ from tapscope.core.token_rows import padded_step
 
 Array = np.ndarray[Any, Any]
 CACHE_ARGUMENTS = ("past_key_values", "cache")
-"""Names of the key-value cache among a forward's arguments: transformers renamed it in 5.24."""
+"""Names of forward's KV cache argument; transformers renamed it in 5.24."""
 DECODER_ARGUMENTS = {
     "decoder_input_ids": "input_ids",
     "decoder_attention_mask": "attention_mask",
     "decoder_position_ids": "position_ids",
 }
-"""Argument of an encoder-decoder model for its decoder -> the same argument of a decoder-only model."""
+"""Decoder argument of an encoder-decoder model -> name of the same argument in a decoder-only model."""
 LOGITS = "logits"
-"""Row set of the rows whose logits are computed, where these are not all."""
+"""Name of the row set for the rows whose logits are computed, if these are not all rows."""
 
 
 class InputRows(NamedTuple):
-    """The row information in ``model(input_ids, attention_mask=..., position_ids=..., past_key_values=...)``."""
+    """Row information of ``model(input_ids, attention_mask=..., position_ids=..., past_key_values=...)``."""
 
     shape: tuple[int, int]
-    """Batch and sequence."""
+    """(batch, sequence)."""
     tensors: dict[str, torch.Tensor]
-    """``ids`` [batch, sequence]; where given ``valid`` (the same, bool), ``positions`` (the same, or one row of it),
-    and ``past`` [] where a cache keeps its length in a tensor."""
+    """``ids`` [batch, sequence]; if known, ``valid`` [batch, sequence] bool, ``positions`` [batch or 1, sequence], and
+    ``past`` [] if the KV cache keeps its length in a tensor."""
     past: int | None
-    """Positions in the cache; None when ``past`` is a tensor."""
+    """Number of cached positions; None if ``past`` is a tensor."""
     logits_to_keep: int = 0
-    """Logits are computed for this many last columns; 0 for all."""
+    """Logits are computed only for this many last positions; 0 for all."""
 
 
 def cache_of(kwargs: Mapping[str, Any]) -> Any:
-    """The key-value cache among a forward's arguments; None without one. Compiled code may call it."""
+    """Return the KV cache among forward's arguments; None if there is none. Traceable by torch.compile."""
     for name in CACHE_ARGUMENTS:
         if kwargs.get(name) is not None:
             return kwargs[name]
@@ -46,15 +46,16 @@ def cache_of(kwargs: Mapping[str, Any]) -> Any:
 
 
 def is_integer(dtype: torch.dtype) -> bool:
-    """Whether values of ``dtype`` may be token ids. Compiled code may call it."""
+    """Return whether ``dtype`` is an integer dtype, as of token ids. Traceable by torch.compile."""
     return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
 
 
 def row_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The arguments that describe the rows, among them ``input_ids`` [batch, sequence]; None without such token ids.
+    """Return the arguments by name, with ``input_ids`` [batch, sequence]; None if the call has no token ids.
 
-    A call without ``input_ids`` computes the rows of ``decoder_input_ids``: ``generate()`` of an encoder-decoder model
-    computes the encoder's output once, and Whisper's encoder has no tokens. Compiled code may call it.
+    In a call without ``input_ids``, the ``decoder_*`` arguments take the names of their decoder-only counterparts:
+    ``generate()`` of an encoder-decoder model computes the encoder's output only once, and Whisper's encoder has no
+    tokens. Traceable by torch.compile.
     """
     ids = kwargs.get("input_ids", args[0] if args else None)
     if _is_token_ids(ids):
@@ -72,7 +73,7 @@ def _is_token_ids(value: Any) -> bool:
 
 
 def input_rows(args: Sequence[Any], kwargs: Mapping[str, Any]) -> InputRows | None:
-    """The row information; None if no token ids are among the arguments: the rows are then unknown."""
+    """Return the row information of a call; None if the arguments contain no token ids, so the rows are unknown."""
     named = row_arguments(args, kwargs)
     if named is None:
         return None
@@ -98,14 +99,14 @@ def input_rows(args: Sequence[Any], kwargs: Mapping[str, Any]) -> InputRows | No
 
 
 def is_any_on_device(tensors: Mapping[str, torch.Tensor]) -> bool:
-    """Whether reading their values would wait for an accelerator."""
+    """Return whether any tensor is on a CUDA device, so that reading its values would synchronize."""
     return any(tensor.is_cuda for tensor in tensors.values())
 
 
 def rows_from_shapes(info: StepInfo, call: InputRows) -> StepInfo:
-    """``info`` with what the shapes alone determine: every row as if none were padding, no token ids.
+    """Return ``info`` with the rows that the shapes alone determine, ignoring padding, and without token ids.
 
-    Request ids are the batch indices; a given phase is kept.
+    Request ids are the batch indices. The phase is inferred unless ``info`` has one other than ``forward``.
     """
     batch, length = call.shape
     past = 0 if call.past is None else call.past
@@ -123,7 +124,7 @@ def rows_from_shapes(info: StepInfo, call: InputRows) -> StepInfo:
 
 
 def with_token_ids(outline: StepInfo, values: Mapping[str, Array]) -> StepInfo:
-    """The outline with the token ids of its rows, taken from ``ids`` [slots]; without, if there are fewer slots."""
+    """Return ``outline`` with the token ids of its rows, from ``values["ids"]`` [slots]; unchanged if too short."""
     ids = values["ids"]
     slots = [slot for row in outline.rows for slot in range(row.slot, row.slot + row.count)]
     if not slots or max(slots) >= len(ids):
@@ -132,12 +133,12 @@ def with_token_ids(outline: StepInfo, values: Mapping[str, Array]) -> StepInfo:
 
 
 def rows_from_values(outline: StepInfo, values: Mapping[str, Array], *, call: InputRows) -> StepInfo:
-    """The result of :func:`rows_from_shapes`, completed by the values of the tensors."""
+    """Complete ``outline``, the result of :func:`rows_from_shapes`, with the values of the tensors in ``call``."""
     return _step(outline, call, values)
 
 
 def host_values(tensors: Mapping[str, torch.Tensor]) -> dict[str, Array]:
-    """The values of tensors in host memory."""
+    """Return the values of the tensors as arrays in host memory; synchronizes with the device of a CUDA tensor."""
     return {name: np.asarray(tensor.tolist()) for name, tensor in tensors.items()}
 
 
@@ -152,7 +153,7 @@ def _step(info: StepInfo, call: InputRows, values: Mapping[str, Array]) -> StepI
 
 
 def _row_sets(info: StepInfo, call: InputRows) -> dict[str, Sequence[int]]:
-    """Those of the step, with the rows whose logits are computed."""
+    """Return the row sets of the step, plus :data:`LOGITS` if logits are computed for some positions only."""
     row_sets, (batch, length) = dict(info.row_sets), call.shape
     if call.logits_to_keep:
         first = length - call.logits_to_keep

@@ -1,4 +1,4 @@
-"""OpenStep: the step that is open on a rank, with its counters."""
+"""OpenStep: state and counters of one step of a rank."""
 
 import threading
 import time
@@ -12,82 +12,83 @@ from tapscope.dumper.steps.row_slicing import Ranges, slots_as_ranges
 from tapscope.run_format.ledger import StepCounts
 
 StepWithRows = tuple[StepInfo, PendingRows | None]
-"""A step as far as it is known, and the rows that are still being copied from a device."""
+"""(the step as known so far, rows that are still being copied from a device)."""
 
 
 @dataclass(slots=True, eq=False)
 class OpenStep:
-    """One step of this rank; gradients and recomputation refer to the step of their forward."""
+    """One step of this rank. It stays referenced after its end: gradients and recomputations belong to its forward."""
 
     info: StepInfo
     serial: int
-    """Sequence number of the rank's steps; payloads are shared within one."""
+    """Sequence number among the rank's steps; payloads are deduplicated within one step."""
     epoch: int = 0
     age: int = 0
-    """Steps since the configuration took effect."""
+    """Number of steps since the configuration took effect."""
     skipped: bool = False
-    """Nothing is captured: the host marked the step as warm-up or dummy."""
+    """Nothing is captured, because the host marked the step as warm-up or dummy or paused recording."""
     in_full: bool = False
-    """A trigger fired: everything from here on is kept in full."""
+    """All further values are kept in full, because a trigger or a divergence fired on this or another rank."""
     late_rows: PendingRows | None = None
-    """Rows that are still being copied from a device; ``info`` is then their outline."""
+    """Rows that are not final yet; ``info`` is then their outline."""
     halted: bool = False
-    """A budget is exhausted: what the rules would keep from here on is left out and counted."""
+    """A budget is exhausted: further values that the rules select are left out and counted."""
     micro: int = 0
     micro_is_given: bool = False
-    """Whether the host said which microbatch this is."""
+    """Whether the host specified the microbatch."""
     calls: dict[int, int] = field(default_factory=dict)
-    """Thread -> number of its call of the model, if that began during another thread's call."""
+    """Thread -> number of its call of the model, for calls that overlap another thread's call."""
     num_calls: int = 0
-    """Numbers given to such calls."""
+    """Number of overlapping calls so far."""
     counts: StepCounts = field(default_factory=StepCounts)
-    """Of values that came before the step ended."""
+    """Counts of values that arrived before the step ended."""
     late: StepCounts = field(default_factory=StepCounts)
-    """Of values that came after it ended, not yet written."""
+    """Counts of values that arrived after the step ended and are not written yet."""
     announced: bool = False
+    """Whether the step's begin line was written."""
     rows_of_first_call: bool = False
     """Whether the rows were read from the model's arguments."""
     called: set[tuple[int, str]] = field(default_factory=set)
-    """(microbatch, virtual pipeline stage) of the calls in a step that the host opened."""
+    """(microbatch, virtual pipeline stage) of the calls so far, in a step opened by the host."""
     num_callers: int = 0
-    """Calls of the model inside, if the first of them opened the step; 0 when the host did."""
+    """Number of model calls in progress, if a call opened the step; 0 if the host did."""
     by_host: bool = True
-    """Whether the host opened it; else a call of the model did, and the step ends before its backward."""
+    """Whether the host opened the step; otherwise a call of the model did, and the step ends before its backward."""
     ended: bool = False
     began: float = field(default_factory=time.perf_counter)
     row_ranges: dict[str, Ranges] = field(default_factory=dict)
     firings: dict[tuple[Any, ...], set[int]] = field(default_factory=dict)
-    """(what, micro, pass) -> occurrences in use, in passes other than forward."""
+    """(tap, kind, micro, pass) or a similar key -> occurrences in use, except for forward firings of a tap."""
     num_sketches_ahead: int = 0
-    """Sketches of the rows of ``info``, which are left out if it :attr:`has_other_rows`."""
+    """Number of sketches computed for the preliminary rows of ``info``; they are left out if :attr:`has_other_rows`."""
     nodes: dict[tuple[Any, ...], list[int]] = field(default_factory=dict)
-    """(what, micro) -> for each forward firing, the number of the graph's next node; -1 once it was repeated."""
+    """(tap, kind, micro) -> per forward firing, the next autograd node's number; -1 once the firing was repeated."""
 
     def __post_init__(self) -> None:
         self.row_ranges = {name: slots_as_ranges(slots) for name, slots in self.info.row_sets.items()}
 
     @property
     def current_micro(self) -> int:
-        """The microbatch of what fires in this thread."""
+        """The microbatch of firings in the current thread."""
         return self.calls.get(threading.get_ident(), self.micro) if self.calls else self.micro
 
     @property
     def current_counts(self) -> StepCounts:
-        """The counters for a value that comes now."""
+        """The counts for a value that arrives now: :attr:`late` once the step has ended."""
         return self.late if self.ended else self.counts
 
     @property
     def has_other_rows(self) -> bool:
-        """Whether its rows turned out not to be those of ``info``; valid once :attr:`late_rows` are ready."""
+        """Whether the final rows differ from those of ``info``; valid once :attr:`late_rows` are ready."""
         return self.late_rows is not None and self.late_rows.info.rows != self.info.rows
 
     @property
     def requests(self) -> frozenset[str]:
-        """Ids of the requests whose rows the step computes."""
+        """Ids of the requests that have rows in the step."""
         return frozenset(run.request for run in self.info.rows)
 
     def claim_occurrence(self, what: tuple[Any, ...], wanted: int | None = None) -> int:
-        """An occurrence for a firing: ``wanted`` if it is free, else the next; without ``wanted`` the n-th."""
+        """Reserve an occurrence for a firing identified by ``what``: ``wanted`` if it is free, otherwise a free one."""
         taken = self.firings.setdefault(what, set())
         number = len(taken) if wanted is None else wanted
         if number in taken:
@@ -96,9 +97,9 @@ class OpenStep:
         return number
 
     def repeated_firing(self, what: tuple[Any, ...], node: int | None) -> int | None:
-        """The forward firing that a checkpoint created at ``node`` repeats: the first one after it.
+        """Return the occurrence of the forward firing that a recomputation repeats; None if unknown.
 
-        None when unknown.
+        ``node`` is the number of the checkpoint's autograd node; the result is the first unrepeated firing after it.
         """
         for number, place in enumerate(self.nodes.get(what, ())):
             if node is not None and place > node:
@@ -107,22 +108,22 @@ class OpenStep:
         return None
 
     def can_set_rows(self) -> bool:
-        """Whether its rows are unknown and may still be set."""
+        """Return whether the rows are unknown and can still be set."""
         info = self.info
         return not (self.announced or info.grid or info.rows or info.token_ids or info.row_sets)
 
     def set_rows(self, info: StepInfo, late_rows: PendingRows | None) -> None:
-        """Set the rows."""
+        """Set the rows that were derived from the arguments of the model's first call."""
         self.info, self.late_rows = info, late_rows
         self.rows_of_first_call = True
         self.row_ranges = {name: slots_as_ranges(slots) for name, slots in info.row_sets.items()}
 
     def own_metrics(self) -> dict[str, Any]:
-        """The metrics that the dumper measures itself, in addition to ``num_tokens``."""
+        """Return the metrics that the dumper itself measures, in addition to ``num_tokens``."""
         return {"latency_s": time.perf_counter() - self.began}
 
     def line(self, compose: Callable[[StepInfo], bytes]) -> bytes | DeferredLine:
-        """The line that ``compose`` builds from the step with its rows, now or when they have arrived."""
+        """Return the journal line that ``compose`` formats from the step, deferred until its rows are ready."""
         if self.late_rows is None:
             return compose(self.info)
         return DeferredLine(self.info, self.late_rows, compose)

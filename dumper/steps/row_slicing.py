@@ -1,4 +1,4 @@
-"""Row slicing: the part of a tensor that a rule keeps, by token rows or by request."""
+"""Row slicing: selection of the token rows of a tensor that a rule keeps, by index or by request."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -12,19 +12,19 @@ Ranges = tuple[tuple[int, int], ...]
 
 
 class SlicedTensor(NamedTuple):
-    """The sliced tensor."""
+    """The selected rows of a tensor, with their slots in the step's grid."""
 
     tensor: torch.Tensor
     rows: Ranges | None = None
-    """Slots of the step's grid that its first axis holds; None for all of them, or when unknown."""
+    """(first, count) ranges of the grid slots along the first axis; None for all slots, or if unknown."""
     slice: Slice | None = None
+    """The applied slice and the shape of the whole tensor; None if not sliced by index."""
 
 
 def rows_per_token(tensor: torch.Tensor, dims: str | None, info: StepInfo) -> int | None:
-    """How many consecutive rows of a packed tensor belong to each token, or to a padding row at the end of the step.
+    """Return the number of consecutive rows of a packed tensor per token or padding row; None for other tensors.
 
-    1 where the first of ``dims`` is ``t``; the number of experts of a token where it is ``pair``. None for other
-    tensors.
+    1 if the first of ``dims`` is ``t``, the number of experts per token if it is ``pair``.
     """
     padded = info.grid[0] + info.num_padding if info.grid else 0
     if not (padded and tensor.ndim):
@@ -37,8 +37,8 @@ def rows_per_token(tensor: torch.Tensor, dims: str | None, info: StepInfo) -> in
 
 
 def slots_as_ranges(slots: Sequence[int]) -> Ranges:
-    """``(3, 4, 5, 9)`` -> ``((3, 3), (9, 1))``: the form of :attr:`Record.rows`."""
-    if slots and tuple(slots) == tuple(range(slots[0], slots[0] + len(slots))):  # most, and at every step
+    """Return slots as (first, count) ranges, as in :attr:`Record.rows`: ``(3, 4, 5, 9)`` -> ``((3, 3), (9, 1))``."""
+    if slots and tuple(slots) == tuple(range(slots[0], slots[0] + len(slots))):  # fast path for the common case
         return ((slots[0], len(slots)),)
     ranges: list[tuple[int, int]] = []
     for slot in slots:
@@ -56,10 +56,10 @@ def slice_rows(
     rows: slice | None,
     requests: frozenset[str] | None,
 ) -> SlicedTensor:
-    """The rows of ``requests`` (None: all), and of those the ones that ``rows`` selects.
+    """Select the rows of ``requests`` (None: all rows), and then the slice ``rows`` of these.
 
-    ``row_set`` are the slots that the first axis holds, if not the whole grid. Raises ValueError when rows of a request
-    are wanted and the rows of the tensor are unknown.
+    ``row_set`` gives the grid slots along the first axis, if these are not the whole grid. Raises ValueError if
+    ``requests`` is given and the slots of the tensor's rows are unknown.
     """
     shape = tuple(tensor.shape)
     slots = _slots(shape, info, row_set)
@@ -84,7 +84,7 @@ def slice_rows(
 
 
 def _slots(shape: tuple[int, ...], info: StepInfo, row_set: Sequence[int] | None) -> Sequence[int] | None:
-    """The grid's slots that the leading axes hold; None when unknown."""
+    """Return the grid slots along the leading axes of a tensor; None if unknown."""
     if row_set is not None:
         return row_set if shape and shape[0] == len(row_set) else None
     if not info.grid or shape[: len(info.grid)] != tuple(info.grid):

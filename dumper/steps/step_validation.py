@@ -1,4 +1,4 @@
-"""Validation of a host's step: a line that no reader accepts would leave the whole step without rows."""
+"""Validation of the step that a host describes; readers would reject an invalid line and lose the step's rows."""
 
 import math
 import operator
@@ -12,7 +12,10 @@ _KINDS = (None, "warmup", "dummy")
 
 
 def validated_step(number: int, *, phase: Any, grid: Any, rows: Any, token_ids: Any, kind: Any) -> StepInfo:
-    """The step ``number``; tensors and arrays are read immediately. Raises StepError that names the problem."""
+    """Build the :class:`StepInfo` of step ``number`` from validated arguments; raises StepError.
+
+    ``grid`` and ``token_ids`` may be tensors or arrays, which are read immediately.
+    """
     if not isinstance(phase, str):
         raise StepError(f"phase={phase!r}: must be a string, e.g. decode")
     if kind not in _KINDS:
@@ -55,7 +58,7 @@ def _numbers(name: str, values: Any) -> tuple[int, ...]:
 
 
 def metric_value(metric: Any, value: Any) -> float:
-    """The value of a metric, also from a one-element tensor; raises StepError."""
+    """Return the value of a metric as a float, for example of a one-element tensor; raises StepError."""
     if not isinstance(metric, str):
         raise StepError(f"metric {metric!r}: its name must be a string")
     try:

@@ -1,4 +1,4 @@
-"""Tag context: tags that apply to everything recorded while they are set, per thread or task."""
+"""Tag context: tags attached to everything that is recorded while they are set, per thread or asyncio task."""
 
 import functools
 import inspect
@@ -18,25 +18,25 @@ TAGS: ContextVar[Tags] = ContextVar("tapscope_tags", default=NO_TAGS)
 _outer: ContextVar[tuple[Tags, ...]] = ContextVar("tapscope_outer_tags", default=())
 
 current = TAGS.get
-"""The tags in force here; never modified in place."""
+"""Returns the tags of the current thread or task; the mapping is never modified in place."""
 
 
 def set_ctx(**tags: Any) -> None:
-    """Set tags from now on, in this thread or task; None removes one."""
+    """Set tags in the current thread or task, until they are changed; None removes a tag."""
     if is_compiling():
         return
     TAGS.set(merged(TAGS.get(), tags))
 
 
 def merged(tags: Tags, more: Tags) -> Tags:
-    """``tags`` overridden by ``more``, as JSON; None removes one."""
+    """Return ``tags`` overridden by ``more``, as JSON types; a value of None removes the tag."""
     return json_tags({**tags, **more}) or NO_TAGS
 
 
 class ctx:
-    """Tags for a block or for every call of a function; the previous tags are restored, also after an exception.
+    """Context manager and decorator that sets tags and restores the previous tags afterwards.
 
-    In a coroutine or generator they apply while it runs, not while its consumer runs.
+    In a decorated coroutine or generator, the tags apply while its own code runs, not while its consumer runs.
 
     ::
 
@@ -49,8 +49,8 @@ class ctx:
         @ctx(stage="prefill")
         def run(batch): ...
 
-    Raises ConfigError for both a function and static tags, or neither. If the function fails at a call, there are no
-    tags, and the decorated function runs anyway.
+    Raises ConfigError if both a function and static tags are given, or neither. If the function fails in a call, the
+    decorated function runs without tags.
     """
 
     def __init__(self, extract: Callable[[Any], Tags] | None = None, **static: Any) -> None:
@@ -62,7 +62,7 @@ class ctx:
         self._static = static
 
     def __call__(self, function: _Function) -> _Function:
-        """Decorate a function, or a coroutine function."""
+        """Decorate a function, coroutine function or (async) generator function."""
 
         @functools.wraps(function)
         def tagged(*args: Any, **kwargs: Any) -> Any:
@@ -114,7 +114,7 @@ class ctx:
 
 
 def _driven(items: Generator[Any, Any, Any], tags: Tags) -> Generator[Any, Any, Any]:
-    """The generator, with the tags in force while it runs, but not while its consumer runs."""
+    """Drive ``items`` with ``tags`` set while the generator runs, but not while its consumer runs."""
     resume: Callable[[], Any] = lambda: next(items)  # noqa: E731
     while True:
         _enter(tags)
@@ -135,7 +135,7 @@ def _driven(items: Generator[Any, Any, Any], tags: Tags) -> Generator[Any, Any, 
 
 
 async def _driven_later(items: AsyncGenerator[Any, Any], tags: Tags) -> AsyncGenerator[Any, Any]:
-    """As :func:`_driven`; the tags also apply while it awaits, as in a coroutine."""
+    """Drive an async generator as :func:`_driven` does; the tags also apply while ``items`` awaits."""
     resume: Callable[[], Any] = lambda: anext(items)  # noqa: E731
     while True:
         _enter(tags)

@@ -1,4 +1,4 @@
-"""Names and tags of explicit values, as sites and JSON."""
+"""Conversion of the names and tags of explicit values to site names and JSON."""
 
 import contextlib
 import math
@@ -15,16 +15,16 @@ _MAX_DEPTH = 4
 
 
 def layer_path(layer: Any) -> str:
-    """The module path of a layer; empty for one that is not an integer from 0."""
+    """Return the module path ``layers.N`` of a layer; empty if ``layer`` is not an integer ≥ 0."""
     if isinstance(layer, np.integer):
         layer = int(layer)
     return f"layers.{layer}" if isinstance(layer, int) and not isinstance(layer, bool) and layer >= 0 else ""
 
 
 def port_name(name: Any) -> str:
-    """A name as written in the brackets of a port: one printable line, never empty.
+    """Return ``name`` as written in the brackets of a port: one printable line, never empty.
 
-    ``[``, ``]`` and ``:`` have a meaning in sites and become ``(``, ``)`` and ``;``.
+    ``[``, ``]`` and ``:``, which are special in sites, become ``(``, ``)`` and ``;``.
     """
     text = str(name).translate(_IN_SITES).encode(errors="replace").decode()
     text = "".join(each if each.isprintable() else "?" for each in text)
@@ -32,9 +32,9 @@ def port_name(name: Any) -> str:
 
 
 def json_tags(tags: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Tags as JSON: numbers, strings, lists and objects unchanged, other values as strings; None when there are none.
+    """Convert tags to JSON types: numbers, strings, lists and objects are kept, other values become strings.
 
-    Long strings and lists are cut, and end in ``...``.
+    Returns None if there are no tags. Long strings and lists are truncated and end in ``...``.
     """
     return {str(name): _json(value, 0) for name, value in tags.items() if value is not None} or None
 
@@ -60,11 +60,11 @@ def _json(value: Any, depth: int) -> Any:
 
 
 def _text(value: Any) -> str:
-    if (shape := getattr(value, "shape", None)) is not None:  # its values may be stored on a device
+    if (shape := getattr(value, "shape", None)) is not None:  # reading the values might synchronize with a device
         with contextlib.suppress(Exception):
             return f"<{type(value).__name__} of shape {tuple(shape)}>"
     try:
         text = str(value).encode(errors="replace").decode()
-    except Exception:  # noqa: BLE001 - a failing __str__ must not cost the value
+    except Exception:  # noqa: BLE001 - a failing __str__ must not lose the whole value
         text = f"<{type(value).__name__}>"
     return text if len(text) <= _MAX_TEXT else text[:_MAX_TEXT] + "..."
