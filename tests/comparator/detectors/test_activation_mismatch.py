@@ -1,4 +1,4 @@
-"""Which function an activation is, where its error is less than a floor: told by each run's own inputs and outputs."""
+"""Activation functions whose difference is below the floor, identified from each run's own inputs and outputs."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -33,12 +33,12 @@ OWN: dict[str, nn.Module] = {
     "written": NewGELUActivation(),
     "quick": QuickGELUActivation(),
 }
-"""The activations of a model; those written out round every step on the way."""
+"""The activations of a model; the written-out ones round every intermediate result."""
 NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Backwards(nn.GELU):
-    """GELU whose gradient is that of its approximation."""
+    """GELU with the gradient of its tanh approximation."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = nn.functional.gelu(x, approximate="tanh")
@@ -46,7 +46,7 @@ class Backwards(nn.GELU):
 
 
 class Net(nn.Module):
-    """Every activation, of one linear map's output."""
+    """Every activation, applied to the output of one linear map."""
 
     def __init__(self, activations: Mapping[str, nn.Module]) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Net(nn.Module):
         self.act = nn.ModuleDict(activations)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[rows, 24]"""
+        """Return the sum over all activations, [rows, 24]."""
         return sum((self.down(act(self.up(x))) for act in self.act.values()), torch.zeros((), dtype=x.dtype))
 
 
@@ -69,7 +69,7 @@ def run(path: Path, dtype: torch.dtype = torch.float32, **others: nn.Module) -> 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """In float32, and in both narrow types."""
+    """Runs in float32 and in both 16-bit dtypes."""
     root = tmp_path_factory.mktemp("pointwise")
     return {"fp32": run(root / "fp32")} | {name: run(root / name, dtype) for name, dtype in NARROW.items()}
 
@@ -82,13 +82,13 @@ def test_activation_mismatch_functions_and_derivatives_match_torch(name: str) ->
     assert x.grad is not None
     at = x.detach().numpy()
     np.testing.assert_allclose(FUNCTIONS[name](at), y.detach().numpy(), atol=1e-12)
-    smooth = np.abs(np.abs(at)[:, None] - [0.0, 3.0]).min(1) > 1e-3  # beside where some of them have a kink
+    smooth = np.abs(np.abs(at)[:, None] - [0.0, 3.0]).min(1) > 1e-3  # away from the kinks
     np.testing.assert_allclose(derivative(FUNCTIONS[name])(at)[smooth], x.grad.numpy()[smooth], atol=1e-7)
 
 
 @pytest.mark.parametrize("pair", [("fp32", "bf16"), ("fp32", "fp16"), ("fp16", "bf16")], ids="-".join)
 def test_activation_mismatch_ignores_the_dtype(pair: tuple[str, str], runs: dict[str, Path]) -> None:
-    """However it is put together: in one kernel, or from operations that round each."""
+    """An activation may be one kernel, or consist of operations that each round."""
     report = diff(*(runs[name] for name in pair))
     assert [f"{f.site} {f.ratio:.2f} {f.notes}" for f in report.findings if f.verdict.is_bad] == []
 
@@ -109,5 +109,5 @@ def test_activation_mismatch_gelu_is_not_its_tanh_approximation(
         said = "it is gelu (tanh) of its input in the baseline, and gelu in the target"
         assert said in found["act.kernel:out"].notes[0]
         assert "it is the gradient of gelu of its input in the" in found["act.exact:in[input].grad"].notes[0]
-        # Nobody can tell what bfloat16 has left of a function that is written out in it.
+        # A function written out in bfloat16 cannot be identified because of its intermediate roundings.
         assert ("act.written:out" in found) == (baseline != "bf16")

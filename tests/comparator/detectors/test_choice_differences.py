@@ -1,4 +1,4 @@
-"""Chosen experts and keys are compared as sets, and the report says how many of k differ."""
+"""Chosen experts and keys are compared as sets, and the report states how many of k differ."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ CHOSEN = np.array([[0, 3, 5], [1, 2, 6], [7, 0, 2], [4, 5, 6]])
 
 
 def _write(path: Path, site: str, chosen: np.ndarray) -> Path:
-    """Four rows of one request, in two steps."""
+    """Write four rows of one request, in two steps."""
     with RunFactory(path) as run:
         for step in range(2):
             run.step(grid=(2,), rows=[RowSpan("a", 2 * step, 2, 0, 0)], token_ids=[5 + step, 7 + step])
@@ -75,4 +75,4 @@ def test_choice_differences_count_missing_keys_and_skip_other_integers(tmp_path:
     assert found.choices is not None
     assert (found.choices.num_rows_different, found.choices.num_different) == (2, 2)
     _, counts = _compare(tmp_path / "counts", EXPERTS, np.ones((4, 3), np.int64), np.full((4, 3), 2))
-    assert counts.choices is None  # numbers that occur twice in a row choose nothing
+    assert counts.choices is None  # rows with a repeated number are not choices

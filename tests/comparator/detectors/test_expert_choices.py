@@ -1,4 +1,4 @@
-"""Experts chosen by a bias and among groups: rounding may turn a choice, a fault of the router may not."""
+"""Expert choices with a bias and groups: rounding may change a choice, a bug in the router may not."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ CONFIG = {"n_group": GROUPS, "topk_group": ADMITTED}
 
 
 def chosen(logits: np.ndarray, bias: np.ndarray, groups: int = GROUPS, best: int = 2) -> np.ndarray:
-    """DeepSeek-V3's choice [rows, k], token by token."""
+    """Return DeepSeek-V3's choices [rows, k], computed token by token."""
     found = []
     for row in 1 / (1 + np.exp(-logits.astype(np.float64))) + bias:
         parts = np.split(np.arange(EXPERTS), groups)
@@ -32,12 +32,13 @@ def chosen(logits: np.ndarray, bias: np.ndarray, groups: int = GROUPS, best: int
 
 
 HELD = "buffer[bias]"
-"""Where a bias is recorded: the router's own, as in DeepSeek-V3, or given to it, as in MiniMax-M2."""
+"""Site of the bias if the router owns it, as in DeepSeek-V3; ``GIVEN`` if the router receives it, as in MiniMax-M2."""
 GIVEN = "in[e_score_correction_bias]"
 
 
 def write(path: Path, dtype: str, *, recorded: str = HELD, bias: np.ndarray = BIAS, groups: int = GROUPS) -> None:
-    """One router over all rows; `bias` and `groups` are what it computes with, BIAS what its checkpoint holds."""
+    """Write one router over all rows; `bias` and `groups` are used by the computation, BIAS is that of the
+    checkpoint."""
     hidden = HIDDEN.astype(ml_dtypes.bfloat16) if dtype == "bfloat16" else HIDDEN
     logits = hidden.astype(np.float32) @ ROUTER.T
     with RunFactory(path, model_config=CONFIG, dtype=dtype) as run:
@@ -52,7 +53,7 @@ def write(path: Path, dtype: str, *, recorded: str = HELD, bias: np.ndarray = BI
 
 
 def choices_of(report: Report) -> Finding:
-    """The finding of the experts that the router chose."""
+    """Return the finding on the router's expert choices."""
     return next(f for f in report.findings if f.site.endswith("gate:out[2]"))
 
 

@@ -1,4 +1,4 @@
-"""Gradients of parameters against the sums and products that they are, where the floor is too wide to tell."""
+"""Parameter gradients compared with the sums and products that they equal, where the floor is too wide."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from tapscope.core.observe import RowSpan
 
 ROWS = 48
 WRONG = {"bias": "1:param[bias].grad", "weight": "0:param[weight].grad"}
-"""What is wrong -> the site of it."""
+"""Kind of the wrong parameter -> the site of its gradient."""
 
 
 def net() -> nn.Sequential:
@@ -24,7 +24,8 @@ def net() -> nn.Sequential:
 
 
 def damaged(grad: torch.Tensor) -> torch.Tensor:
-    """A bias's by a quarter, of a weight's one row by a sixth: less than rounding may leave of what cancels."""
+    """Reduce a bias gradient by a quarter, or one row of a weight gradient by a sixth: within the rounding of
+    cancelling sums."""
     if grad.dim() == 1:
         return grad * 0.75
     rows = torch.ones(len(grad), 1, dtype=grad.dtype)
@@ -35,7 +36,8 @@ def damaged(grad: torch.Tensor) -> torch.Tensor:
 def backward(
     path: Path, dtype: torch.dtype = torch.float32, *, wrong: str = "", scale: float = 1.0, batches: int = 1
 ) -> Path:
-    """One step in ``dtype``, the gradient of one parameter damaged, all of them divided by ``scale`` again."""
+    """Capture one step in ``dtype`` with one damaged parameter gradient; clipping divides all gradients by
+    ``scale``."""
     model = net().to(dtype)
     if wrong:
         getattr(model[int(WRONG[wrong][0])], wrong).register_hook(damaged)
@@ -44,7 +46,7 @@ def backward(
         for i, part in enumerate(x.chunk(batches)):
             with dumper.step():
                 y = model(part)
-                # Rows that are no different from their mean have gradients that cancel over rows.
+                # The gradients of deviations from the mean cancel over rows.
                 ((y - y.detach().mean(0)).float().square().sum() * scale).backward()
                 if i == batches - 1 and scale != 1.0:
                     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -75,8 +77,11 @@ def test_gradient_identity_violated_by_all_gradients_blames_none(
 
 
 def cancelling(path: Path, error: float, *, harm: float = 1.0, shared: float = 0.0) -> Path:
-    """Four linear maps; the gradients of the last one's output are next to orthogonal to its inputs and add up to next
-    to nothing. All are off by ``error``, and by ``shared``, which is the same in all rows."""
+    """Write four linear maps, the last of which has gradients that cancel.
+
+    Its output gradients are nearly orthogonal to its inputs and have a sum near zero. All output gradients have a
+    relative error ``error``, plus ``shared``, which is the same in all rows.
+    """
     rng = np.random.default_rng(3)
     with RunFactory(path) as run:
         run.step(grid=(ROWS,), rows=[RowSpan("a", 0, ROWS, 0, 0)], token_ids=range(ROWS))

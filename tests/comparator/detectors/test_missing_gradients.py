@@ -1,4 +1,4 @@
-"""A gradient that one run has and the other has not, though both have its value."""
+"""Gradients that only one of the runs has, although both have the value."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -66,7 +66,7 @@ def test_missing_gradient_is_named(tmp_path: Path, patch: Callable[[Net], None],
     assert what.endswith(" has no gradient")
     assert why.startswith("why       t recorded the value and no gradient")
     assert "step 0" in where
-    assert str(tmp_path / "bt") in after  # where there is something to be seen
+    assert str(tmp_path / "bt") in after  # the run that has the gradient
 
 
 def test_missing_gradient_equals_a_zero_gradient(tmp_path: Path) -> None:

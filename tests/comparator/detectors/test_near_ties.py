@@ -1,4 +1,4 @@
-"""Sampled tokens must be equal, unless a fork or a near tie of the logits explains them."""
+"""Sampled tokens must be equal, unless a fork or a near tie of the logits explains the difference."""
 
 from pathlib import Path
 
@@ -69,7 +69,8 @@ def test_near_ties_fork_after_a_near_tie_is_explained(tmp_path: Path) -> None:
 
 
 def unsampled(path: Path, logits: np.ndarray, generated: list[int], *, last: bool = False) -> Path:
-    """A run that holds no sampled tokens but those that come next; ``last`` keeps the logits of the last row alone."""
+    """Write a run without recorded samples, only the tokens that follow; ``last`` keeps the logits of the last row
+    only."""
     with RunFactory(path) as run:
         run.step(grid=(3,), rows=[RowSpan("a", 0, 3, 0, 0)], token_ids=[1, 0, 2])
         run.put("model.norm:out", np.ones((3, 4), np.float32), dims="t h")

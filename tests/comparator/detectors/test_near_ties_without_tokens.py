@@ -1,4 +1,4 @@
-"""Choices of experts in models that have no tokens, such as a diffusion model over latents: rows have no row pairs."""
+"""Expert choices in models without tokens, such as a diffusion model over latents, whose rows have no row pairs."""
 
 from collections.abc import Callable
 from pathlib import Path

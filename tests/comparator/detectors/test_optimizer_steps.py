@@ -1,4 +1,5 @@
-"""Trainings of several optimizer steps: what rounding may do to a parameter, and which step began it."""
+"""Training over several optimizer steps: the effect of rounding on a parameter, and the step in which an error
+begins."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -45,7 +46,7 @@ def train(
     patch: Callable[[Net, torch.optim.Optimizer], None] | None = None,
     params: bool = True,
 ) -> Path:
-    """A run of four steps of AdamW, gradients included."""
+    """Capture four steps of AdamW, including gradients."""
     torch.manual_seed(0)
     net = Net().to(dtype)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, weight_decay=0.1, fused=fused or None)
@@ -83,8 +84,8 @@ def test_optimizer_steps_swapped_betas_are_named_in_their_first_step(golden: Pat
     first = found.first_divergence
     assert first is not None
     assert first.site == "embed:param[weight]"
-    assert first.step == 1  # with the correction for the start, the first step is alike
-    assert len(found.divergences) == 1  # one optimizer, one report
+    assert first.step == 1  # bias correction makes the first step equal
+    assert len(found.divergences) == 1  # one optimizer step, one divergence
     assert first.shared == ("norm", "up", "down")
     assert "the parameters of 3 more modules of 4 differ, too: the cause is what they share" in "\n".join(answer(found))
 
@@ -139,7 +140,7 @@ def test_optimizer_steps_update_error_is_a_share_of_the_update() -> None:
     once = error_of_updates([((0.1,) * 4, drift)])
     assert once.errors == pytest.approx((1e-3, 2e-3, 3e-3, 4e-3))
     assert error_of_updates([((0.1,) * 4, drift)] * 3).errors == pytest.approx([3 * e for e in once.errors])
-    assert once.peak == pytest.approx(0.1 * 0.4)  # a row's error may be all in one element
+    assert once.peak == pytest.approx(0.1 * 0.4)  # one element may have the whole error of a row
     assert error_of_updates([]) == NO_ERROR
 
 
@@ -156,7 +157,7 @@ def test_optimizer_steps_first_steps_are_the_fewest_that_differ(num_steps: int) 
             return ([finding], [divergence]) if last >= bad else ([], [])
 
         divergences = beginning(steps, judge)[1]
-        # What shows in the last step alone, or never, the whole has said already.
+        # A difference in the last step only is already part of the verdict on all steps.
         assert [d.step for d in divergences] == ([bad] if bad < steps[-1] else [])
         assert len(asked) == len(set(asked)) <= 2 * np.log2(num_steps) + 2
 
@@ -164,7 +165,7 @@ def test_optimizer_steps_first_steps_are_the_fewest_that_differ(num_steps: int) 
 def test_optimizer_steps_gradient_of_an_insensitive_input_is_a_known_weakness() -> None:
     assert weakness(10.0, [10.0, 3.0]) == 1.0
     assert weakness(2.0, [10.0, 3.0]) == 5.0
-    assert weakness(0.0, [10.0]) == 1.0  # not known
+    assert weakness(0.0, [10.0]) == 1.0  # unknown
     x = torch.randn(64, 32, generator=torch.Generator().manual_seed(2), requires_grad=True)
     y = nn.functional.layer_norm(x, (32,))
     y.retain_grad()
@@ -172,11 +173,11 @@ def test_optimizer_steps_gradient_of_an_insensitive_input_is_a_known_weakness() 
     assert x.grad is not None
     assert y.grad is not None
     effects = [float(v.norm() * g.norm()) for v, g in ((x.detach(), x.grad), (y.detach(), y.grad))]
-    assert weakness(effects[0], effects[1:]) > 2.5  # a norm takes out what is along its output
+    assert weakness(effects[0], effects[1:]) > 2.5  # a norm removes the component along its output
 
 
 def test_optimizer_steps_momentum_error_follows_its_gradients(tmp_path: Path) -> None:
-    """Rows of an embedding whose tokens came in the first step alone move on by momentum, error and all."""
+    """Embedding rows whose tokens occur in the first step only keep moving by momentum, including its error."""
     draw = np.random.default_rng(3)
     start = draw.standard_normal((64, 24)).astype(np.float32)
     gradient = np.where(np.arange(64)[:, None] < 20, draw.standard_normal((64, 24)), 0.0).astype(np.float32)
@@ -198,7 +199,7 @@ def test_optimizer_steps_momentum_error_follows_its_gradients(tmp_path: Path) ->
 
 
 def test_optimizer_steps_growing_parameter_is_compared_step_by_step(tmp_path: Path) -> None:
-    """As embeddings do when a vocabulary is extended: the gradients before it have other rows."""
+    """An embedding grows if the vocabulary is extended; earlier gradients then have a different number of rows."""
     draw = np.random.default_rng(5)
     steps = [draw.standard_normal((num, 8)).astype(np.float32) for num in (4, 6)]
     for name, error in (("b", 0.0), ("t", 1e-6)):

@@ -1,4 +1,4 @@
-"""What is computed again for the backward must be what the forward of the same run gave."""
+"""Activations recomputed for the backward must equal those of the forward in the same run."""
 
 from pathlib import Path
 from typing import Any

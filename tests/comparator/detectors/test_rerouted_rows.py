@@ -1,4 +1,4 @@
-"""Experts chosen at a near tie, and rows that lie in the order of a choice, are no fault of the target."""
+"""Experts chosen at a near tie, and rows in the order of the choices, are not errors of the target."""
 
 from pathlib import Path
 
@@ -22,11 +22,11 @@ ROUTER = _RNG.standard_normal((EXPERTS, WIDTH)).astype(np.float32) / np.sqrt(WID
 UP = _RNG.standard_normal((EXPERTS, WIDTH, WIDTH)).astype(np.float32) / np.sqrt(WIDTH, dtype=np.float32)
 INNER = "layers.0.mlp.experts.act_fn:in[input]"
 TIED = 9
-"""The token whose second and third expert are a near tie."""
+"""Row of the token whose second and third experts are a near tie."""
 
 
 def tied(gap: float) -> np.ndarray:
-    """The hidden states, where the third expert's score of one token is `gap` below the second's."""
+    """Return hidden states for which the third expert's score of the tied token is `gap` below the second's."""
     found = HIDDEN.copy()
     scores = ROUTER @ found[TIED]
     order = np.argsort(-scores)
@@ -36,12 +36,12 @@ def tied(gap: float) -> np.ndarray:
 
 
 def laid_out(chosen: np.ndarray, layout: str) -> list[np.ndarray]:
-    """Which (token, choice) entries each call of the experts' inner module holds, in order."""
+    """Return the (token, choice) entries of each call of the experts' inner module, in order."""
     flat, entries = chosen.reshape(-1), np.arange(chosen.size)
     by_choice = entries.reshape(chosen.shape).T.reshape(-1)
-    if layout == "loop":  # over experts: a call each
+    if layout == "loop":  # one call per expert
         return [by_choice[flat[by_choice] == expert] for expert in np.unique(flat)]
-    if layout == "unstable":  # of an expert in any order
+    if layout == "unstable":  # arbitrary order within each expert
         return [np.lexsort((np.random.default_rng(5).permutation(len(flat)), flat))]
     return [{"grouped": np.argsort(flat, kind="stable"), "batched": entries, "choices": by_choice}[layout]]
 
@@ -59,14 +59,16 @@ def write(
     bias: float = 0.0,
     sets: int | None = None,
 ) -> None:
-    """One layer of experts over all rows; `nudge` is what one score of the tied token is off by, `bias` what is added
-    to the scores of the first expert before the choice and recorded nowhere; with `sets` choices are in no order (the
-    tied token's is its best one at that place). `harm` and `inner_harm` are factors of what experts give and of what
-    the second of them holds inside."""
+    """Write one layer of experts over all rows.
+
+    `nudge` is the error of one score of the tied token. `bias` is added to the scores of the first expert before the
+    choice, and not recorded. With `sets`, choices are unordered, and those of the tied token are rotated by `sets`.
+    `harm` and `inner_harm` are factors on the output of the experts, and on the inner values of the second expert.
+    """
     tokens, x, tied_at = ROWS // 2, hidden, TIED
     grid: tuple[int, ...] = (ROWS,)
     rows = [RowSpan("a", 0, ROWS, 0, 0)]
-    if padded:  # each request has one place before its tokens that nobody asked for
+    if padded:  # each request has one padding position before its tokens
         grid, tied_at = (2, tokens + 1), TIED + 1
         rows = [RowSpan("a", 0, tokens, 0, 1), RowSpan("a", tokens, tokens, 0, tokens + 2)]
         pad = np.full((1, WIDTH), 2.0, np.float32)
@@ -101,7 +103,7 @@ def write(
 
 
 def by_name(report: Report) -> dict[str, Finding]:
-    """Findings by their site within layer 0."""
+    """Return the findings by their site within layer 0."""
     return {f.site.removeprefix("layers.0."): f for f in report.findings}
 
 
@@ -174,7 +176,7 @@ def test_rerouted_rows_expert_rows_match_by_token_and_expert(tmp_path: Path, lay
     write(tmp_path / "w" / "b", HIDDEN, padded=not padded, layout="loop")
     write(tmp_path / "w" / "t", HIDDEN, padded=padded, layout=layout, inner_harm=1.05)
     found = by_name(diff(tmp_path / "w" / "b", tmp_path / "w" / "t"))
-    if layout != "loop":  # it might as well be a sort that is not stable
+    if layout != "loop":  # indistinguishable from an unstable sort
         assert "mlp.experts.act_fn:in[input]" not in found
         return
     inner = found["mlp.experts.act_fn:in[input]"]
@@ -185,7 +187,7 @@ def test_rerouted_rows_expert_rows_match_by_token_and_expert(tmp_path: Path, lay
 
 
 def test_rerouted_rows_expert_rows_match_with_top_1_routing(tmp_path: Path) -> None:
-    # One row for each token, in the order of experts: as many as there are tokens, and not theirs in that order.
+    # One row per token, but sorted by expert: the number of rows matches that of the tokens, their order does not.
     choice = np.argmax(HIDDEN @ ROUTER.T, axis=1)[:, None]
     for name, order in (("b", np.arange(ROWS)), ("t", np.argsort(choice[:, 0], kind="stable"))):
         with RunFactory(tmp_path / name) as run:
@@ -201,7 +203,7 @@ def test_rerouted_rows_expert_rows_match_with_top_1_routing(tmp_path: Path) -> N
 
 
 def test_rerouted_rows_expert_rows_of_other_ranks_are_reported(tmp_path: Path) -> None:
-    # Each of two ranks has its own experts' pairs first and zeros behind them, in as many rows as there are pairs.
+    # Each of two ranks has one row per pair: first the pairs of its own experts, then zeros.
     inner, choice = np.ones((ROWS * TOP, WIDTH), np.float32), np.tile(np.arange(TOP), (ROWS, 1))
     for name, num_ranks in (("b", 1), ("t", 2)):
         with RunFactory(tmp_path / name, mesh={"tp": num_ranks}) as run:
@@ -235,7 +237,7 @@ def test_rerouted_rows_unordered_expert_rows_are_excluded(tmp_path: Path, harm: 
 @pytest.mark.parametrize("padded", [False, True])
 def test_rerouted_rows_unordered_expert_rows_that_are_all_similar_are_excluded(tmp_path: Path, padded: bool) -> None:
     heavy = 0.1 * HIDDEN
-    heavy[:, :2] = (4.0, -4.0)  # two huge channels in every token: unrelated rows of an expert differ little
+    heavy[:, :2] = (4.0, -4.0)  # two huge channels in every token make unrelated rows of an expert similar
     write(tmp_path / "b", heavy, padded=padded)
     write(tmp_path / "t", heavy * np.float32(1 + 1e-7), padded=padded, layout="unstable")
     report = diff(tmp_path / "b", tmp_path / "t")
@@ -254,7 +256,7 @@ def test_rerouted_rows_wrong_expert_is_not_a_reordering(tmp_path: Path) -> None:
 def test_rerouted_rows_unrecorded_decision_is_reported(tmp_path: Path, is_rounded: bool) -> None:
     write(tmp_path / "b", HIDDEN, bias=2.0)
     signs = np.where(np.arange(WIDTH) % 2, np.inf, -np.inf).astype(np.float32)
-    rounded = np.nextafter(HIDDEN, signs) if is_rounded else HIDDEN  # of equal scores nothing excuses another choice
+    rounded = np.nextafter(HIDDEN, signs) if is_rounded else HIDDEN  # equal scores do not excuse another choice
     write(tmp_path / "t", rounded, bias=2.0, wrong=True)
     report = diff(tmp_path / "b", tmp_path / "t")
     assert report.first_divergence is not None
@@ -263,8 +265,11 @@ def test_rerouted_rows_unrecorded_decision_is_reported(tmp_path: Path, is_rounde
 
 
 def masked(path: Path, hidden: np.ndarray, *, nudge: float = 0.0, padding: float = 0.0, wrong: bool = False) -> Path:
-    """As Llama 4 routes: scores of which all but the best are zero, and a copy of all tokens for each expert, times
-    its score. `padding` is what lies in the one place of the grid that is no token."""
+    """Write a router like Llama 4's: scores that are zero except the best, and a copy of all tokens per expert, times
+    its score.
+
+    `padding` is the value of the one position of the grid that is not a token.
+    """
     x = np.vstack([hidden, np.full((1, WIDTH), padding, np.float32)])
     logits = x @ ROUTER.T
     logits[TIED, np.argsort(-logits[TIED])[1]] += np.float32(nudge)
@@ -285,7 +290,7 @@ def masked(path: Path, hidden: np.ndarray, *, nudge: float = 0.0, padding: float
 
 
 def first_tied(gap: float) -> np.ndarray:
-    """As `tied`, of the best two experts of the token."""
+    """Return hidden states like `tied`, but with a near tie of the token's best two experts."""
     found = HIDDEN.copy()
     scores = ROUTER @ found[TIED]
     one, two = np.argsort(-scores)[:2]
@@ -346,7 +351,7 @@ def test_rerouted_rows_do_not_hide_a_bug_in_other_requests(tmp_path: Path) -> No
     Toy(tables, dtype="bfloat16", hooks=hooks).write(tmp_path / "bad", texts).close()
     good = compare(tmp_path / "b", tmp_path / "good")
     assert good.exit_code == 0
-    assert by_name(good)["model.layers.0.mlp.gate:out[1]"].verdict is Verdict.CLOSE  # some row went to other experts
+    assert by_name(good)["model.layers.0.mlp.gate:out[1]"].verdict is Verdict.CLOSE  # a row was rerouted
     assert (
         compare(
             tmp_path / "b", tmp_path / "bad", CompareOptions(disabled=frozenset({"confine_rerouted_rows"}))
@@ -361,7 +366,7 @@ def test_rerouted_rows_do_not_hide_a_bug_in_other_requests(tmp_path: Path) -> No
 
 
 def test_rerouted_rows_do_not_hide_a_bug_in_earlier_rows(tmp_path: Path) -> None:
-    """One request, of which a token goes to other experts: the tokens before it do not depend on it."""
+    """In a single request, the tokens before a rerouted token do not depend on it."""
     texts, tables = prompts((40,), 905), weights(905, layers=3, experts=6)
     hooks = {"model.layers.2.self_attn": lambda value: value * np.float32(1.1)}
     Toy(tables).write(tmp_path / "b", texts).close()
@@ -377,20 +382,20 @@ def test_rerouted_rows_do_not_hide_a_bug_in_earlier_rows(tmp_path: Path) -> None
 
 
 def test_rerouted_rows_dependents_are_rows_of_the_request_from_their_step_on() -> None:
-    # Requests a and b begin at position 0; c continues a prefix of some other request. Pairs 0 to 5 in three steps.
+    # Requests a and b begin at position 0; c continues the prefix of another request. Row pairs 0 to 5 in three steps.
     steps = {0: [0, 2, 4], 1: [1, 3], 2: [5]}
     side = SideRows(
         {(step, None): {0: StepRows((len(rows),), np.array(rows, np.int64))} for step, rows in steps.items()}
     )
     request, position = np.array([0, 0, 1, 1, 2, 2]), np.array([0, 1, 0, 1, 4, 5])
     dependents = Dependents(RowMap(side, side, ("a", "b", "c"), request, position))
-    assert dependents.of(frozenset({1})) == {1, 5}  # of a, not the row of its first step; of c what came since then
+    assert dependents.of(frozenset({1})) == {1, 5}  # not the first step of a, and of c the later steps
     assert dependents.of(frozenset({2})) == {2, 3, 4, 5}
     assert dependents.of(frozenset({5})) == {5}
 
 
 def test_rerouted_rows_dependents_of_a_causal_model_are_later_positions() -> None:
-    # All in one step: four rows of a, two of b, and of c, which continues a cached prefix.
+    # One step with four rows of a, two of b, and two of c, which continues a cached prefix.
     side = SideRows({(0, None): {0: StepRows((8,), np.arange(8))}})
     request, position = np.array([0, 0, 0, 0, 1, 1, 2, 2]), np.array([0, 1, 2, 3, 0, 1, 4, 5])
     rows = RowMap(side, side, ("a", "b", "c"), request, position)

@@ -1,4 +1,4 @@
-"""Rotary tables: the frequency of a single pair, of which the floor of a whole row hides a change."""
+"""Rotary tables: a wrong frequency of a single pair of columns, which the floor of a whole row hides."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ SLOW, FAST = 10, 3
 
 
 def scaled(pair: int, factor: float) -> Array:
-    """The frequencies with that of one pair multiplied."""
+    """Return the frequencies with that of one pair multiplied."""
     found = FREQUENCIES.copy()
     found[pair] *= factor
     return found
@@ -39,7 +39,7 @@ def tables(frequencies: Array, scale: float = 1.0) -> tuple[Array, Array]:
 
 
 def diff_tables(tmp_path: Path, frequencies: Array, disabled: frozenset[str] = frozenset()) -> Report:
-    """float32 against bfloat16."""
+    """Compare float32 tables with bfloat16 ones."""
     baseline = write(tmp_path / "b", tables(FREQUENCIES), np.float32)
     return diff(baseline, write(tmp_path / "t", tables(frequencies), ml_dtypes.bfloat16), disabled=disabled)
 
@@ -64,7 +64,7 @@ def test_rotary_tables_of_one_dtype_show_smaller_changes(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
 def test_rotary_tables_frequencies_rounded_with_the_model_are_close(tmp_path: Path, dtype: type) -> None:
-    """`model.to(dtype)` rounds them too."""
+    """`model.to(dtype)` also rounds the frequencies."""
     rounded = FREQUENCIES.astype(np.float32).astype(dtype).astype(np.float64)
     baseline = write(tmp_path / "b", tables(FREQUENCIES), np.float32)
     assert diff(baseline, write(tmp_path / "t", tables(rounded), dtype)).exit_code == 0
@@ -72,7 +72,7 @@ def test_rotary_tables_frequencies_rounded_with_the_model_are_close(tmp_path: Pa
 
 @pytest.mark.parametrize("scale", [1.0, 1.2])
 def test_rotary_tables_rounding_is_close(tmp_path: Path, scale: float) -> None:
-    """Cast to bfloat16, with frequencies one unit in the last place of float32 off; YaRN scales both tables."""
+    """Tables are cast to bfloat16, with frequencies that differ by one float32 ulp; YaRN scales both tables."""
     other = np.nextafter(FREQUENCIES.astype(np.float32), np.float32(2.0)).astype(np.float64)
     baseline = write(tmp_path / "b", tables(FREQUENCIES, scale), np.float32)
     assert diff(baseline, write(tmp_path / "t", tables(other, scale), ml_dtypes.bfloat16)).exit_code == 0

@@ -1,4 +1,4 @@
-"""Choices of experts as flags in one run and as scores in the other: only near ties are excused."""
+"""Expert choices as flags in one run and as scores in the other: only near ties are excused."""
 
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ GRADIENT = RNG.standard_normal((EXPERTS, WIDTH)).astype(np.float32)
 
 
 def scores_with_a_tie() -> Array:
-    """Of one row, the second and the third score differ by a thousandth."""
+    """Return scores of which the second and third of one row differ by a thousandth."""
     scores = HIDDEN @ ROUTER.T
     best = np.argsort(-scores[TIED])
     scores[TIED, best[2]] = scores[TIED, best[1]] - 1e-3
@@ -46,7 +46,7 @@ def experts(flags: Array, up: Array = UP) -> Array:
 
 
 def swapped(*rows: int, to: int = COUNT) -> Array:
-    """The flags of these rows with the last choice exchanged for the one at place ``to``."""
+    """Return flags in which ``rows`` have the expert ranked ``to`` instead of their last choice."""
     flags, order = flags_of(SCORES), np.argsort(-SCORES, axis=1)
     for row in rows:
         flags[row, order[row, COUNT - 1]], flags[row, order[row, to]] = False, True
@@ -119,7 +119,8 @@ def test_routing_maps_wrong_expert_is_named_beside_a_near_tie(tmp_path: Path) ->
 def with_logits(
     path: Path, flags: Array, scores: Array | None, dtype: Any = np.float32, *, num_missing: int = 0
 ) -> Path:
-    """A run of Megatron: flags and weights of the chosen experts, perhaps all scores, and the rows of each expert."""
+    """Write a Megatron run: flags and weights of the chosen experts, optionally all scores, and the rows of each
+    expert."""
     block = "decoder.layers.0.mlp"
     sites = {f"{block}:in[hidden_states]": HIDDEN[None].astype(dtype)}
     if scores is not None:
@@ -146,8 +147,8 @@ def test_routing_near_tie_of_two_megatron_runs_needs_the_scores(tmp_path: Path) 
     report = diff(baseline, run("tied", tied, noisy, narrow))
     assert report.exit_code == 0, str(report)
     counts = [one.rows for one in report.findings if ".experts.local_experts." in one.site]
-    assert sum(each.num_absent for each in counts) == 2  # where the token came from, and where it went
-    assert sum(each.num_compared for each in counts) == plain.sum() - 2  # nor at its other expert
+    assert sum(each.num_absent for each in counts) == 2  # at the token's former expert, and at the new one
+    assert sum(each.num_compared for each in counts) == plain.sum() - 2  # nor at the token's unchanged expert
     assert diff(run("blind", plain, None), run("blind tied", tied, None, narrow)).exit_code == 1
     assert diff(baseline, run("far", far, noisy, narrow)).exit_code == 1
     assert diff(baseline, run("missing", tied, noisy, narrow, num_missing=3)).exit_code == 1

@@ -1,4 +1,4 @@
-"""Tokens at which served runs part: a near tie, another seed, or a sampler that took the wrong one."""
+"""Tokens at which served runs fork: a near tie, another seed, or a sampler that took the wrong token."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -36,7 +36,7 @@ def serve(llama: Path, out: Path, seed: int | None = None, *, rules: tuple[str, 
 
 
 def other_rows(draw: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """A sampler whose second row takes the first one's token."""
+    """Wrap a sampler such that its second row takes the first row's token."""
 
     def drawn(self: Sampler, logits: Tensor, *others: object) -> tuple[Tensor, Tensor]:
         tokens, scores = draw(self, logits, *others)

@@ -1,4 +1,4 @@
-"""Embeddings of times: sines and cosines of large numbers, which rounding turns by radians."""
+"""Time embeddings: sines and cosines of large numbers, for which rounding changes the angle by radians."""
 
 import math
 from pathlib import Path
@@ -12,7 +12,7 @@ from tapscope import Dumper
 
 
 class Timesteps(nn.Module):
-    """As in diffusers, in float32 whatever the model's dtype; ``flip``: cosines first."""
+    """Time embedding as in diffusers, in float32 regardless of the model's dtype; ``flip`` puts cosines first."""
 
     def __init__(self, width: int = 128) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Tensors laid out [batch, channels, height, width]: a channel is the second axis, not a column of the picture."""
+"""Tensors of layout [batch, channels, height, width], whose channels are along the second axis, not the columns."""
 
 import copy
 import re
@@ -21,7 +21,7 @@ from tapscope.sources import open_run
 
 
 class Vision(nn.Module):
-    """Convolutions, a norm over the batch and one over groups, a residual."""
+    """Convolutions, batch norms, a group norm and a residual."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Vision(nn.Module):
 
 
 class Signal(nn.Module):
-    """The same of three axes."""
+    """Convolutions over a signal, [batch, channels, positions]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Signal(nn.Module):
 
 
 class Narrow(nn.Sequential):
-    """Rows of 16, 8, 4 and 2 pixels, of which a ReLU leaves few values or none."""
+    """Images with rows of 16, 8, 4 and 2 pixels, of which a ReLU clears most or all values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Narrow(nn.Sequential):
 
 
 class Clearing(nn.Sequential):
-    """ReLUs that leave little of most channels."""
+    """ReLUs that clear most values of most channels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Clearing(nn.Sequential):
 
 
 class Deep(nn.Sequential):
-    """So many batch norms that rounding makes up a fifth of the values in bfloat16."""
+    """Enough batch norms for rounding to reach a fifth of the values in bfloat16."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class Deep(nn.Sequential):
 
 
 def calibrated(model: nn.Module, x: Tensor) -> nn.Module:
-    """With the statistics of a batch in its batch norms."""
+    """Return the model after it has set the statistics of its batch norms from one batch."""
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.momentum = None
@@ -104,7 +104,7 @@ def capture(model: nn.Module, x: Tensor, out: Path, dtype: torch.dtype, harm: Ca
 
 
 def report(kind: type[nn.Module], tmp_path: Path, harm: Callable[[nn.Module], object], seed: int = 3) -> Report:
-    """Float32 against bfloat16, which ``harm`` was done to."""
+    """Compare a float32 run with a bfloat16 run of the model that ``harm`` modified."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = kind()
@@ -141,7 +141,7 @@ def test_images_rounding_to_16_bits_scales_no_channel(tmp_path: Path, kind: type
 
 @pytest.mark.parametrize("seed", [0, 2, 3, 5])
 def test_images_rounding_of_rows_that_a_relu_clears_is_small(tmp_path: Path, seed: int) -> None:
-    """The rounding of a value near the kink is small relative to the rows that were not cleared."""
+    """The rounding of a value near the kink is small relative to the rows that are not cleared."""
     found = report(Narrow, tmp_path, lambda model: None, seed)
     assert (found.exit_code, found.divergences) == (0, ())
 
@@ -167,7 +167,7 @@ def cleared_rows(module: nn.Module, args: object, out: Tensor) -> Tensor:
 
 
 def test_images_error_of_what_a_relu_leaves_is_inherited(tmp_path: Path) -> None:
-    """Of some channels a ReLU leaves less than the rounding of what it received."""
+    """In some channels, the ReLU's output is smaller than the rounding of its input."""
     found = report(Clearing, tmp_path, lambda model: None, 3)
     assert (found.exit_code, found.divergences) == (0, ())
     (relu,) = (finding for finding in found.findings if finding.site == "relu2:out")
@@ -192,7 +192,7 @@ def test_images_bug_where_a_relu_leaves_little_is_named(
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_images_batch_norms_amplify_rounding(tmp_path: Path, seed: int) -> None:
-    """Each subtracts means, which rounding errors do not share."""
+    """Each batch norm subtracts means, which rounding errors do not share."""
     found = report(Deep, tmp_path, lambda model: None, seed)
     assert (found.exit_code, found.divergences) == (0, ())
 

@@ -1,4 +1,4 @@
-"""What is measured of a pair of sites, through real runs."""
+"""Measurements of a pair of sites, through real runs."""
 
 import json
 import subprocess
@@ -31,7 +31,7 @@ ROWS = 6
 
 
 def write(path: Path, values: dict[str, Any], keep: str = "full", mesh: dict[str, int] | None = None) -> Path:
-    """A run of one step; a site is an array, or (dims, one array a rank)."""
+    """Write a run of one step; a site is an array, or (dims, one array per rank)."""
     with RunFactory(path, mesh=mesh) as run:
         run.step(grid=(ROWS,), rows=[RowSpan("chat", 0, ROWS, 0, 0)], token_ids=range(ROWS))
         for site, value in values.items():
@@ -45,7 +45,7 @@ def report(baseline: Path, target: Path, **options: Any) -> Report:
 
 
 def finding(tmp_path: Path, baseline: Any, target: Any, keep: str = "full", **options: Any) -> Finding:
-    """The finding on one site."""
+    """Return the finding on a single site."""
     one = write(tmp_path / "base", {"a:out": baseline}, keep)
     two = write(tmp_path / "target", {"a:out": target}, keep)
     return report(one, two, **options).findings[0]
@@ -88,7 +88,7 @@ def test_measure_permutation_within_the_floor_is_not_rounding(tmp_path: Path) ->
 
 
 def test_measure_neighbours_that_one_rounding_exchanges_are_close(tmp_path: Path) -> None:
-    """Router weights of nearly one size: rounding may exchange them, so that both runs hold the same elements."""
+    """Router weights of nearly equal size: rounding may exchange them, so that both runs contain the same elements."""
     value = np.float32(0.25) + normal(ROWS, 2) * np.float32(1e-3)
     value[0, 1] = np.nextafter(value[0, 0], np.float32(1))
     swapped = value.copy()
@@ -347,7 +347,7 @@ def test_pairs_read_in_a_batch_are_not_assembled(tmp_path: Path, monkeypatch: py
 
 
 def test_pairs_read_in_a_batch_are_judged_as_pairs_read_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over several segments, with a scaled channel and rows that are not finite."""
+    """The pairs span several segments, with a scaled channel and rows with nonfinite values."""
     factor = np.ones(64, np.float32)
     factor[5] = 1.01
     for name, factors in (("base", np.ones(64, np.float32)), ("target", factor)):

@@ -1,4 +1,4 @@
-"""What enlarges rounding, seen in what is recorded: norms of rows next to nothing, sharp softmaxes, casts."""
+"""Amplification of rounding by norms of near-zero rows, sharp softmaxes and casts, in recorded values."""
 
 from pathlib import Path
 
@@ -55,7 +55,7 @@ def normed(x: Array) -> Array:
 def test_amplification_norm_scales_near_zero_rows_of_pure_rounding(tmp_path: Path, cls: str, agrees: bool) -> None:
     x = normal(1, ROWS, WIDTH)
     x[0, 7] *= 1e-3
-    y = (x + 3e-6 * normal(1, ROWS, WIDTH)).astype(np.float32)  # one error for all rows: a sum's
+    y = (x + 3e-6 * normal(1, ROWS, WIDTH)).astype(np.float32)  # the same absolute error in all rows, as after a sum
     for name, values in (("b", x), ("t", y)):
         sites = {"layers.0.norm:in[hidden_states]": values, "layers.0.norm:out": normed(values)}
         write(tmp_path / name, sites, {"layers.0.norm:out": cls})
@@ -88,7 +88,7 @@ def softmax(scores: Array) -> Array:
 def test_amplification_attention_weights_follow_the_error_of_their_scores(
     tmp_path: Path, scatter: float, agrees: bool
 ) -> None:
-    """The same absolute error of scores is relative rounding where they are large, and none where they are not."""
+    """The same absolute error is within the relative rounding of large scores, but not of small ones."""
     scores = _RNG.standard_normal((1, 2, ROWS, ROWS)) * scatter
     error = 24.0 * 2e-5 * np.random.default_rng(8).standard_normal(scores.shape)
     q = normal(1, ROWS, WIDTH)
@@ -105,7 +105,8 @@ EXPERT = normal(EXPERTS, WIDTH, WIDTH) / np.sqrt(WIDTH, dtype=np.float32)
 
 
 def routed(path: Path, x: Array, *, nudge: float = 0.0, wrong: bool = False) -> None:
-    """A block of experts whose router gives out no choice token by token: rows by expert, as JetMoE's."""
+    """Write a block of experts whose router returns rows sorted by expert instead of choices per token, like
+    JetMoE's."""
     scores = x @ ROUTER.T
     second, third = np.argsort(-scores[4])[1:3]
     scores[4, third] = scores[4, second] - np.float32(1e-6) + np.float32(nudge)
@@ -167,7 +168,7 @@ def test_amplification_gradient_of_a_cast_copy_is_not_the_tensors_gradient(tmp_p
 
 @pytest.mark.parametrize(("name", "rows"), [("float8_e4m3fn", 1), ("float8_e4m3fn", ROWS), ("float8_e5m2", 1)])
 def test_amplification_detects_rows_cast_through_fp8(tmp_path: Path, name: str, rows: int) -> None:
-    """The error alone is within the floor, which a noisy input makes wide."""
+    """The error alone is within the floor, which a noisy input widens."""
     x, y = normal(ROWS, WIDTH), normal(ROWS, WIDTH)
     noise = 1.0 + 0.012 * np.random.default_rng(2).standard_normal((2, *x.shape))
     cast = (y * noise[1]).astype(ml_dtypes.bfloat16)
@@ -184,7 +185,7 @@ def test_amplification_detects_rows_cast_through_fp8(tmp_path: Path, name: str, 
 
 
 def test_amplification_values_coarse_in_both_runs_were_not_cast(tmp_path: Path) -> None:
-    """float16 has few bits left of what is next to nothing, and some values are whole numbers by nature."""
+    """float16 has few significant bits near zero, and some values are inherently integers."""
     x = normal(ROWS, WIDTH)
     tiny, counts = x * 3e-7, np.round(x * 3).astype(np.float32)
     for at, cast in (("b", np.float32), ("t", np.float16)):
@@ -196,7 +197,7 @@ def test_amplification_values_coarse_in_both_runs_were_not_cast(tmp_path: Path) 
 
 @pytest.mark.parametrize("steps", [1, 8])
 def test_amplification_one_wrong_element_of_an_fp8_tensor_is_found(tmp_path: Path, steps: int) -> None:
-    """Rounding moves any element by a step; eight of them are twice as much or half."""
+    """Rounding moves any element by one step; eight steps double or halve it."""
     x = normal(ROWS, WIDTH)
     kept = {name: noisy(x, error, 4) for name, error in (("b", 0.0), ("t", 5e-7))}
     for name, values in kept.items():
@@ -217,7 +218,8 @@ def test_amplification_one_wrong_element_of_an_fp8_tensor_is_found(tmp_path: Pat
 def test_amplification_row_of_an_expert_gradient_may_be_one_element(
     tmp_path: Path, num_experts: int, agrees: bool
 ) -> None:
-    """Of experts' weights, [experts, out, in]; a row of a whole linear map's, [out, in], has a term of every token."""
+    """A row of an expert weight's gradient, [experts, out, in], may have one term; a row of a linear map's, [out, in],
+    has one term per token."""
     x, dy, grad = normal(1, ROWS, WIDTH), normal(1, ROWS, WIDTH), normal(64, WIDTH)
     off, other = noisy(grad, 1e-6, 1), noisy(dy, 1e-6, 2)
     off[5] *= 1 + 4e-5
@@ -272,13 +274,13 @@ def test_amplification_rope_angles_of_late_positions_round_relative_to_themselve
         ("GELU", (), False, True),
         ("Linear", (WIDTH, WIDTH), False, False),
         ("LlamaRMSNorm", (WIDTH,), False, True),
-        ("LlamaRMSNorm", (WIDTH,), True, False),  # the channel that stands out is another one
+        ("LlamaRMSNorm", (WIDTH,), True, False),  # the outlier channels of input and output differ
     ],
 )
 def test_amplification_elementwise_function_inherits_channel_rounding(
     tmp_path: Path, cls: str, weight: tuple[int, ...], turned: bool, counts: bool
 ) -> None:
-    """It may make several times as much of it, where it is next to zero; a sum over channels makes less."""
+    """An elementwise function near zero may amplify the rounding of a channel; a sum over channels reduces it."""
     x = normal(1, 40, WIDTH)
     y = noisy(x, 3e-3, 3)
     for name, values in (("b", x), ("t", y)):
@@ -294,7 +296,7 @@ def test_amplification_elementwise_function_inherits_channel_rounding(
     given, made = judged
     assert given.distribution is not None
     assert 0.0 < abs(given.distribution.channel) < given.distribution.channel_noise
-    nodes = [graph.nodes[0], structs.replace(graph.nodes[1], identities=(None, None))]  # made, not handed on
+    nodes = [graph.nodes[0], structs.replace(graph.nodes[1], identities=(None, None))]  # computed, not aliased
     model = ErrorModel([given, made], Graph(nodes), [{}, {}])
     found = model.effects[InheritedError].given.channel.tolist()
     assert found == [0.0, abs(given.distribution.channel) if counts else 0.0]
@@ -302,7 +304,7 @@ def test_amplification_elementwise_function_inherits_channel_rounding(
 
 @pytest.mark.parametrize(("dtype", "agrees"), [(ml_dtypes.bfloat16, True), (np.float32, False)])
 def test_amplification_float32_value_inherits_gain_of_narrow_inputs(tmp_path: Path, dtype: type, agrees: bool) -> None:
-    """As under autocast, whose norms give out float32."""
+    """Under autocast, norms return float32."""
     x, out = normal(1, 400, WIDTH), normal(1, 400, WIDTH)
     for name, values, made in (("b", x, out), ("t", noisy(x, 4e-3 if agrees else 1e-6, 3), out * 1.0005)):
         sites = {"norm:in[x]": values.astype(dtype), "norm:out": made.astype(np.float32)}
@@ -319,8 +321,8 @@ def test_amplification_float32_value_inherits_gain_of_narrow_inputs(tmp_path: Pa
 def test_amplification_of_narrow_outputs_is_not_learned_from_other_layers(
     tmp_path: Path, width: int, least: float
 ) -> None:
-    """Token rows share a direction. A gate with one output, whose weight is nearly orthogonal to it in one layer,
-    amplifies errors there by more than 2.5 times the median of the other layers."""
+    """Token rows share a direction. A gate with one output, whose weight is nearly orthogonal to that direction in one
+    layer, amplifies errors there by more than 2.5 times the median of the other layers."""
     count, rows = 256, 64
     rng = np.random.default_rng(3)
     common = rng.standard_normal(count)

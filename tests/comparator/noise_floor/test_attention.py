@@ -1,4 +1,4 @@
-"""Means over rows: what attention makes of the errors of a few rows, of sharp weights, and of a narrow cache."""
+"""Means over rows: how attention propagates errors of a few rows, of sharp weights, and of a narrow KV cache."""
 
 from pathlib import Path
 
@@ -47,7 +47,7 @@ def write(path: Path, sites: dict[str, Array], cls: str = "ToyAttention", **mani
 
 
 def attended(states: Array, values: Array, weights: Array, *, tells: bool = False) -> dict[str, Array]:
-    """The sites of an attention whose function between v and o no tap sees."""
+    """Return the sites of an attention module without a tap on the function between v and o."""
     made = (weights @ values).astype(np.float32)
     sites = {
         "layers.0.mixer:in[hidden_states]": states[None],
@@ -67,7 +67,7 @@ def test_attention_error_of_few_rows_spreads_to_attending_rows(tmp_path: Path, c
     states, values = normal(1, ROWS, WIDTH), normal(2, ROWS, WIDTH)
     weights = softmax(normal(3, ROWS, ROWS))
     error = np.full((ROWS, 1), 1e-6, np.float32)
-    error[::5] = 4e-5  # the typical row of values is no worse for it, that of their means is
+    error[::5] = 4e-5  # affects the typical row of the means, but not that of the values
     write(tmp_path / "b", attended(states, values, weights), cls)
     write(tmp_path / "t", attended(states, values * (1.0 + error * normal(4, ROWS, WIDTH)), weights), cls)
     with open_run(tmp_path / "b") as one, open_run(tmp_path / "t") as two:
@@ -91,7 +91,7 @@ def test_attention_weights_of_one_run_give_the_sharpness_of_both(
     tmp_path: Path, scatter: float, agrees: bool, teller: str
 ) -> None:
     states, values, scores = normal(1, ROWS, WIDTH), normal(2, ROWS, WIDTH), scatter * normal(3, ROWS, ROWS)
-    other = scores + 24.0 * 2e-5 * normal(4, ROWS, ROWS)  # the same absolute error, whatever the scores
+    other = scores + 24.0 * 2e-5 * normal(4, ROWS, ROWS)  # an absolute error that does not depend on the scores
     noisy = states * (1.0 + 1e-5 * normal(5, ROWS, WIDTH))
     for name, x, z in (("b", states, scores), ("t", noisy, other)):
         write(tmp_path / name, attended(x, values, softmax(z), tells=name == teller))
@@ -128,7 +128,7 @@ def test_attention_fp8_kv_cache_raises_the_floor_of_values(tmp_path: Path, kept:
 @given(st.floats(1e-4, 0.05), st.sampled_from(["float8_e4m3fn", "float8_e5m2", "bfloat16"]), st.integers(0, 99))
 def test_attention_stored_error_matches_two_roundings_to_one_format(error: float, name: str, seed: int) -> None:
     draw = np.random.default_rng(seed)
-    x = np.exp2(draw.uniform(-3.0, 3.0, round(max(40_000, 60 / error))))  # few of small errors change a number at all
+    x = np.exp2(draw.uniform(-3.0, 3.0, round(max(40_000, 60 / error))))  # small errors rarely change the rounded value
     y = x * (1.0 + error * draw.standard_normal(len(x)))
     kind = getattr(ml_dtypes, name)
     apart = (y.astype(kind).astype(np.float64) - x.astype(kind).astype(np.float64)) / x
@@ -152,8 +152,8 @@ def test_attention_root_mean_square_of_quantiles_approximates_the_rows(scatter: 
         (("float32", "bfloat16"), ("fp8_e4m3", "fp8"), 2.0**-3),
         (("bfloat16", "bfloat16"), ("fp8_e5m2", "float8_e5m2"), 2.0**-2),
         (("float32", "bfloat16"), ("bfloat16", "auto"), 2.0**-7),
-        (("bfloat16", "bfloat16"), ("auto", ""), 0.0),  # what they compute in
-        (("bfloat16", "bfloat16"), ("fp8_e4m3", "auto"), 0.0),  # one format is not the other's
+        (("bfloat16", "bfloat16"), ("auto", ""), 0.0),  # the compute dtype
+        (("bfloat16", "bfloat16"), ("fp8_e4m3", "auto"), 0.0),  # the formats differ
         (("bfloat16", "bfloat16"), ("int8", "int8"), 0.0),
         (("", ""), ("fp8", "fp8"), 0.0),
     ],
@@ -169,9 +169,9 @@ HEADS, HEAD_DIM = 4, 12
 
 
 def fused_attention(path: Path, states: Array, scale: float, roll: int = 0) -> None:
-    """An attention whose kernel writes no weights, with queries and keys that make its softmax sharp.
+    """Write an attention module whose kernel writes no weights, with queries and keys that sharpen its softmax.
 
-    The module returns the output of its projection, rolled by some columns.
+    The module returns the output of its projection, rolled by ``roll`` columns.
     """
     query, key, value = (states @ normal(seed, WIDTH, WIDTH) for seed in (1, 2, 3))
     query, key = 2.0 * query, 2.0 * key

@@ -1,4 +1,4 @@
-"""Networks of convolutions: an error that is inherited is no rounding, whatever else was recorded."""
+"""Convolutional networks: an inherited error is not mistaken for rounding, whichever other sites were recorded."""
 
 import copy
 from pathlib import Path
@@ -14,7 +14,7 @@ from tapscope.comparator import CompareOptions, Report, Verdict, compare
 
 IMAGES = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(1))
 IMAGES[:, :, 11:] *= 0.002
-"""Dark at the bottom: rows next to nothing."""
+"""Images that are dark at the bottom, with near-zero rows."""
 
 
 class Block(nn.Module):
@@ -69,7 +69,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Path]:
 
 
 def scaled(model: nn.Module, **by: float) -> nn.Module:
-    """With the weights of some convolutions multiplied."""
+    """Return a copy with the weights of some convolutions multiplied."""
     other = copy.deepcopy(model)
     with torch.no_grad():
         for name, factor in by.items():
@@ -97,7 +97,7 @@ def test_batch_norm_inherited_error_differs_downstream(
 
 
 class Normalised(nn.Module):
-    """Convolutions, each with a norm over the batch behind it."""
+    """Convolutions, each followed by a batch norm."""
 
     def __init__(self, channels: int = 16) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class Normalised(nn.Module):
 
 
 def capture_training(path: Path, size: int, mean: float, *, channels_last: bool, epsilon: float = 1e-5) -> Path:
-    """A forward and a backward with the batch's own statistics; ``channels_last`` adds them up in another order."""
+    """Capture a forward and a backward with batch statistics; ``channels_last`` changes the summation order."""
     torch.manual_seed(0)
     model, images = Normalised().train(), torch.randn(4, 3, size, size) + mean
     model.norms[1].eps = epsilon

@@ -1,4 +1,4 @@
-"""Kinks of ReLU: a gradient element that is zero in one run alone, because its value is within rounding of 0."""
+"""Kinks of ReLU: a gradient element is zero in one run only, because its value is within rounding of 0."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ HOW: dict[str, Any] = {"shape": (4, 24), "mean": 1.0}
 
 
 def test_derivative_jump_explains_elements_that_change_sides(tmp_path: Path) -> None:
-    """At which seeds a value changes sides depends on the processor."""
+    """The seeds for which a value changes sides depend on the processor."""
     for seed in (3, 6, 1, 2, 4, 5, 7, 8, 9, 10):
         runs = (
             train_residual_net(tmp_path / f"a{seed}", seed, **HOW),
@@ -29,7 +29,7 @@ def test_derivative_jump_explains_elements_that_change_sides(tmp_path: Path) -> 
 
 
 class _CoarseReLU(torch.autograd.Function):
-    """ReLU whose backward also stops what is below a threshold."""
+    """ReLU whose backward also zeroes elements below a threshold."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, threshold: float) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Errors of the values at which the derivative of attention is taken: the last layer of a vision transformer."""
+"""Errors of the values at which attention's derivative is evaluated: the last layer of a vision transformer."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +13,7 @@ from tapscope.comparator import CompareOptions, compare
 
 
 def capture(path: Path, dtype: torch.dtype) -> Path:
-    """A forward and a backward of one image; attention is written out, and not a module."""
+    """Capture a forward and a backward of one image; attention is inlined, not a module."""
     torch.manual_seed(6)
     sizes = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 128}
     config = transformers.ViTConfig(

@@ -1,4 +1,4 @@
-"""`--explain-floor`: the effects that made the noise floor of a site."""
+"""`--explain-floor`: the effects that make up the noise floor of a site."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Gradients of weights to which one token contributes, such as a class token in the last layer."""
+"""Weight gradients with a contribution of only one token, such as a class token in the last layer."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +13,7 @@ from tapscope.comparator import CompareOptions, compare
 
 
 class Classifier(nn.Module):
-    """Predicts a class from the first token of a sequence."""
+    """Model that predicts a class from the first token of a sequence."""
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ def classify(path: Path, seed: int, dtype: torch.dtype, patch: Callable[[Classif
 
 
 def test_few_terms_widen_the_floor_of_a_weight_gradient(tmp_path: Path) -> None:
-    """At which seeds an error exceeds the floor without the effect depends on the processor."""
+    """The seeds for which an error exceeds the floor without the effect depend on the processor."""
     for seed in (30, 15, 10, 40, 20, 50, 25, 60):
         runs = (
             classify(tmp_path / f"a{seed}", seed, torch.float32),

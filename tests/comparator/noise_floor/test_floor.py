@@ -1,4 +1,4 @@
-"""What sites are judged by: rules, a twin of the baseline, and the formulas of the model."""
+"""The standards by which sites are judged: rules, a noise run, and the formulas of the rounding model."""
 
 from pathlib import Path
 from typing import Any
@@ -74,7 +74,7 @@ def test_floor_bit_equal_noise_run_keeps_the_model(runs: Path) -> None:
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_floor_embedding_row_is_copied(runs: Path, tmp_path: Path, tp: int) -> None:
-    """Nothing amplifies the error of a looked-up row, and it is on one rank: 20 roundings are not rounding."""
+    """A looked-up row is on one rank, and no operation amplifies its error: 20 roundings exceed the floor."""
     table = TABLES["model.embed_tokens"].copy()
     table[PROMPTS["0"][7]] += 0.04
     Toy(TABLES | {"model.embed_tokens": table}, dtype="bfloat16", tp=tp).write(tmp_path / "row", PROMPTS).close()
@@ -163,7 +163,7 @@ def test_floor_rounding_unit_grows_with_reduction_length_and_dtype(dtype: str, s
     ],
 )
 def test_floor_reduction_length_is_that_of_one_sum(cls: str, shape: tuple[int, ...], length: int) -> None:
-    """Stacked experts sum over one of their matrices' axes, not over both."""
+    """Stacked experts sum over one axis of their matrices, not over both."""
     assert reduction_of(cls, {"weight": shape}) == length
     if cls == "MixtralExperts":
         assert reduction_of(cls, {"weight": shape}, has_gradients=True) == 256 * 64
@@ -186,7 +186,7 @@ def test_floor_rises_with_input_error_and_towards_the_worst_row(a: float, b: flo
 
 
 def floors_of(num_rows: int, went_in: float, *, offset: float = 1.0) -> tuple[np.ndarray, np.ndarray, float, float]:
-    """Errors at quantiles that a module and a path may have, and the gains of one channel; base 0.001."""
+    """Return the local and path limits of row errors, and both limits of a channel gain, for a local error of 0.001."""
     spreads = ErrorColumns.of([structs.replace(spread(0.0), num_rows=num_rows)])
     terms = SiteTerms(spreads, np.full(1, 1e-3), np.full(1, 1e-2), weight_rounding=offset)
     each = local_bound(LargestErrors.of([[spread(went_in)]]), terms, 2.5), path_bound(np.full(1, 1e-3), terms)
@@ -276,7 +276,7 @@ def test_floor_scaled_channel_exceeds_noise_but_noise_does_not(
     other[:, worst] *= 1.08
     found = find_channel(channel_sums(values, other), rows)
     assert found.index == worst
-    assert 0.04 < found.gain < 0.1  # a channel smaller than the median one is measured against that one
+    assert 0.04 < found.gain < 0.1  # a channel below the median size is measured relative to the median channel
     assert found.gain > found.noise
 
 

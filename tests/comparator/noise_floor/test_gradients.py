@@ -1,4 +1,4 @@
-"""Why gradients round worse than values: each reason against gradients that were really rounded."""
+"""Reasons why gradients round worse than values, each tested with real rounding."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ RNG = np.random.default_rng(0)
 
 
 def spread(baseline: Array, target: Array) -> ErrorDistribution:
-    """As of a gradient that was examined."""
+    """Return the error distribution of a measured gradient."""
     rows = compare_rows(baseline.astype(np.float64), target.astype(np.float64))
     at_worst = baseline[np.arange(len(baseline)), rows.argmax]
     return error_distribution_of(overview(rows, at_worst), sizes=row_sizes_of(rows))
@@ -39,7 +39,7 @@ def test_gradients_small_values_underflow_in_float16(size: float) -> None:
 
 def test_gradients_cancelling_sum_is_worse_conditioned() -> None:
     tokens = RNG.standard_normal((64, 32))
-    tokens -= 0.99 * tokens.mean(0)  # what is left of the sum is a hundredth
+    tokens -= 0.99 * tokens.mean(0)  # leaves a hundredth of the sum
     noisy = tokens * (1 + 0.01 * RNG.standard_normal(tokens.shape))
     given, total = spread(tokens, noisy), spread(tokens.sum(0)[None], noisy.sum(0)[None])
     cancels = cancellation(float(np.linalg.norm(tokens.sum(0))), [float(np.linalg.norm(tokens))])
@@ -59,7 +59,7 @@ def test_gradients_error_of_a_large_row_reaches_a_small_one() -> None:
 
 
 class Block(nn.Module):
-    """A norm and a linear map beside a residual, whose gradient is doubled when it is broken."""
+    """A norm and a linear map with a residual, whose gradient is doubled if ``broken``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,11 +95,11 @@ def test_gradients_sum_over_rows_has_the_gain_of_its_large_rows() -> None:
     even, uneven, alike = LargestErrors.of([[spread(*pair)] for pair in pairs]).gain_sd
     assert even < 2e-3
     assert 0.1 < uneven < 0.3
-    assert alike < 1e-9  # what all rows have is no scatter
+    assert alike < 1e-9  # an equal gain of all rows has no deviation
 
 
 class Detached(nn.Linear):
-    """A linear map through which no gradient goes when it is broken."""
+    """A linear map that propagates no gradient if ``broken``."""
 
     broken = False
 
@@ -109,7 +109,7 @@ class Detached(nn.Linear):
 
 
 class Gates(nn.Module):
-    """Three linear maps of one tensor."""
+    """Three linear maps of the same tensor."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What went into a value, where nobody recorded it directly; and what a loss makes of the errors of its logits."""
+"""Inherited errors: inputs that were not recorded directly, and the effect of logit errors on a loss gradient."""
 
 from pathlib import Path
 
@@ -47,7 +47,7 @@ HIDDEN = (10 * _RNG.standard_normal((ROWS, WIDTH)) + 6 * HEAD[LABELS]).astype(np
 
 
 def write(path: Path, dtype: str, scale: float = 1.0) -> None:
-    """Logits, and the gradient that a cross-entropy gives them; logits are large, and some labels nearly certain."""
+    """Write logits and their cross-entropy gradient; logits are large, and some labels nearly certain."""
     narrow = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32
     hidden, head = HIDDEN.astype(narrow), HEAD.astype(narrow)
     logits = (hidden.astype(np.float32) @ head.astype(np.float32).T * 3).astype(narrow)
@@ -68,7 +68,7 @@ def test_inherited_error_loss_gradient_relative_equals_logit_absolute(tmp_path: 
     write(tmp_path / "t", "bfloat16")
     report = diff(tmp_path / "b", tmp_path / "t")
     logits, gradient = (next(f for f in report.findings if f.site == s) for s in ("lm_head:out", "lm_head:out.grad"))
-    assert gradient.steps[0].error > 4 * logits.steps[0].error  # far more than the rounding of its dtype
+    assert gradient.steps[0].error > 4 * logits.steps[0].error  # far above the rounding of the gradient's dtype
     assert report.exit_code == 0
 
 

@@ -1,4 +1,4 @@
-"""Floors next to infinite errors: these say nothing about other layers, and no ratio is NaN."""
+"""Floors in the presence of infinite errors, which do not affect other layers and do not make any ratio NaN."""
 
 import math
 from pathlib import Path
@@ -23,7 +23,7 @@ class Layer(nn.Module):
 
 
 def capture(path: Path, keep: str, dtype: torch.dtype, value: float | None = None) -> Path:
-    """Four layers; ``value`` is written into one element of an output of the third."""
+    """Capture four layers; ``value`` is written into one output element of the third."""
     torch.manual_seed(0)
     net, x = nn.ModuleDict({"layers": nn.Sequential(*(Layer() for _ in range(4)))}), torch.randn(12, 32)
 

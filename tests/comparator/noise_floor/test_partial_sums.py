@@ -1,4 +1,4 @@
-"""Values that ranks hold as partial sums: each part is rounded relative to its own size, also where they cancel."""
+"""Partial sums per rank: each part is rounded relative to its own size, even if the parts cancel."""
 
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,8 @@ def write(path: Path, x: Array, out: Array | dict[int, Array], mesh: dict[str, i
 
 
 def compared(tmp_path: Path, apart: float, *, declared: bool = True, wrong: Array | float = 0.0) -> Report:
-    """The whole in float32 against two partial sums in bfloat16 that are ``apart`` times its size from each other."""
+    """Compare a float32 value with two bfloat16 partial sums, whose distance is ``apart`` times the size of the
+    value."""
     baseline = write(tmp_path / "whole", X, Y, None, None)
     parts = {0: Y / 2 + apart * APART, 1: Y / 2 - apart * APART + wrong}
     narrow = {rank: part.astype(ml_dtypes.bfloat16) for rank, part in parts.items()}

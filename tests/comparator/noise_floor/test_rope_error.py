@@ -1,4 +1,4 @@
-"""Tables of a rotary embedding: an angle is rounded relative to itself, so late positions are off by more."""
+"""Rotary tables: an angle is rounded relative to its size, so late positions have larger errors."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +17,7 @@ FREQUENCIES = (10000.0 ** -(np.arange(0, 32, 2) / 32)).astype(np.float32)
 
 
 def single(frequencies: Array) -> Array:
-    """[positions, frequencies] as transformers works angles out."""
+    """Return angles [positions, frequencies], computed as in transformers."""
     return np.arange(LENGTH, dtype=np.float32)[:, None] * frequencies
 
 
@@ -26,7 +26,7 @@ def double(frequencies: Array) -> Array:
 
 
 def an_ulp_off(frequencies: Array) -> Array:
-    """Another library's power function."""
+    """Return angles for frequencies that differ by one ulp, as from another library's power function."""
     return single(np.nextafter(frequencies, np.float32(2.0)))
 
 

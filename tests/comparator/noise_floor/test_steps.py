@@ -1,4 +1,4 @@
-"""Steps that are made of each other: what differs in an early one is not explained by errors of later ones."""
+"""Dependent steps: errors of later steps do not explain a difference in an early step."""
 
 from pathlib import Path
 
@@ -16,8 +16,11 @@ WEIGHTS = {
 
 
 def loop(path: Path, *, harm: float = 0.0, later: float = 0.0, time: float = 0.0, seed: int = 0) -> Path:
-    """Steps of a denoising loop: each is given what the last one made. ``harm`` is added to a dumped value of step 0,
-    ``later`` to one of step 1, ``time`` to a scalar that every step is given."""
+    """Write the steps of a denoising loop, each of which receives the output of the previous one.
+
+    ``harm`` is added to a dumped value of step 0, ``later`` to one of step 1, and ``time`` to a scalar input of every
+    step.
+    """
     rng = np.random.default_rng(3)
     sample = rng.standard_normal((ROWS, WIDTH)).astype(np.float32)
     noise = np.random.default_rng(100 + seed).standard_normal(sample.shape) * (1e-7 if seed else 0.0)

@@ -1,4 +1,4 @@
-"""Gradients that vanish analytically: both runs hold rounding alone, and what an optimizer makes of it is noise."""
+"""Gradients that vanish analytically: both runs contain only rounding, and optimizer updates from it are noise."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +28,7 @@ class Net(nn.Module):
 
 
 def train(out: Path, dtype: torch.dtype = torch.float32, *, fused: bool = False, patch: _Patch | None = None) -> Path:
-    """Four steps of AdamW; biases begin at zero, as everybody's do."""
+    """Train for four steps of AdamW; biases are initialized to zero, as usual."""
     torch.manual_seed(0)
     net = Net()
     for name, parameter in net.named_parameters():
@@ -53,7 +53,7 @@ def test_vanishing_gradients_adam_update_of_a_key_bias_is_noise(
 ) -> None:
     report = diff(golden, train(tmp_path / "t", dtype, fused=fused))
     bias = next(f for f in report.findings if f.site == "layers.0.attention.key:param[bias]")
-    assert bias.error > 1.0  # as far off as it is large, or further
+    assert bias.error > 1.0  # the error exceeds the size of the bias
     assert report.exit_code == 0, report.first_divergence
 
 
