@@ -56,14 +56,14 @@ class _Checked(Struct, frozen=True):
 
     finding: Finding
     sides: tuple[_Side, _Side]
-    made_of: tuple[PairResult, ...]
+    sources: tuple[PairResult, ...]
     """The tensors from which the gradient was computed."""
 
     @property
     def is_explained(self) -> bool:
         """Whether the errors of these tensors explain the gradient's error, if each row's error has its own
         direction."""
-        error = math.hypot(*(part.distribution.errors[-1] for part in self.made_of if part.distribution))
+        error = math.hypot(*(part.distribution.errors[-1] for part in self.sources if part.distribution))
         one, two = ([side[step] for step in sorted(side)] for side in self.sides)
         return len(one) == len(two) and all(a.leaves(b, error) for a, b in zip(one, two, strict=True))
 
@@ -95,7 +95,7 @@ def with_identities(
     checked = list(_checked(findings, examined, preparer))
     gains = [_gains([one.sides[side] for one in checked]) for side in (0, 1)]
     errors = [tuple(_worst(one, side, gains[side]) for side in (0, 1)) for one in checked]
-    if not all(_is_usual([pair[side][0] for pair in errors]) for side in (0, 1)):
+    if not all(_holds_mostly([pair[side][0] for pair in errors]) for side in (0, 1)):
         return reviewed
     for one, pair in zip(checked, errors, strict=True):
         wrong = next(
@@ -105,7 +105,7 @@ def with_identities(
             runs = preparer.baseline.name, preparer.target.name
             reviewed[one.finding.order] = _with_violation(one.finding, pair[wrong], (runs[wrong], runs[1 - wrong]))
         holds = all(each[0] <= MAX_HOLDING_ERROR for each in pair) and _are_alike(gains)
-        agrees = bad.isdisjoint(part.site for part in one.made_of)
+        agrees = bad.isdisjoint(part.site for part in one.sources)
         if holds and agrees and _is_accused(one.finding) and one.is_explained:
             reviewed[one.finding.order] = _explained_by_cancellation(one.finding)
     return reviewed
@@ -206,7 +206,7 @@ def _products(sites: Sequence[Sequence[AssembledTensor]], *, of_norm: bool) -> d
     by_step = {}
     for step, (own, *others) in gradients.items():
         given, rest = outputs.get(step, []), [one.get(step, []) for one in more]
-        if not all(_hold_the_same(own, other) for other in others) or not given or not all(rest):
+        if not all(_have_equal_bytes(own, other) for other in others) or not given or not all(rest):
             return {}
         made = norm_product(own, given, *rest) if of_norm else product(own, given, *rest)
         if made is None:
@@ -215,7 +215,7 @@ def _products(sites: Sequence[Sequence[AssembledTensor]], *, of_norm: bool) -> d
     return by_step
 
 
-def _hold_the_same(one: AssembledTensor, other: AssembledTensor) -> bool:
+def _have_equal_bytes(one: AssembledTensor, other: AssembledTensor) -> bool:
     """Return whether the hashes of two firings show equal bytes.
 
     A gradient is recorded at the end of its step, and again by an optimizer that steps later.
@@ -252,7 +252,7 @@ def _is_weight(finding: Finding) -> bool:
     return finding.baseline is not None and len(finding.baseline.shape) == 2
 
 
-def _is_usual(errors: Sequence[float]) -> bool:
+def _holds_mostly(errors: Sequence[float]) -> bool:
     """Return whether the identity holds for most parameters of a run."""
     return len(errors) >= _MIN_PARAMETERS and 2 * sum(error <= MIN_VIOLATION for error in errors) > len(errors)
 

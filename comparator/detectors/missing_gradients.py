@@ -41,17 +41,17 @@ def missing_gradients(examined: Sequence[PairResult], runs: tuple[Run, Run]) -> 
     settings = [_selection_settings(run) for run in runs]
     if settings[0] is None or settings[0] != settings[1]:
         return {}
-    met = {one.site for one in examined if one.baseline is not None and one.target is not None and not one.problem}
-    paired = {one.site: one for one in examined if one.site in met}
-    fired = {module_of(site) for site in met if not _is_state(site)}
-    kinds = {_kind(site) for site in met if site.endswith(_GRAD)}
+    matched = {one.site for one in examined if one.baseline is not None and one.target is not None and not one.problem}
+    paired = {one.site: one for one in examined if one.site in matched}
+    fired = {module_of(site) for site in matched if not _is_state(site)}
+    kinds = {_kind(site) for site in matched if site.endswith(_GRAD)}
     sentences = {}
     for one in examined:
-        side = _alone(one)
+        side = _only_side(one)
         if side is None or not one.site.endswith(_GRAD) or _kind(one.site) not in kinds or _is_cast_later(one, paired):
             continue
         value, path = one.site.removesuffix(_GRAD), module_of(one.site)
-        if (value in met or (_is_state(value) and path in fired)) and path in fired and not _is_zero(one):
+        if (value in matched or (_is_state(value) and path in fired)) and path in fired and not _is_zero(one):
             lacking = runs[1 if one.baseline is not None else 0].name
             sentences[one.site] = f"{lacking} recorded the value and no gradient: frozen, detached or cut off"
     return sentences
@@ -83,7 +83,7 @@ def _selection_settings(run: Run) -> Mapping[str, Any] | None:
     return {"framework": run.manifest.get("framework")} | {name: config.get(name) for name in _SELECTING}
 
 
-def _alone(result: PairResult) -> Side | None:
+def _only_side(result: PairResult) -> Side | None:
     """Return the side of the only run that has the site; None if both runs have it."""
     return (result.baseline or result.target) if result.baseline is None or result.target is None else None
 

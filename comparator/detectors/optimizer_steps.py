@@ -63,7 +63,7 @@ def merged(findings: Sequence[Finding], early: Judged, later: Sequence[Divergenc
     divergences in ``later``.
     """
     begun = {(f.site, f.matched_by): f for f in early[0] if f.verdict.is_bad}
-    merged_findings = [_in_light_of(f, begun.get((f.site, f.matched_by))) for f in findings]
+    merged_findings = [_with_early_verdict(f, begun.get((f.site, f.matched_by))) for f in findings]
     places = {(f.site, f.matched_by): i for i, f in enumerate(merged_findings)}
     known = {d.module for d in early[1]}
     divergences = []
@@ -74,7 +74,7 @@ def merged(findings: Sequence[Finding], early: Judged, later: Sequence[Divergenc
     return merged_findings, divergences
 
 
-def _in_light_of(finding: Finding, early: Finding | None) -> Finding:
+def _with_early_verdict(finding: Finding, early: Finding | None) -> Finding:
     if early is None:
         return structs.replace(finding, role="downstream") if finding.verdict.is_bad else finding
     names = (

@@ -73,10 +73,10 @@ def with_recomputed(
         names = [(one.group[0], one.site) for one in (finding.result.pair.baseline, finding.result.pair.target) if one]
         if len(names) < 2:
             continue
-        found_in = [side.pop(name, None) for side, name in zip(sides, names, strict=True)]
-        wrong = next((i for i, one in enumerate(found_in) if one is not None and found_in[1 - i] is None), None)
-        if wrong is not None and (one := found_in[wrong]) is not None:
-            reviewed[finding.order] = _odd(finding, one, runs[wrong].name)
+        found = [side.pop(name, None) for side, name in zip(sides, names, strict=True)]
+        wrong = next((i for i, one in enumerate(found) if one is not None and found[1 - i] is None), None)
+        if wrong is not None and (one := found[wrong]) is not None:
+            reviewed[finding.order] = _with_mismatch(finding, one, runs[wrong].name)
     return reviewed
 
 
@@ -85,7 +85,7 @@ def _of_pass(findings: Sequence[Finding], pass_: str) -> list[Finding]:
     return [finding for finding, series in pairs if series is not None and series.group[1] == pass_]
 
 
-def _odd(finding: Finding, mismatch: Mismatch, name: str) -> Finding:
+def _with_mismatch(finding: Finding, mismatch: Mismatch, name: str) -> Finding:
     key = mismatch.record.key
     note = (
         f"{name}: the activation recomputed for the backward is not that of the forward, at step {key.step} of rank "
@@ -94,8 +94,8 @@ def _odd(finding: Finding, mismatch: Mismatch, name: str) -> Finding:
     if finding.verdict.is_bad:  # the recomputed value already differs from the other run's
         return structs.replace(finding, notes=(*finding.notes, note))
     allowed = _allowed(mismatch.record)
-    how = {"test": "recompute", "judged_by": "equality", "error": mismatch.error, "floor": allowed}
-    return structs.replace(finding, verdict=Verdict.DIFFERS, **how, notes=(note, *finding.notes))
+    members = {"test": "recompute", "judged_by": "equality", "error": mismatch.error, "floor": allowed}
+    return structs.replace(finding, verdict=Verdict.DIFFERS, **members, notes=(note, *finding.notes))
 
 
 def _allowed(record: Record) -> float:

@@ -39,8 +39,8 @@ def worst_channel(opened: LazyPair, measured: MeasuredPair) -> Channel:
     if not 1 < width <= _MAX_COLUMNS:
         return NO_CHANNEL
     rows = [sample(part.num_rows, width, len(parts)) for part in parts]
-    odd = measured.rows.nonfinite_baseline + measured.rows.nonfinite_target > 0
-    rows = [at[~odd[part.first + at]] for part, at in zip(parts, rows, strict=True)]
+    is_nonfinite = measured.rows.nonfinite_baseline + measured.rows.nonfinite_target > 0
+    rows = [at[~is_nonfinite[part.first + at]] for part, at in zip(parts, rows, strict=True)]
     if measured.stored is None:
         strips = _strips(opened, parts, rows)
     else:

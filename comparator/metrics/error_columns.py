@@ -59,8 +59,8 @@ class ErrorColumns(NamedTuple):
 
 
 def _members(one: ErrorDistribution) -> tuple[float, ...]:
-    sway = 0.0 if one.row_sizes is None else one.row_sizes.sum_gain_sd
-    return *one.errors, one.element, one.gain, one.gain_sd, one.peak, one.channel, one.channel_noise, sway
+    sum_gain_sd = 0.0 if one.row_sizes is None else one.row_sizes.sum_gain_sd
+    return *one.errors, one.element, one.gain, one.gain_sd, one.peak, one.channel, one.channel_noise, sum_gain_sd
 
 
 class LargestErrors(NamedTuple):
@@ -73,8 +73,8 @@ class LargestErrors(NamedTuple):
     def of(cls, spreads: Sequence[Sequence[ErrorDistribution]]) -> "LargestErrors":
         """Compute the largest errors from the distributions of each site's inputs."""
         bounds = accumulate(map(len, spreads), initial=0)
-        handed = ErrorColumns.of(list(chain.from_iterable(spreads))).propagated
-        return cls(largest_in(handed, [range(first, stop) for first, stop in pairwise(bounds)]))
+        propagated = ErrorColumns.of(list(chain.from_iterable(spreads))).propagated
+        return cls(largest_in(propagated, [range(first, stop) for first, stop in pairwise(bounds)]))
 
     @property
     def errors(self) -> Array:

@@ -131,8 +131,8 @@ def row_sizes_of(rows: RowMeasures) -> RowSizes:
     energy = rows.sum_sq_baseline[use]
     squares = energy / np.maximum(rows.width[use], 1)
     gains = rows.dot[use] / energy
-    sway = float(np.linalg.norm((gains - median(gains)) * (energy / energy.sum())))
-    reach = math.sqrt(float(energy.max()) / median(energy))
+    sum_gain_sd = float(np.linalg.norm((gains - median(gains)) * (energy / energy.sum())))
+    max_to_median = math.sqrt(float(energy.max()) / median(energy))
     shares = energy / energy.sum()
     num_terms = 1.0 / float(np.square(shares).sum())
-    return RowSizes(reach, math.sqrt(median(squares)), math.sqrt(float(squares.min())), sway, num_terms)
+    return RowSizes(max_to_median, math.sqrt(median(squares)), math.sqrt(float(squares.min())), sum_gain_sd, num_terms)

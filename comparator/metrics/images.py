@@ -98,10 +98,10 @@ def _strips(opened: LazyPair, part: ReadJoin, shape: tuple[int, ...], odd: Array
     rows = (at // rest * channels * rest + at % rest)[:, None] + rest * np.arange(channels)
     rows = rows[~odd[part.first + rows].any(axis=1)]
     if len(rows):
-        one, two = (_laid(side, rows.ravel(), channels, width) for side in _sides(opened, part))
+        one, two = (_channels_last(side, rows.ravel(), channels, width) for side in _sides(opened, part))
         yield Strip(one, two)
 
 
-def _laid(side: list[Block], rows: Array, channels: int, width: int) -> Array:
+def _channels_last(side: list[Block], rows: Array, channels: int, width: int) -> Array:
     values = np.concatenate([block.rows(rows) for block in side], axis=1)
     return np.ascontiguousarray(values.reshape(-1, channels, width).transpose(0, 2, 1).reshape(-1, channels))

@@ -67,7 +67,7 @@ class MeasuredPair(Struct, frozen=True):
         return part_at(self.parts, row)
 
 
-class _Begun(NamedTuple):
+class _JoinsToRead(NamedTuple):
     """The joins of a pair that are read."""
 
     parts: tuple[ReadJoin, ...]
@@ -86,7 +86,7 @@ class MeasuredBatch:
         self,
         compared: Compared,
         ranks: Sequence[int | None],
-        sections: Sequence[tuple[int, _Begun | WidthError | DataError]],
+        sections: Sequence[tuple[int, _JoinsToRead | WidthError | DataError]],
         bounds: Sequence[int],
     ) -> None:
         """Initialize from the native results.
@@ -95,28 +95,28 @@ class MeasuredBatch:
         end of the last one.
         """
         self._compared, self.ranks, self._bounds = compared, tuple(ranks), bounds
-        self._sections = [begun for _, begun in sections]
+        self._sections = [state for _, state in sections]
         self.section = [0] * len(sections)
         """Section of each pair."""
         for section, (place, _) in enumerate(sections):
             self.section[place] = section
         self.overviews = overviews(compared.rows, compared.at_worst, bounds)
 
-        self.num_hashed = [0 if isinstance(begun, Exception) else begun.num_hashed for begun in self._sections]
+        self.num_hashed = [0 if isinstance(state, Exception) else state.num_hashed for state in self._sections]
         """Number of elements of each section that were skipped because of equal hashes."""
-        self.widths = [0 if isinstance(begun, Exception) else begun.width for begun in self._sections]
+        self.widths = [0 if isinstance(state, Exception) else state.width for state in self._sections]
         """Number of elements of the widest row of each section."""
 
     def problem(self, section: int) -> WidthError | DataError | None:
         """Return the error of a section's pair, or None."""
-        begun = self._sections[section]
-        return begun if isinstance(begun, Exception) else None
+        state = self._sections[section]
+        return state if isinstance(state, Exception) else None
 
-    def section_of(self, section: int) -> _Begun:
+    def section_of(self, section: int) -> _JoinsToRead:
         """Return the joins of a section's pair, which must not have an error."""
-        begun = self._sections[section]
-        assert not isinstance(begun, Exception)
-        return begun
+        state = self._sections[section]
+        assert not isinstance(state, Exception)
+        return state
 
     def num_rows(self, section: int) -> int:
         """Return the number of rows of a section that were read."""
@@ -159,23 +159,23 @@ def measure(opened: LazyPair, tolerance: tuple[float, float] = (0.0, 0.0)) -> Me
 def measure_all(pairs: Sequence[LazyPair], tolerance: tuple[float, float] = (0.0, 0.0)) -> MeasuredBatch:
     """Measure several pairs, in one native call if their bytes are stored in place."""
     joined = JoinedRows(tolerance)
-    sections: list[tuple[int, _Begun | WidthError | DataError]] = []
+    sections: list[tuple[int, _JoinsToRead | WidthError | DataError]] = []
     bounds = [0]
     for alike, group in _gathered(pairs):
         if alike is not None and pairs[group[0]].is_equal:
             bounds += [joined.num_rows] * len(group)
-            sections += zip(group, repeat(_Begun((), alike.num_elements, 0)))
+            sections += zip(group, repeat(_JoinsToRead((), alike.num_elements, 0)))
             continue
         stored = None if alike is None else alike.stored_rows([pair for i in group if (pair := pairs[i].pair)])
         if alike is not None and stored is not None:
             joined.add_row_blocks(*stored.by_files(), alike.rank)
             bounds += range(bounds[-1] + alike.num_rows, joined.num_rows + 1, alike.num_rows)
             firsts = range(0, len(group) * alike.num_rows, alike.num_rows)
-            begun = (_Begun(alike.parts, 0, alike.width, (stored, first)) for first in firsts)
-            sections += zip(group, begun, strict=True)
+            states = (_JoinsToRead(alike.parts, 0, alike.width, (stored, first)) for first in firsts)
+            sections += zip(group, states, strict=True)
             continue
         for i in group:
-            sections.append((i, _begin(pairs[i], joined)))
+            sections.append((i, _try_join(pairs[i], joined)))
             bounds.append(joined.num_rows)
     return MeasuredBatch(joined.compared(), joined.ranks, sections, bounds)
 
@@ -189,7 +189,7 @@ def _gathered(pairs: Sequence[LazyPair]) -> Iterator[tuple[BatchedPairs | None, 
         yield pairs[group[0]].batched, group
 
 
-def _begin(opened: LazyPair, joined: JoinedRows) -> _Begun | WidthError | DataError:
+def _try_join(opened: LazyPair, joined: JoinedRows) -> _JoinsToRead | WidthError | DataError:
     try:
         return _join(opened, joined)
     except (WidthError, DataError) as error:
@@ -212,7 +212,7 @@ def has_masks(ready: PreparedPair) -> bool:
     return are_masks(one.dtype, two.dtype) or (one.dtype != two.dtype and is_mask(one.records[0].key.site))
 
 
-def _join(opened: LazyPair, joined: JoinedRows) -> _Begun:
+def _join(opened: LazyPair, joined: JoinedRows) -> _JoinsToRead:
     """Add the joins of a pair that must be read, those without equal hashes."""
     ready = opened.prepared
     baseline, target, layouts = ready.left, ready.right, ready.layouts
@@ -227,7 +227,7 @@ def _join(opened: LazyPair, joined: JoinedRows) -> _Begun:
         num_rows = joined.add(left, opened.right[join.target], join, masks=masks)
         parts.append(ReadJoin(join, start, num_rows))
         width = max(width, sum([block.width for block in left]) if num_rows else 0)
-    return _Begun(tuple(parts), hashed, width)
+    return _JoinsToRead(tuple(parts), hashed, width)
 
 
 def are_masks(baseline: str | None, target: str | None) -> bool:

@@ -53,7 +53,7 @@ def agreement_of(ready: PreparedPair) -> LogitsAgreement | None:
     shared: list[Array] = []
     divergences: list[Array] = []
     for chunk in chunks.rows(ready):
-        a, b = _sound(chunk)[:2]
+        a, b = _finite_rows(chunk)[:2]
         if not len(a) or not a.shape[1]:
             continue
         same.append(a.argmax(1) == b.argmax(1))
@@ -87,7 +87,7 @@ def choice_of(ready: PreparedPair, k: int) -> RouterAgreement | None:
     flips: list[int] = []
     smallest = (np.inf, 0.0)
     for chunk in chunks.rows(ready):
-        a, b, index = _sound(chunk)
+        a, b, index = _finite_rows(chunk)
         if a.shape[1] <= k:
             return None
         if not len(a):
@@ -104,16 +104,16 @@ def choice_of(ready: PreparedPair, k: int) -> RouterAgreement | None:
     return RouterAgreement(k, num_rows, num_flips, tuple(flips), *smallest, num_exposed) if num_rows else None
 
 
-def _sound(chunk: chunks.Chunk) -> tuple[Array, Array, Array]:
+def _finite_rows(chunk: chunks.Chunk) -> tuple[Array, Array, Array]:
     """Return (baseline, target, row index) in float64 of the rows without NaN or +inf that have a finite value."""
     with np.errstate(invalid="ignore"):
         a, b = chunk.baseline.astype(np.float64), chunk.target.astype(np.float64)
-    sound = np.ones(len(a), np.bool_)
+    is_finite = np.ones(len(a), np.bool_)
     for side in (a, b):
-        sound &= ~np.isnan(side).any(1) & (side.max(1, initial=-np.inf) < np.inf) & np.isfinite(side).any(1)
+        is_finite &= ~np.isnan(side).any(1) & (side.max(1, initial=-np.inf) < np.inf) & np.isfinite(side).any(1)
     index = np.arange(chunk.row, chunk.row + len(a))
     index = index if chunk.join.pairs is None else chunk.join.pairs[index]
-    return a[sound], b[sound], index[sound]
+    return a[is_finite], b[is_finite], index[is_finite]
 
 
 def _shared(a: Array, b: Array, k: int) -> Array:

@@ -63,7 +63,7 @@ def parameter_updates_of(opened: LazyPair, measured: MeasuredPair, seen: Overvie
     others.insert(0, tuple(2.0 * e for e in others[0]))
     spreads = _spreads(measured)
     steps = [ready.left[join.baseline].records[0].key.step for join in joins]
-    columns = zip(steps, joins, [_unseen(moves[0]), *moves], others, strict=True)
+    columns = zip(steps, joins, [_assumed_first(moves[0]), *moves], others, strict=True)
     return tuple(
         ParameterUpdate(step, spreads.get(join.baseline, NO_ERROR), moved, other)
         for step, join, moved, other in columns
@@ -147,7 +147,7 @@ def _values(block: Columns, at: Array) -> Array:
     return values
 
 
-def _unseen(following: ErrorDistribution) -> ErrorDistribution:
+def _assumed_first(following: ErrorDistribution) -> ErrorDistribution:
     """Return the assumed update before the first recorded value."""
     return structs.replace(following, errors=tuple(2.0 * e for e in following.errors), peak=2.0 * following.peak)
 

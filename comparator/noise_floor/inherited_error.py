@@ -47,23 +47,23 @@ class InheritedError(Effect[float]):
 
     def find(self) -> Mapping[int, float]:
         """Compute node -> error of the typical row."""
-        lifts = self.effects[NormOfNearZeroRows]
-        handed = np.zeros((len(self.inputs.spreads.propagated), len(self.inputs.pairs)))
-        handed[:, self.inputs.nodes] = self.inputs.spreads.propagated
-        others = sorted({*lifts.errors.replaced, *lifts.values})
-        handed[:, others] = ErrorColumns.of([self._passed(node) or NO_ERROR for node in others]).propagated
+        norms = self.effects[NormOfNearZeroRows]
+        propagated = np.zeros((len(self.inputs.spreads.propagated), len(self.inputs.pairs)))
+        propagated[:, self.inputs.nodes] = self.inputs.spreads.propagated
+        others = sorted({*norms.errors.replaced, *norms.values})
+        propagated[:, others] = ErrorColumns.of([self._propagated(node) or NO_ERROR for node in others]).propagated
         extra, places = list[ErrorDistribution](), list[Sequence[int]]()
         for node in self.inputs.nodes:
             origins: Sequence[int] = self._origins(node)
             more = self._extra(node)
             if more:
-                first = handed.shape[1] + len(extra)
+                first = propagated.shape[1] + len(extra)
                 origins = *origins, *range(first, first + len(more))
                 extra += more
             places.append(origins)
-        handed = np.concatenate((handed, ErrorColumns.of(extra).propagated), axis=1)
-        measured = self.effects[PointwiseChannel].apply(largest_in(handed, places))
-        (differ,) = largest_in((LargestErrors(handed).errors[-1:] != 0.0).astype(np.float64), places)
+        propagated = np.concatenate((propagated, ErrorColumns.of(extra).propagated), axis=1)
+        measured = self.effects[PointwiseChannel].apply(largest_in(propagated, places))
+        (differ,) = largest_in((LargestErrors(propagated).errors[-1:] != 0.0).astype(np.float64), places)
         self.typical, self.are_equal = LargestErrors(measured).errors[0], differ == 0.0
         mixed = self.effects[AttentionMean].apply(measured)
         self.given = LargestErrors(self.effects[KVCacheRounding].apply(mixed))
@@ -73,14 +73,14 @@ class InheritedError(Effect[float]):
         """Return the error distributions of the inputs of a node."""
         if self.inputs.graph.nodes[node].is_trained:
             return tuple(self._updates(node))
-        passed = tuple(spread for spread in map(self._passed, self._origins(node)) if spread is not None)
+        passed = tuple(spread for spread in map(self._propagated, self._origins(node)) if spread is not None)
         return *passed, *self._extra(node)
 
-    def _passed(self, node: int) -> ErrorDistribution | None:
+    def _propagated(self, node: int) -> ErrorDistribution | None:
         """Return the errors that a node propagates to the sites computed from it."""
-        lifts = self.effects[NormOfNearZeroRows]
-        spread = lifts.errors[node]
-        return spread.scaled(lifts.values[node]) if spread is not None and node in lifts.values else spread
+        norms = self.effects[NormOfNearZeroRows]
+        spread = norms.errors[node]
+        return spread.scaled(norms.values[node]) if spread is not None and node in norms.values else spread
 
     def _origins(self, node: int) -> Sequence[int]:
         return () if self.inputs.graph.nodes[node].is_trained else self.inputs.graph.inputs(node).nodes
@@ -105,7 +105,7 @@ class InheritedError(Effect[float]):
         graph = self.inputs.graph
         inputs, case = graph.inputs(node), self.inputs.case_of[node]
         worst = number(self.given.errors[-1].item(case))
-        errors = {i: spread.errors[0] for i in inputs.nodes if (spread := self._passed(i)) is not None}
+        errors = {i: spread.errors[0] for i in inputs.nodes if (spread := self._propagated(i)) is not None}
         largest = max(errors, key=errors.__getitem__, default=None)
         which = f", most of {self.inputs.site(largest)}" if largest is not None else ""
         how = {

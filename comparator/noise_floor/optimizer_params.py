@@ -39,11 +39,11 @@ class OptimizerUpdates(Effect[ErrorDistribution]):
     def updated(self, node: int, num_steps: int | None = None) -> ErrorDistribution:
         """Return the effect of the gradients' errors on a parameter over the first ``num_steps`` steps, or over all."""
         pairs = self.inputs.pairs
-        seen = [pairs[i].extras.update_sensitivity for i in self.inputs.graph.inputs(node).nodes]
+        sensitivities = [pairs[i].extras.update_sensitivity for i in self.inputs.graph.inputs(node).nodes]
         drifts, moves = pairs[node].extras.parameter_updates[:num_steps], []
-        flipped = _NO_UPDATES if seen else UNKNOWN_SHARE
+        flipped = _NO_UPDATES if sensitivities else UNKNOWN_SHARE
         for drift in drifts:  # if no gradient of a step differs, earlier ones still move the parameter
-            flipped = seen[0].get(drift.step, flipped) if seen else flipped
+            flipped = sensitivities[0].get(drift.step, flipped) if sensitivities else flipped
             moves.append((flipped, drift))
         return error_of_updates(moves)
 

@@ -23,8 +23,8 @@ class TimeEmbedding(Effect[float]):
     def received(self, node: int) -> float:
         """Return the largest such error among the inputs that a module received; for any other value, its own error."""
         graph = self.inputs.graph
-        handed = graph.inputs(node).nodes if graph.nodes[node].is_input else ()
-        return max((self.values.get(i, 0.0) for i in handed), default=self.values.get(node, 0.0))
+        inputs = graph.inputs(node).nodes if graph.nodes[node].is_input else ()
+        return max((self.values.get(i, 0.0) for i in inputs), default=self.values.get(node, 0.0))
 
     def explain(self, node: int) -> str:
         """Explain the effect on ``node``; see :meth:`.Effect.explain`."""

@@ -26,7 +26,7 @@ def rename_sites(
         names = {site: _renamed(site, mine, used) for site in {one.site for one in series}}
         sides.append(names)
         if mine:
-            _check_apart(names, side, mine)
+            _check_distinct(names, side, mine)
     for entry in entries:
         if entry.where not in used:
             of = "either run" if entry.side == "both" else f"the {entry.side}"
@@ -52,7 +52,7 @@ def _renamed(site: str, entries: Iterable[RenameEntry], used: set[str]) -> str:
     return site
 
 
-def _check_apart(names: dict[str, str], side: str, entries: Sequence[RenameEntry]) -> None:
+def _check_distinct(names: dict[str, str], side: str, entries: Sequence[RenameEntry]) -> None:
     sites: dict[str, str] = {}
     for site, name in sorted(names.items()):
         if name in sites:

@@ -153,9 +153,9 @@ def check_overlap(baseline: Run, target: Run, pairs: Sequence[Pair], rows: RowMa
     """
     for run in (baseline, target):
         if not run.records:
-            came = run.problems[0] if run.problems else f"see tapscope info {run.path}"
+            reason = run.problems[0] if run.problems else f"see tapscope info {run.path}"
             raise NothingInCommonError(
-                f"{run.path} holds no record{'' if run.closed and run.ranks else ' yet'}; {came}"
+                f"{run.path} holds no record{'' if run.closed and run.ranks else ' yet'}; {reason}"
             )
     if not any(p.baseline and p.target for p in pairs):
         examples = [next((s.site for p in pairs if (s := getattr(p, side))), "none") for side in ("baseline", "target")]

@@ -109,13 +109,13 @@ def _step_notes(options: CompareOptions, rows: RowMap) -> list[str]:
     """Describe the effect of ``--concat-steps`` and ``--shift-steps``; neither affects tensors with known token
     rows."""
     if options.concat_steps:
-        meet = "ignored, since token rows are matched by request and position"
-        done = "the steps of each site were concatenated in order"
-        return [f"--concat-steps: {meet if rows.known else done}"]
+        ignored = "ignored, since token rows are matched by request and position"
+        applied = "the steps of each site were concatenated in order"
+        return [f"--concat-steps: {ignored if rows.known else applied}"]
     if not options.shift_steps or not rows.known:
         return []
-    how = "token rows are matched by request and position whatever their steps"
-    return [f"--shift-steps {options.shift_steps}: {how}; it applies to --steps, parameters and plain values"]
+    reason = "token rows are matched by request and position whatever their steps"
+    return [f"--shift-steps {options.shift_steps}: {reason}; it applies to --steps, parameters and plain values"]
 
 
 def map_rows(baseline: Run, target: Run, options: CompareOptions | None = None) -> RowMap:
@@ -130,8 +130,8 @@ def map_rows(baseline: Run, target: Run, options: CompareOptions | None = None) 
     ]
     without_rows = [run.name for run, one in zip(runs, token_grids, strict=True) if not one.grids]
     if without_rows:
-        who = f"{without_rows[0]} does not record" if len(without_rows) == 1 else "neither run records"
-        note = f"{who} which token rows the steps hold: tensors are compared whole, step by step"
+        subject = f"{without_rows[0]} does not record" if len(without_rows) == 1 else "neither run records"
+        note = f"{subject} which token rows the steps hold: tensors are compared whole, step by step"
         has_rows = any(run.manifest.get("format") != CHECKPOINT_FORMAT for run in runs)
         return RowMap(SideRows({}), SideRows({}), notes=(note,) if has_rows else ())
     left, right = (
@@ -143,11 +143,11 @@ def map_rows(baseline: Run, target: Run, options: CompareOptions | None = None) 
     for request in (*left.requests, *right.requests):
         request.tokens = TokenIds()  # there may be millions, and they are not needed again
     trim_heap()
-    work = RowPairing((RowPairingSide(left), RowPairingSide(right, options.shift_steps)))
-    work.enter(matching.pairs, forks, matching.padding)
+    pairing = RowPairing((RowPairingSide(left), RowPairingSide(right, options.shift_steps)))
+    pairing.enter(matching.pairs, forks, matching.padding)
     notes = (*token_grids[0].notes, *token_grids[1].notes, *matching.notes, *unchecked)
-    row_map = work.row_map(forks, notes, (*token_grids[0].doubts, *token_grids[1].doubts, *matching.problems))
-    del left, right, work
+    row_map = pairing.row_map(forks, notes, (*token_grids[0].doubts, *token_grids[1].doubts, *matching.problems))
+    del left, right, pairing
     trim_heap()
     return row_map
 

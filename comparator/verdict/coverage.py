@@ -112,7 +112,7 @@ def cover(
     excused = {one.site: None for one in with_gaps if _may_lack(one.pair.names(), allowed)}
     partial += _gaps(runs, [one for one in with_gaps if one.site not in excused])
     warnings = [SAME_DIRECTORY] * (runs[0].path.resolve() == runs[1].path.resolve())
-    warnings += [*rows.notes, *notes, *_left_out(results), *_unlike(runs), *_unrecorded(runs, divergences)]
+    warnings += [*rows.notes, *notes, *_left_out(results), *_config_differences(runs), *_unrecorded(runs, divergences)]
     warnings += [sentence for ledger, sentence in remarks if ledger.complete]
     warnings += [*_assumed(results, findings), *_never_fired(runs, findings, ledgers)]
     left = [f.site for f in findings if f.verdict.is_orphan and _may_lack(f.result.pair.names(), allowed)]
@@ -200,7 +200,7 @@ def _assumed(results: Sequence[PairResult], findings: Sequence[Finding]) -> list
     return sentences
 
 
-def _unlike(runs: tuple[Run, Run]) -> list[str]:
+def _config_differences(runs: tuple[Run, Run]) -> list[str]:
     names = differences(*runs)
     return [f"{MODELS_DIFFER}: {', '.join(names)}"] if names else []
 
@@ -308,7 +308,9 @@ def _orphans(runs: tuple[Run, Run], findings: Sequence[Finding], ledgers: tuple[
                 if len(lost) > 1
                 else f"layer {lost[0]} is only in {runs[side].name}"
             )
-        silent = [f.site for f in _silent(findings, verdict, ledgers[1 - side]) if not _is_around(f.site, agreeing)]
+        silent = [
+            f.site for f in _silent(findings, verdict, ledgers[1 - side]) if not _is_within_agreeing(f.site, agreeing)
+        ]
         if silent:
             sentences.append(f"{silent[0]} was tapped in {runs[1 - side].name} and never fired")
     fewer = len(matched) + min(sum(f.verdict is v for f in findings) for v, _ in sides)
@@ -330,7 +332,7 @@ def _agreeing(findings: Sequence[Finding]) -> frozenset[str]:
     return frozenset(path for path, f in made if path and path not in bad and f.basis in ("values", "hash"))
 
 
-def _is_around(site: str, agreeing: Collection[str]) -> bool:
+def _is_within_agreeing(site: str, agreeing: Collection[str]) -> bool:
     return any(above in agreeing for above in ancestors(parent(module_of(site))))
 
 
@@ -341,7 +343,7 @@ def _never_fired(runs: tuple[Run, Run], findings: Sequence[Finding], ledgers: tu
     """
     agreeing, sentences = _agreeing([f for f in findings if not f.verdict.is_orphan]), []
     for verdict, side in ((Verdict.ONLY_BASELINE, 0), (Verdict.ONLY_TARGET, 1)):
-        sites = [f.site for f in _silent(findings, verdict, ledgers[1 - side]) if _is_around(f.site, agreeing)]
+        sites = [f.site for f in _silent(findings, verdict, ledgers[1 - side]) if _is_within_agreeing(f.site, agreeing)]
         if sites:
             where = f"{sites[0]}{_and_more(sites)}: tapped in {runs[1 - side].name} and never fired"
             sentences.append(f"{where}; the enclosing module agrees")

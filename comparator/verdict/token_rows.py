@@ -46,9 +46,9 @@ def tokens_of(
     except (WidthError, DataError):
         return (), 0, finding.worst
     errors = row_errors(measured.rows)
-    odd = measured.rows.nonfinite_mismatch > 0
+    is_mismatch = measured.rows.nonfinite_mismatch > 0
     if finding.row_floor > 0.0:
-        beyond = odd | (errors > finding.row_floor)
+        beyond = is_mismatch | (errors > finding.row_floor)
     else:
         beyond = measured.rows.equal < measured.rows.width
     if not beyond.any():  # all rows have a small error, as from a scale or in one channel
@@ -57,7 +57,7 @@ def tokens_of(
     here = np.flatnonzero(beyond & (steps == step))
     if not len(here):
         return (), int(beyond.sum()), finding.worst
-    worst = int(here[np.argmax(np.where(odd[here], np.inf, errors[here]))])
+    worst = int(here[np.argmax(np.where(is_mismatch[here], np.inf, errors[here]))])
     tokens = [
         TokenError(
             place_of(measured, int(row), ready, analyzer.preparer.row_map),
