@@ -1,1 +1,1 @@
-"""The paged KV cache on the device: layout, dtype, scales, and one step's view of it."""
+"""Paged KV cache on the device: layout, dtype, scales, and one step's view of the cache."""

@@ -1,4 +1,4 @@
-"""CacheLayout, CacheEntry and CacheGroup: shape, size and address of what the layers cache for a position."""
+"""CacheLayout, CacheEntry and CacheGroup: shape, size and address of the values that layers cache per position."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from tapscope.engine.kv_cache.kv_format import KVFormat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheLayout:
-    """Heads and features that one layer caches per position on this rank."""
+    """Number of heads and features that one layer caches per position on this rank."""
 
     kv_heads: int
     key_dim: int
@@ -20,7 +20,7 @@ class CacheLayout:
     DeepSeek's FlashMLA."""
 
     def position_bytes(self, kv_format: KVFormat) -> int:
-        """Bytes of one position."""
+        """Return the number of bytes stored per position."""
         scaled = (self.key_dim - self.exact_dim + self.value_dim) * kv_format.stored.itemsize
         return self.kv_heads * (scaled + self.exact_dim * kv_format.computed.itemsize)
 
@@ -33,14 +33,14 @@ class IndexKeys:
 
 
 CacheEntry = int | IndexKeys
-"""Address of what is cached: a layer's number for its keys and values, or :class:`IndexKeys`."""
+"""Address of a cache entry: a layer number for the layer's keys and values, or :class:`IndexKeys`."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """Entries that share page tables, each with its own layout, and the number of their pages.
+    """Entries that share page tables, each with its own layout, and their number of pages.
 
-    Index keys are in the group of their layer: they are read as far back as its latents, and live as long.
+    Index keys are in the group of their layer: they are read as far back as the layer's latents and live as long.
     """
 
     layouts: Mapping[CacheEntry, CacheLayout]

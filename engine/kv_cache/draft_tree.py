@@ -1,4 +1,4 @@
-"""Draft trees as rows: the parent of each row, which precedes it, or -1 for a row that follows the cached positions."""
+"""Draft trees as parent lists: the earlier row that each row follows, or -1 if the row follows the cached positions."""
 
 import zlib
 from array import array
@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 
 def is_chain(tree: Sequence[int]) -> bool:
-    """Whether each row of ``tree`` follows the one before it."""
+    """Return whether each row of ``tree`` follows the row before it."""
     return all(parent == row - 1 for row, parent in enumerate(tree))
 
 
 def depths(tree: Sequence[int]) -> list[int]:
-    """How many rows precede each row of ``tree`` on its branch."""
+    """Return the number of rows that precede each row of ``tree`` on its branch."""
     depth_of: list[int] = []
     for parent in tree:
         depth_of.append(0 if parent < 0 else depth_of[parent] + 1)
@@ -19,7 +19,7 @@ def depths(tree: Sequence[int]) -> list[int]:
 
 
 def branch(tree: Sequence[int], row: int) -> list[int]:
-    """The rows of ``tree`` on the way to ``row``, the first one first."""
+    """Return the rows of ``tree`` on the path to ``row``, from the root to ``row``."""
     rows = []
     while row >= 0:
         rows.append(row)
@@ -28,5 +28,5 @@ def branch(tree: Sequence[int], row: int) -> list[int]:
 
 
 def branch_hash(start: int, tokens: Sequence[int]) -> int:
-    """31 bits, not 0, that are equal for equal draft ``tokens`` after position ``start``, in any run."""
+    """Return a nonzero 31-bit hash of the draft ``tokens`` after position ``start``, equal in every run."""
     return zlib.crc32(array("q", (start, *tokens)).tobytes()) >> 1 | 1

@@ -1,4 +1,4 @@
-"""KV cache: pools of pages on the device."""
+"""KVCache: pools of KV cache pages on the device."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from tapscope.engine.kv_cache.state_cache import StateCache
 
 
 class _LayerPool:
-    """Keys and values of entries with one layout, each [entries, pages + 1, page_size, kv_heads, dim]."""
+    """Keys and values of all entries with one layout, each [entries, pages + 1, page_size, kv_heads, dim]."""
 
     def __init__(
         self,
@@ -36,22 +36,23 @@ class _LayerPool:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where the keys and values of an entry are."""
+    """Location of an entry's keys and values."""
 
     group: int
     pool: _LayerPool
     number: int
-    """Of the entry in ``pool``."""
+    """Index of the entry in ``pool``."""
 
 
 class KVCache:
-    """Keys and values of every layer on this rank: for each group of entries pages that its page tables number, in one
-    pool for each layout of its entries.
+    """Keys and values of every layer on this rank, in pages.
 
-    The page after the last of a pool is its *dummy page*: padding rows write to it, and gathers longer than a request
-    read from it. The pools are zero-initialised, so that unwritten positions are never NaN. Keys and values are written
-    and read in ``kv_format.computed``. Attention always reads stored values, also those of the step's own rows, so that
-    a request's values do not depend on how its prompt is chunked.
+    Each group of entries has its own pages and page tables, and one pool per distinct layout. The page after the last
+    page of a pool is its *dummy page*: padding rows write to it, and gathers longer than a request read from it. The
+    pools are zero-initialized, so that unwritten positions are never NaN.
+
+    Keys and values are written and read in ``kv_format.computed``. Attention always reads stored values, also for the
+    step's own rows, so that a request's values do not depend on how its prompt is chunked.
     """
 
     def __init__(
@@ -61,12 +62,12 @@ class KVCache:
         kv_format: KVFormat,
         device: torch.device | str = "cpu",
     ) -> None:
-        """``groups``: the primary one first."""
+        """``groups``: cache groups, the primary group first."""
         self.kv_format, self.device, self.page_size = kv_format, torch.device(device), page_size
         self.states: StateCache | None = None
-        """Recurrent states of the layers that cache no keys, in models that have them."""
+        """Recurrent states of layers that cache no keys; None in models without recurrent layers."""
         self.group_pages = tuple(group.num_pages for group in groups)
-        """Pages of each group; the page of this number is the group's dummy page."""
+        """Number of pages of each group, which is also the index of the group's dummy page."""
         self._groups: list[list[_LayerPool]] = []
         self._places: dict[CacheEntry, _Place] = {}
         for index, group in enumerate(groups):
@@ -85,52 +86,52 @@ class KVCache:
         return tuple(entry for entry in self._places if isinstance(entry, int))
 
     def group_of(self, entry: CacheEntry) -> int:
-        """Index of the group of ``entry``, whose page tables locate its keys and values."""
+        """Return the index of the group of ``entry``, whose page tables locate the entry's keys and values."""
         return self._places[entry].group
 
     def layout(self, entry: CacheEntry) -> CacheLayout:
-        """The layout of ``entry``'s cached values of one position."""
+        """Return the layout of the values that ``entry`` caches per position."""
         return self._places[entry].pool.layout
 
     def gathered_bytes(self, entry: CacheEntry) -> int:
-        """Bytes of one decoded position of ``entry``."""
+        """Return the number of bytes of one position of ``entry``, decoded to the compute dtype."""
         layout = self.layout(entry)
         return layout.kv_heads * (layout.key_dim + layout.value_dim) * self.kv_format.computed.itemsize
 
     @property
     def is_scaled(self) -> bool:
-        """Whether any scale is not 1."""
+        """Whether any scale differs from 1."""
         return any(pool.keys.is_scaled or pool.values.is_scaled for pool in self._pools)
 
     def pools(self, entry: CacheEntry) -> tuple[Tensor, Tensor] | None:
-        """Stored keys and values of ``entry`` by page; None if some features are stored separately."""
+        """Return the stored keys and values of ``entry`` by page; None if some key features are stored separately."""
         pool, place = self._place(entry)
         return None if pool.exact is not None else (pool.keys.layers[place], pool.values.layers[place])
 
     def tensors(self) -> list[Tensor]:
-        """Every pool, and the recurrent states."""
+        """Return the tensors of all pools, and of the recurrent states."""
         states = [] if self.states is None else [self.states.windows, self.states.matrices]
         return [*(part.tensor for pool in self._pools for part in pool.parts), *states]
 
     @property
     def is_split(self) -> bool:
-        """Whether some features of the keys are stored separately."""
+        """Whether some key features are stored separately."""
         return any(pool.exact is not None for pool in self._pools)
 
     def scales(self, entry: CacheEntry) -> tuple[float, float]:
-        """Scales of the keys and values of ``entry``."""
+        """Return the scales of the keys and of the values of ``entry``."""
         pool, place = self._place(entry)
         return pool.keys.scale(place), pool.values.scale(place)
 
     def set_scales(self, entry: CacheEntry, key: float | None, value: float | None) -> None:
-        """Set the scales of ``entry``; None keeps the present one. Positions cached by earlier steps become invalid."""
+        """Set the scales of ``entry``; None keeps a scale. Positions cached by earlier steps become invalid."""
         pool, place = self._place(entry)
         for part, scale in ((pool.keys, key), (pool.values, value)):
             if scale is not None:
                 part.set_scale(place, scale)
 
     def pages(self, entry: CacheEntry, numbers: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of whole pages, [pages * page_size, kv_heads, dim] each; valid until the next gather."""
+        """Gather pages of keys and values, [pages * page_size, kv_heads, dim] each; valid until the next gather."""
         pool, place = self._place(entry)
         keys, values = pool.keys.pages(place, numbers), pool.values.pages(place, numbers)
         if pool.exact is not None:
@@ -138,7 +139,7 @@ class KVCache:
         return keys, values
 
     def positions(self, entry: CacheEntry, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values at slots [n], [n, kv_heads, dim] each; valid until the next gather."""
+        """Gather keys and values at ``slots`` [n], [n, kv_heads, dim] each; valid until the next gather."""
         pool, place = self._place(entry)
         keys, values = pool.keys.positions(place, slots), pool.values.positions(place, slots)
         if pool.exact is not None:
@@ -146,7 +147,7 @@ class KVCache:
         return keys, values
 
     def write(self, entry: CacheEntry, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """Store [n, kv_heads, dim] at slots [n]."""
+        """Store ``key`` and ``value`` [n, kv_heads, dim] at ``slots`` [n]."""
         pool, place = self._place(entry)
         if pool.exact is not None:
             exact_dim = pool.layout.exact_dim
@@ -156,7 +157,7 @@ class KVCache:
         pool.values.write(place, slots, value)
 
     def move(self, group: int, sources: Tensor, targets: Tensor) -> None:
-        """Copy what is at slots ``sources`` [n] of every entry of ``group`` to slots ``targets`` [n]."""
+        """Copy the values of every entry of ``group`` from slots ``sources`` [n] to slots ``targets`` [n]."""
         for pool in self._groups[group]:
             for part in pool.parts:
                 part.move(sources, targets)

@@ -1,4 +1,4 @@
-"""KVPool: device memory of the keys or the values of the KV cache, in all layers."""
+"""KVPool: device memory of the keys, or of the values, of all layers of the KV cache."""
 
 from collections.abc import Sequence
 
@@ -9,18 +9,18 @@ from tapscope.engine.kv_cache.kv_format import KVFormat
 
 
 class KVPool:
-    """Pages of every layer, [layers, pages, page_size, kv_heads, dim], zero-initialised.
+    """Pages of every layer, [layers, pages, page_size, kv_heads, dim], zero-initialized.
 
-    They are stored in one dtype and read and written in another (:class:`KVFormat`). FP8 values are gathered as bytes,
-    which torch supports on every device, and decoded by a lookup table per layer: on a CPU three times as fast as
-    conversion.
+    Pages are stored in one dtype, and read and written in another (:class:`KVFormat`). FP8 values are gathered as
+    bytes, which torch supports on every device, and decoded by a lookup table per layer. On a CPU this is three times
+    as fast as conversion.
     """
 
     def __init__(self, shape: Sequence[int], kv_format: KVFormat, device: torch.device | str) -> None:
         self.kv_format = kv_format
         self.tensor = torch.zeros(*shape, dtype=kv_format.stored, device=device)
         self.layers = tuple(self.tensor)
-        """[pages, page_size, kv_heads, dim] of each layer, as stored."""
+        """Stored pages of each layer, [pages, page_size, kv_heads, dim]."""
         self._is_plain, self._page_size, self._shape = kv_format.is_plain, shape[2], tuple(shape[3:])
         bits = self.tensor.view(torch.uint8) if kv_format.is_fp8 else self.tensor
         self._by_page = [_cut(layer, 1) for layer in bits]
@@ -36,7 +36,7 @@ class KVPool:
         return any(scale != 1.0 for scale in self._scales)
 
     def scale(self, layer: int) -> float:
-        """Scale of ``layer``: the decoded value of a stored 1."""
+        """Return the scale of ``layer``: the decoded value of a stored 1."""
         return self._scales[layer]
 
     def set_scale(self, layer: int, scale: float) -> None:
@@ -46,15 +46,15 @@ class KVPool:
             self._tables[layer] = self.kv_format.table(scale, self.tensor.device)
 
     def pages(self, layer: int, numbers: Tensor) -> Tensor:
-        """Whole pages, [pages * page_size, kv_heads, dim]; valid until the next gather."""
+        """Gather whole pages, [pages * page_size, kv_heads, dim]; valid until the next gather."""
         return self._read(self._by_page, layer, numbers, len(numbers) * self._page_size)
 
     def positions(self, layer: int, slots: Tensor) -> Tensor:
-        """Values at slots [n], [n, kv_heads, dim]; valid until the next gather."""
+        """Gather the values at ``slots`` [n], [n, kv_heads, dim]; valid until the next gather."""
         return self._read(self._by_position, layer, slots, len(slots))
 
     def write(self, layer: int, slots: Tensor, values: Tensor) -> None:
-        """Store [n, kv_heads, dim] at slots [n]."""
+        """Store ``values`` [n, kv_heads, dim] at ``slots`` [n]."""
         if not values.shape[-1]:  # MLA caches no values
             return
         encoded = self.kv_format.encode(values.flatten(1), self._scales[layer])
@@ -62,7 +62,7 @@ class KVPool:
         rows.index_copy_(0, slots, encoded.view(torch.uint8) if self.kv_format.is_fp8 else encoded)
 
     def move(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy the values at slots ``sources`` [n] of every layer to slots ``targets`` [n]; they may overlap."""
+        """Copy the values of every layer from slots ``sources`` [n] to ``targets`` [n]; the two may overlap."""
         if not self.tensor.shape[-1]:
             return
         for rows in self._by_position:
@@ -81,18 +81,18 @@ class KVPool:
 
 
 def _cut(pages: Tensor, parts: int) -> Tensor:
-    """[pages, page_size, kv_heads, dim] as [pages * parts, rest]."""
+    """View [pages, page_size, kv_heads, dim] as [pages * parts, rest]."""
     return pages.view(len(pages) * parts, pages[0].numel() // parts)
 
 
 class _Workspace:
-    """Reused memory for results on a CPU: page faults of fresh memory cost more than the copy."""
+    """Reused result buffer on a CPU, where page faults of fresh memory cost more than the copy."""
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0)
 
     def select(self, rows: Tensor, index: Tensor) -> Tensor:
-        """``rows[index]`` of a [n] or [n, width] tensor."""
+        """Return ``rows[index]`` of a tensor [n] or [n, width]."""
         width = rows.shape[1] if rows.ndim == 2 else 1
         if rows.device.type != "cpu" or width == 0:  # MLA caches no values
             return rows.index_select(0, index)
@@ -100,7 +100,7 @@ class _Workspace:
         return torch.index_select(rows, 0, index, out=room.view(len(index), width) if rows.ndim == 2 else room)
 
     def converted(self, values: Tensor, dtype: torch.dtype) -> Tensor:
-        """``values`` of any shape in another dtype; on a CPU in memory that the next call overwrites."""
+        """Convert ``values`` of any shape to ``dtype``; on a CPU into a buffer that the next call overwrites."""
         if values.device.type != "cpu":
             return values.to(dtype)
         return self._reserve(values.numel(), dtype).view(values.shape).copy_(values)

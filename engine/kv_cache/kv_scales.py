@@ -1,8 +1,8 @@
-"""KV cache quantization of a checkpoint: whether it is FP8, and the scales of each layer's keys and values.
+"""KV cache quantization of a checkpoint: whether it requests FP8, and the scales of each layer's keys and values.
 
-The formats: `kv_cache_scheme` of compressed-tensors, ModelOpt and AutoFP8, and `kv_cache_quant_algo` of ModelOpt, in
-config.json or hf_quant_config.json; the scales are scalar tensors below `model.layers.N.self_attn`, in multimodal
-checkpoints below `model.language_model.layers.N.self_attn` or `language_model.model.layers.N.self_attn`.
+Supported formats: `kv_cache_scheme` of compressed-tensors, ModelOpt and AutoFP8, and `kv_cache_quant_algo` of ModelOpt,
+in config.json or hf_quant_config.json. The scales are scalar tensors below `model.layers.N.self_attn`. In multimodal
+checkpoints they are below `model.language_model.layers.N.self_attn` or `language_model.model.layers.N.self_attn`.
 """
 
 import logging
@@ -29,14 +29,14 @@ _KEY = ("k_scale", "attn.k_scale", "k_proj.k_scale", "k_proj.output_scale", "kv_
 _VALUE = ("v_scale", "attn.v_scale", "v_proj.v_scale", "v_proj.output_scale", "kv_scale")
 
 LayerScales = tuple[float | None, float | None]
-"""Scales of a layer's keys and values; None if the checkpoint has none or the layer caches none."""
+"""Scales of a layer's keys and values; None for a scale that the checkpoint lacks or that the layer does not need."""
 
 
 def resolve_kv_dtype(config: EngineConfig, computed: str) -> str:
-    """Name of the cache's storage dtype, a key of KV_DTYPES.
+    """Return the name of the cache's storage dtype, a key of KV_DTYPES.
 
-    ``auto`` is the checkpoint's, else ``computed``, the model's dtype. Raises CheckpointError if the checkpoint's is
-    not supported.
+    ``auto`` selects the checkpoint's KV dtype, or ``computed``, the model's dtype, if the checkpoint has no KV dtype.
+    Raises CheckpointError if the checkpoint's KV dtype is not supported.
     """
     if config.kv_cache_dtype == "auto":
         return _checkpoint_kv_dtype(Path(config.model)) or computed
@@ -44,10 +44,10 @@ def resolve_kv_dtype(config: EngineConfig, computed: str) -> str:
 
 
 def read_scales(folder: WeightSource, layouts: Mapping[int, CacheLayout], *, partial: bool) -> dict[int, LayerScales]:
-    """Scales of each layer of ``layouts``; empty if ``folder`` has none. With ``partial`` some layers may lack theirs.
+    """Read the scales of each layer of ``layouts``; empty if ``folder`` has no scales.
 
-    Raises CheckpointError for a scale that is not a finite number above 0, for missing scales, and for two scales of
-    one tensor that differ.
+    With ``partial``, some layers may lack scales. Raises CheckpointError for a scale that is not a finite number above
+    0, for missing scales, and for two different scales of one tensor.
     """
     with open_checkpoint(folder) as checkpoint:
         decoder = _decoder(checkpoint)
@@ -66,7 +66,7 @@ def read_scales(folder: WeightSource, layouts: Mapping[int, CacheLayout], *, par
 
 
 def use_scales(cache: KVCache, scales: Mapping[int, LayerScales], *, partial: bool) -> None:
-    """Set the scales that :func:`read_scales` returned; layers without become 1, or with ``partial`` keep theirs."""
+    """Set the scales from :func:`read_scales`; other layers are reset to 1, or with ``partial`` keep their scales."""
     for layer in cache.layers:
         cache.set_scales(layer, *scales.get(layer, (None, None) if partial else (1.0, 1.0)))
 
@@ -93,7 +93,7 @@ def warn_of_scales(folder: WeightSource, kv_dtype: str, scales: Mapping[int, Lay
 
 
 def _checkpoint_kv_dtype(folder: Path) -> str | None:
-    """``fp8_e4m3`` if config.json or hf_quant_config.json requests it; None if neither has a KV cache scheme."""
+    """Return ``fp8_e4m3`` if config.json or hf_quant_config.json requests it; None without a KV cache scheme."""
     for path, values in sections(folder):
         for name in ("kv_cache_scheme", "kv_cache_quant_algo"):
             value = values.get(name)
@@ -109,7 +109,7 @@ def _checkpoint_kv_dtype(folder: Path) -> str | None:
 
 
 def _is_fp8(value: Any) -> bool:
-    """Whether a scheme is FP8: ModelOpt writes ``FP8``, AutoFP8 ``static``, compressed-tensors an object."""
+    """Return whether a scheme is FP8: ModelOpt writes ``FP8``, AutoFP8 ``static``, compressed-tensors an object."""
     if not isinstance(value, dict):
         return value in ("FP8", "static")
     wanted = {"num_bits": (8,), "type": ("float",), "strategy": ("tensor", None), "dynamic": (False, None)}
@@ -117,7 +117,7 @@ def _is_fp8(value: Any) -> bool:
 
 
 def _decoder(checkpoint: Checkpoint) -> str:
-    """Prefix of the decoder's tensors, by the names of the scales."""
+    """Return the prefix of the decoder's tensors, derived from the names of the scales."""
     prefixes = (each for each in _DECODERS if any(n.startswith(f"{each}layers.") for n in checkpoint.cache_scales))
     return next(prefixes, _DECODERS[0])
 
@@ -128,7 +128,7 @@ def _of_layer(checkpoint: Checkpoint, prefix: str, layout: CacheLayout) -> Layer
 
 
 def _one(checkpoint: Checkpoint, names: list[str]) -> float | None:
-    """The scale stored under one of ``names``, or under several with equal values."""
+    """Return the scale stored under one of ``names``; several names are allowed if their values are equal."""
     scales = {name: checkpoint.number(name) for name in names if name in checkpoint.cache_scales}
     for name, scale in scales.items():
         where = f"{name} in {checkpoint.file_of(name)}"
@@ -145,13 +145,13 @@ def _is_complete(key: float | None, value: float | None, layout: CacheLayout) ->
 
 
 def read_scale_file(path: Path, layers: Sequence[int], rank: int, tp: int) -> dict[int, tuple[float, float]]:
-    """Layer -> scales of keys and of values on ``rank`` of ``tp``, from a file as SGLang's `quantization-param-path`.
+    """Read each layer's key and value scales on ``rank`` of ``tp``, from a file for SGLang's `quantization-param-path`.
 
         {"kv_cache": {"dtype": "float8_e4m3fn", "scaling_factor": {"0": {"0": 0.02, "1": 0.03}}}}
 
-    `scaling_factor` maps each tensor-parallel rank (or "0" for all ranks) and layer to the scale of both its keys and
-    its values (https://docs.sglang.ai, "Quantized KV Cache"). Raises CheckpointError naming the file, the rank and the
-    layer at fault.
+    `scaling_factor` maps each tensor-parallel rank (or "0" for all ranks) and layer to the common scale of its keys and
+    values (https://docs.sglang.ai, "Quantized KV Cache"). Raises CheckpointError naming the file, rank and layer at
+    fault.
     """
     if not path.is_file():
         raise CheckpointError(f"quantization_param_path {path} is not a file")
@@ -181,7 +181,7 @@ def read_scale_file(path: Path, layers: Sequence[int], rank: int, tp: int) -> di
 
 
 def _spelled(layers: Sequence[int]) -> str:
-    """``0 to 3``, or each layer if some cache no keys."""
+    """Return ``0 to 3`` for consecutive layers, otherwise a list, because some layers cache no keys."""
     if list(layers) == list(range(len(layers))):
         return f"0 to {len(layers) - 1}"
     return ", ".join(map(str, layers))

@@ -1,4 +1,4 @@
-"""LayerGroup: layers that look equally far back and therefore share a pool of pages and page tables."""
+"""LayerGroup: layers with the same attention window, which therefore share a pool of pages and page tables."""
 
 from dataclasses import dataclass
 
@@ -11,14 +11,14 @@ class LayerGroup:
 
     layers: tuple[int, ...]
     window: int | None
-    """Positions that they look back at most, a row's own included; None: all."""
+    """Largest number of positions that a row attends to, its own included; None: all."""
 
 
 def layer_groups(config: ModelConfig) -> tuple[LayerGroup, ...]:
-    """The groups of a model; the first looks back furthest. A window beyond the model's positions is none.
+    """Return the cache groups of a model, the one with the largest window first.
 
-    A model without attention has one group without layers, whose pages take no memory: they only name the prefixes
-    whose states are checkpoints.
+    A window that covers the model's maximum positions counts as no window. A model without attention has one group
+    without layers. Its pages take no memory and only identify the prefixes whose states are checkpoints.
     """
     by_window: dict[int | None, list[int]] = {}
     for layer in config.attention_layers:

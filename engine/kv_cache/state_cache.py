@@ -9,7 +9,7 @@ from torch import Tensor
 class StateCache:
     """Slots of every recurrent layer: convolution windows in the compute dtype, matrices in float32.
 
-    After the last slot come the *initial state*, zeros that are never written, and a *dummy slot* that padding writes.
+    The last two slots are the *initial state*, zeros that are never written, and a *dummy slot* that padding writes to.
     """
 
     def __init__(
@@ -30,39 +30,39 @@ class StateCache:
         self.matrices = torch.zeros(*shape, *matrix_shape, dtype=torch.float32, device=device)
 
     def of(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Windows [slots, channels, positions] and matrices [slots, heads, key, value] of ``layer``."""
+        """Return windows [slots, channels, positions] and matrices [slots, heads, key, value] of ``layer``."""
         place = self._places[layer]
         return self.windows[place], self.matrices[place]
 
 
 def slot_bytes(num_layers: int, conv_shape: tuple[int, int], matrix_shape: tuple[int, int, int], itemsize: int) -> int:
-    """Bytes of one slot in ``num_layers`` layers; ``itemsize`` is that of the compute dtype."""
+    """Return the bytes of one slot in ``num_layers`` layers; ``itemsize`` is that of the compute dtype."""
     heads, key, value = matrix_shape
     return num_layers * (conv_shape[0] * conv_shape[1] * itemsize + 4 * heads * key * value)
 
 
 class StepStates:
-    """The states that the requests of a step read and write."""
+    """Recurrent states that the requests of a step read and write."""
 
     def __init__(self, cache: StateCache, reads: Tensor, writes: Tensor) -> None:
-        """``reads`` and ``writes``: slots [requests]."""
+        """``reads`` and ``writes``: the slot of each request, [requests]."""
         self._cache, self._reads, self._writes = cache, reads.to(torch.int64), writes.to(torch.int64)
         self.draft_slots: Mapping[int, Sequence[int]] = {}
-        """Index of a request whose last rows are drafts -> slots for the state after each of them."""
+        """Index of a request with trailing draft rows -> slots for the state after each draft."""
 
     def read(self, layer: int, requests: slice) -> tuple[Tensor, Tensor]:
-        """Window and matrix of each of ``requests`` before the step, as new tensors."""
+        """Return copies of the window and matrix of each of ``requests`` before the step."""
         windows, matrices = self._cache.of(layer)
         slots = self._reads[requests]
         return windows.index_select(0, slots), matrices.index_select(0, slots)
 
     def written(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Window and matrix of each request after the step, as new tensors."""
+        """Return copies of the window and matrix of each request after the step."""
         windows, matrices = self._cache.of(layer)
         return windows.index_select(0, self._writes), matrices.index_select(0, self._writes)
 
     def write(self, layer: int, requests: slice, window: Tensor, matrix: Tensor) -> None:
-        """Store the states of ``requests`` after the step, [requests, ...] each.
+        """Store the window and matrix of ``requests`` after the step, [requests, ...] each.
 
         A request with drafts has 1 + drafts states: after its last row that is not a draft, and after each draft.
         """

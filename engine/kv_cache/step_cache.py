@@ -17,22 +17,22 @@ _BATCH_BYTES = 3 << 20
 
 
 MAX_ELEMENTS = 1 << 26
-"""Limit on the elements of one mask, and of all cached masks together."""
+"""Maximum number of elements of one mask, and of all cached masks together."""
 
 
 class StepMasks:
-    """Cache of masks, up to :data:`MAX_ELEMENTS` elements in total; masks beyond it are rebuilt by every layer."""
+    """Cache of masks, up to :data:`MAX_ELEMENTS` elements in total; layers rebuild the masks that do not fit."""
 
     def __init__(self) -> None:
         self._known: dict[Hashable, Tensor] = {}
         self._num_elements = 0
 
     def get(self, key: Hashable) -> Tensor | None:
-        """The cached mask for ``key``."""
+        """Return the cached mask for ``key``, if any."""
         return self._known.get(key)
 
     def add(self, key: Hashable, mask: Tensor) -> None:
-        """Cache ``mask``, unless the limit is reached."""
+        """Cache ``mask``, unless the limit would be exceeded."""
         if self._num_elements + mask.numel() <= MAX_ELEMENTS:
             self._known[key] = mask
             self._num_elements += mask.numel()
@@ -40,36 +40,38 @@ class StepMasks:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One request's rows in a step and its cached length; host integers, which no kernel reads."""
+    """One request's rows in a step and its cached length, as host integers that no kernel reads."""
 
     index: int
-    """Index of the request in the step: its row in the page table."""
+    """Index of the request in the step, and its row in the page table."""
     slot: int
-    """First row in the packed batch."""
+    """Index of the first row in the packed batch."""
     count: int
-    """Rows in this step."""
+    """Number of rows in this step."""
     position: int
     """Position of the first row: the number of tokens cached by earlier steps."""
     tree: tuple[int, ...] = ()
-    """Empty, or the parents of the rows of a draft tree: see :attr:`.ScheduledRequest.tree`."""
+    """Parents of the rows of a draft tree, see :attr:`.ScheduledRequest.tree`; empty without a tree."""
 
     @property
     def length(self) -> int:
-        """Positions to attend to, this step's included."""
+        """Number of positions to attend to, this step's included."""
         return self.position + self.count
 
     @property
     def base(self) -> int:
-        """Cached positions before the first row of the step; in a tree, before the first row of the tree."""
+        """Number of cached positions before the step's first row or, with a tree, before the tree's first row."""
         return self.length - len(self.tree) if self.tree else self.position
 
     def first_seen(self, window: int | None) -> int:
-        """First position that any row sees, if it looks back ``window`` positions; None: it sees all."""
+        """Return the first position visible to any row with a window of ``window`` positions; None: no window."""
         return 0 if window is None else max(0, self.base - window + 1)
 
     def branches(self) -> list[tuple[list[int], list[int]]]:
-        """The tree as chains: (the places of all rows of a branch, the ones that are in no earlier branch), each from
-        :attr:`base` on; the latter are rows of this step and the last ones of the branch.
+        """Split the tree into chains; return for each branch (all its rows, its rows that are in no earlier branch).
+
+        Rows are numbered from :attr:`base`. The second list contains rows of this step only, the last rows of the
+        branch.
         """
         first, branches, done = len(self.tree) - self.count, [], set[int]()
         parents = set(self.tree)
@@ -85,8 +87,8 @@ class Segment:
 class StepCache:
     """Attention inputs of one step, built once and read by every layer; the model's `past_key_values`.
 
-    Everything a kernel needs is a tensor on the pool's device. Deliberately neither a dataclass nor a tuple: a tap that
-    flattens containers must not capture the whole pool.
+    All inputs of kernels are tensors on the pool's device. The class is deliberately neither a dataclass nor a tuple: a
+    tap that flattens containers must not capture the whole pool.
     """
 
     def __init__(
@@ -108,31 +110,32 @@ class StepCache:
         """Requests of the step, in row order."""
         several = (i for i, segment in enumerate(segments) if segment.count > 1 or segment.tree)
         self.num_single = next(several, len(segments))
-        """Number of requests with one row that follows the others; they come first."""
+        """Number of leading requests that have exactly one row and no draft tree."""
         self.is_padded = False
-        """Whether requests may have no row, as in a CUDA graph: the first :attr:`num_single` have one or none."""
+        """Whether requests may have no rows, as in a CUDA graph: the first :attr:`num_single` have one row or none."""
         self.most_rows = 1
-        """Single rows side by side that may be of one request, at consecutive positions, as in a CUDA graph."""
+        """Maximum number of adjacent single rows that belong to one request, at consecutive positions, as in a CUDA
+        graph."""
         self.has_trees = any(segment.tree for segment in segments)
         """Whether any request has rows of a draft tree."""
         self.longest_single = max((segment.length for segment in segments[: self.num_single]), default=0)
-        """Maximum length of these requests, an upper bound in a CUDA graph."""
+        """Maximum length of the first :attr:`num_single` requests; in a CUDA graph an upper bound."""
         self._batches: dict[tuple[int, int | None], tuple[Tensor, Tensor | None]] = {}
         self._biases: dict[tuple[int | None, torch.dtype], Tensor | None] = {}
         self.masks = StepMasks()
         """Masks of requests with several rows."""
         self.slots = slots
-        """[tokens] int64: where each row's key and value go in the primary group's pool, its page axes flattened."""
+        """[tokens] int64: slot of each row's key and value in the primary group's pool, with page axes flattened."""
         self.page_table = page_table
-        """[requests, max pages] int32: the primary group's pages in order of position; entries after a request's last
+        """[requests, max pages] int32: pages of the primary group in order of position; entries after a request's last
         page are invalid."""
         self._windowed = tuple(windowed)
         self.states = states
-        """Recurrent states, in models that have them."""
+        """Recurrent states; None in models without recurrent layers."""
         self.chosen_keys: Any = None
-        """Keys that the last indexer chose: :class:`tapscope.engine.layers.indexer.Chosen`."""
+        """Keys selected by the last indexer: :class:`tapscope.engine.layers.indexer.Chosen`."""
         self.lengths = lengths
-        """[requests] int32: positions to attend to, this step's included."""
+        """[requests] int32: number of positions to attend to, this step's included."""
         self.starts = starts
         """[requests + 1] int32: first row of each request, then the number of rows."""
         self.row_lengths = row_lengths
@@ -145,21 +148,21 @@ class StepCache:
 
     @property
     def max_request_rows(self) -> int:
-        """Maximum number of rows of a request; 1 in a step that only decodes."""
+        """Maximum number of rows of a request; 1 in a decode step."""
         return max(segment.count for segment in self.segments)
 
     def slots_of(self, entry: CacheEntry) -> Tensor:
-        """:attr:`slots` in the pool of ``entry``'s group."""
+        """Return :attr:`slots` for the cache group of ``entry``."""
         group = self.cache.group_of(entry)
         return self._windowed[group - 1][0] if group else self.slots
 
     def page_table_of(self, entry: CacheEntry) -> Tensor:
-        """:attr:`page_table` of ``entry``'s group."""
+        """Return :attr:`page_table` of the cache group of ``entry``."""
         group = self.cache.group_of(entry)
         return self._windowed[group - 1][1] if group else self.page_table
 
     def write(self, entry: CacheEntry, key: Tensor, value: Tensor) -> None:
-        """Store [tokens, kv_heads, dim] of this step's rows."""
+        """Store ``key`` and ``value`` [tokens, kv_heads, dim] of this step's rows."""
         self.cache.write(entry, self.slots_of(entry), key, value)
 
     @property
@@ -168,19 +171,19 @@ class StepCache:
         return not self.cache.kv_format.is_plain
 
     def written(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of this step's rows as attention reads them; valid until the next read."""
+        """Read back keys and values of this step's rows, as attention reads them; valid until the next read."""
         return self.cache.positions(layer, self.slots_of(layer))
 
     def pools(self, entry: CacheEntry) -> tuple[Tensor, Tensor] | None:
-        """Stored keys and values, [pages, page_size, kv_heads, dim]; None if some features are stored separately."""
+        """Return stored keys and values, [pages, page_size, kv_heads, dim]; None if some are stored separately."""
         return self.cache.pools(entry)
 
     def scales(self, layer: int) -> tuple[float, float]:
-        """Scales of the stored keys and values."""
+        """Return the scales of the stored keys and values of ``layer``."""
         return self.cache.scales(layer)
 
     def read(self, entry: CacheEntry, segment: Segment, start: int = 0) -> tuple[Tensor, Tensor]:
-        """Keys and values of a request's positions from ``start`` on, [length - start, kv_heads, dim] each.
+        """Read a request's keys and values from position ``start`` on, [length - start, kv_heads, dim] each.
 
         Valid until the next read.
         """
@@ -192,15 +195,15 @@ class StepCache:
         return keys[keep], values[keep]
 
     def read_at(self, entry: CacheEntry, segment: Segment, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of a request's ``positions`` [n], [n, kv_heads, dim] each; valid until the next read."""
+        """Read a request's keys and values at ``positions`` [n], [n, kv_heads, dim] each; valid until the next read."""
         size = self.cache.page_size
         pages = self.page_table_of(entry)[segment.index, positions // size].to(positions.dtype)
         return self.cache.positions(entry, pages * size + positions % size)
 
     def tree_mask(self, segment: Segment, window: int | None) -> Tensor:
-        """Which positions from 0 on the rows of a draft tree see: bool [count, length], made once for all layers.
+        """Return the visible positions of each row of a draft tree: bool [count, length], cached for all layers.
 
-        A row sees the cached positions and its own branch, as far as they are within ``window`` positions.
+        A row sees the cached positions and its own branch, within ``window`` positions.
         """
         key = "tree", segment.index, window
         mask = self.masks.get(key)
@@ -210,7 +213,7 @@ class StepCache:
         return mask
 
     def num_batched(self, layer: int, window: int | None) -> int:
-        """Number of requests that :meth:`read_batch` reads: all with one row, or 0 if one at a time is faster.
+        """Return the number of requests for :meth:`read_batch`: all with one row, or 0 if one at a time is faster.
 
         On a CPU a batch is used only while the gathered values fit the processor's caches.
         """
@@ -219,7 +222,7 @@ class StepCache:
         return 0 if self.cache.device.type == "cpu" and size > _BATCH_BYTES else count
 
     def read_batch(self, layer: int, window: int | None) -> tuple[Tensor, Tensor]:
-        """Keys and values visible to the first :meth:`num_batched` requests, padded to the longest.
+        """Read the keys and values visible to the first :meth:`num_batched` requests, padded to the longest request.
 
         [requests, width, kv_heads, dim] each, valid until the next read.
         """
@@ -229,10 +232,10 @@ class StepCache:
         return keys.view(*shape, *keys.shape[1:]), values.view(*shape, *values.shape[1:])
 
     def batch_bias(self, layer: int, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """Additive mask for :meth:`read_batch`: -inf at padding, 0 elsewhere; None if there is no padding.
+        """Return the additive mask for :meth:`read_batch`: -inf at padding, 0 elsewhere; None without padding.
 
-        [requests, 1, 1, width], made once per step for all layers. Rows are aligned to 16 elements for vectorised
-        kernels.
+        The mask is [requests, 1, 1, width] and built once per step for all layers. Rows are aligned to 16 elements for
+        vectorized kernels.
         """
         cache_key = window, dtype
         if cache_key not in self._biases:
@@ -246,7 +249,10 @@ class StepCache:
         return self._batches[key]
 
     def _batch(self, layer: int, window: int | None) -> tuple[Tensor, Tensor | None]:
-        """Slots [requests * width] in the pool, with the dummy page as padding, and the mask of valid ones."""
+        """Return slots [requests * width] in the pool, padded with the dummy page, and the mask of valid slots.
+
+        The mask is None if all slots are valid.
+        """
         count, width, size = self.num_single, self._batch_width(window), self.cache.page_size
         page_table, dummy = self.page_table_of(layer), self.cache.group_pages[self.cache.group_of(layer)]
         lengths = self.lengths[:count, None].to(torch.int64)
@@ -275,7 +281,7 @@ def _tree_mask(segment: Segment, window: int | None) -> Tensor:
 
 
 def _bias(valid: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """0 where ``valid`` [requests, width], else -inf: [requests, 1, 1, width]."""
+    """Return [requests, 1, 1, width]: 0 where ``valid`` [requests, width] is True, otherwise -inf."""
     if valid is None:
         return None
     width = valid.shape[1]

@@ -1,4 +1,4 @@
-"""Copies of host values to the device that the host does not wait for."""
+"""Copies of host values to the device without a host synchronization."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,9 +10,9 @@ from torch import Tensor
 
 
 def to_device(values: Sequence[Any] | NDArray[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """``values`` as a tensor on ``device``. The host does not wait for what the device is computing.
+    """Copy ``values`` to a tensor on ``device`` without waiting for the device.
 
-    ``torch.tensor(values, device="cuda")`` would: it copies from pageable memory and synchronises the stream.
+    ``torch.tensor(values, device="cuda")`` would wait: it copies from pageable memory and synchronizes the stream.
     """
     if isinstance(values, np.ndarray):
         host = torch.from_numpy(values)

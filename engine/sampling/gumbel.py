@@ -1,8 +1,8 @@
 """Gumbel noise as a function of (seed, position, token id), so that sampling is deterministic and stateless.
 
-argmax(logits + noise) is a sample from softmax(logits) (Gumbel-max, arXiv:1611.01144). The noise of a token is derived
-from MurmurHash3_x86_32 (Appleby, public domain) of four little-endian words: the low and the high half of the seed, the
-position and the token id. It is the same on every rank and device.
+argmax(logits + noise) is a sample from softmax(logits) (Gumbel-max, arXiv:1611.01144). A token's noise is derived from
+MurmurHash3_x86_32 (Appleby, public domain) of four little-endian words: the low and high halves of the seed, the
+position and the token id. The noise is the same on every rank and device.
 """
 
 import functools
@@ -22,10 +22,10 @@ _MASK = 0xFFFFFFFF
 
 
 def gumbel(seeds: Sequence[int], positions: Sequence[int], vocab: int, device: torch.device) -> Tensor:
-    """Standard Gumbel noise [rows, vocab] float32 of every token for each row's seed and position.
+    """Return standard Gumbel noise [rows, vocab] float32 of every token for each row's seed and position.
 
-    u = (hash + 1/2) / 2^32 is in (0, 1); the noise is -log(-log(1 - u)) by log1p, so that small u, which give the
-    largest noise, keep their precision in float32.
+    u = (hash + 1/2) / 2^32 is in (0, 1). The noise -log(-log(1 - u)) is computed with log1p, so that small u, which
+    give the largest noise, keep their precision in float32.
     """
     uniform = hashes(seeds, positions, vocab, device).to(torch.float32).mul_(2.0**-32)  # [-1/2, 1/2): signed
     uniform.sub_(uniform.floor()).add_(2.0**-33).clamp_(max=1 - 2.0**-24)
@@ -33,7 +33,7 @@ def gumbel(seeds: Sequence[int], positions: Sequence[int], vocab: int, device: t
 
 
 def hashes(seeds: Sequence[int], positions: Sequence[int], vocab: int, device: torch.device) -> Tensor:
-    """[rows, vocab] int32: the 32-bit hash of each token, as a signed integer."""
+    """Return the 32-bit hash of each token, as signed integers [rows, vocab] int32."""
     state = torch.from_numpy(_prefix(seeds, positions).view(np.int32)).to(device)
     hashed = state.unsqueeze(1) ^ _token_words(vocab, device)
     hashed = _rotate(hashed, 13).mul_(5).add_(_signed(_N)).bitwise_xor_(_LENGTH)
@@ -46,7 +46,7 @@ def hashes(seeds: Sequence[int], positions: Sequence[int], vocab: int, device: t
 
 
 def _prefix(seeds: Sequence[int], positions: Sequence[int]) -> NDArray[np.uint32]:
-    """[rows]: the hash's state after its first three words."""
+    """Return the hash state [rows] after the first three words."""
     wide = np.array([seed & 0xFFFFFFFFFFFFFFFF for seed in seeds], dtype=np.uint64)
     words = (wide & _MASK, wide >> 32, np.array(positions, dtype=np.uint64))
     state = np.zeros(len(wide), dtype=np.uint32)
@@ -58,7 +58,7 @@ def _prefix(seeds: Sequence[int], positions: Sequence[int]) -> NDArray[np.uint32
 
 @functools.lru_cache(maxsize=8)
 def _token_words(vocab: int, device: torch.device) -> Tensor:
-    """[vocab] int32: the hash's last word, the token id, after mixing."""
+    """Return the mixed last word of the hash, the token id, for every token: [vocab] int32."""
     return torch.from_numpy(_mix(np.arange(vocab, dtype=np.uint32)).view(np.int32)).to(device)
 
 
@@ -75,7 +75,7 @@ def _rotate(bits: Tensor, count: int) -> Tensor:
 
 
 def _shifted(bits: Tensor, count: int) -> Tensor:
-    """Logical right shift; int32's own is arithmetic."""
+    """Shift right logically; the int32 operator shifts arithmetically."""
     return (bits >> count).bitwise_and_((1 << (32 - count)) - 1)
 
 

@@ -1,4 +1,4 @@
-"""TokenCounts: token counts of each request's prompt and output, and the penalties computed from them."""
+"""TokenCounts: token counts of each request's prompt and output, and the penalties computed from these counts."""
 
 from collections.abc import Sequence
 
@@ -10,10 +10,10 @@ from tapscope.engine.sampling.device_copy import to_device
 
 
 class TokenCounts:
-    """Counts of the requests with penalties, on the device; a live request has one row.
+    """Token counts on the device, with one row per live request with penalties.
 
-    Counts are derived from ``Request.tokens`` only: each call adds the tokens since the last one. They therefore do not
-    depend on chunking, prefix hits or preemption.
+    Counts depend only on ``Request.tokens``: each call adds the tokens since the last call. They are therefore
+    independent of chunking, prefix hits and preemption.
     """
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
@@ -27,9 +27,9 @@ class TokenCounts:
         return len(self._rows)
 
     def rows(self, requests: Sequence[Request], drafts: Sequence[Sequence[int]] = ()) -> tuple[Tensor, Tensor]:
-        """(counts in the output [requests, vocab] int32, whether in prompt or output [requests, vocab] bool).
+        """Return counts in the output [requests, vocab] int32, and presence in prompt or output [requests, vocab] bool.
 
-        ``drafts``: tokens of each that count as if they were in the output.
+        ``drafts``: tokens of each request that are counted as output, without being stored.
         """
         for request in requests:
             if request.id not in self._rows:
@@ -45,7 +45,7 @@ class TokenCounts:
         return counts, seen
 
     def forget(self, request: Request) -> None:
-        """Remove a finished request; does nothing if it has no row."""
+        """Remove a finished request; a no-op if the request has no row."""
         row = self._rows.pop(request.id, None)
         if row is not None:
             self._free.append(row)
@@ -62,7 +62,7 @@ class TokenCounts:
         self._counted[request.id] = len(request.prompt_ids)
 
     def _catch_up(self, requests: Sequence[Request]) -> None:
-        """Count the tokens added since the last call."""
+        """Count the tokens added to ``requests`` since the last call."""
         rows, tokens = [], []
         for request in requests:
             new = request.tokens[self._counted[request.id] :]
@@ -75,7 +75,7 @@ class TokenCounts:
             self._seen.index_put_(index, self._seen.new_ones(()))
 
     def _grow(self) -> None:
-        """Double the number of rows."""
+        """Double the number of rows, to at least 4."""
         old = len(self._output)
         added = max(4, old)
         self._output = torch.cat([self._output, self._output.new_zeros(added, self._output.shape[1])])
@@ -86,10 +86,10 @@ class TokenCounts:
 def apply_penalties(
     scores: Tensor, counts: Tensor, seen: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor
 ) -> Tensor:
-    """Scores [rows, vocab] after penalties [rows] float32, as a new tensor.
+    """Return scores [rows, vocab] after penalties [rows] float32, as a new tensor.
 
-    Repetition (transformers' RepetitionPenaltyLogitsProcessor): a seen token's score is divided by the penalty if
-    positive, else multiplied. Then OpenAI's: score - count * frequency - (count > 0) * presence, over the output.
+    Repetition (transformers' RepetitionPenaltyLogitsProcessor): the score of a seen token is divided by the penalty if
+    positive, otherwise multiplied. Then OpenAI's: score - count * frequency - (count > 0) * presence, over the output.
     """
     factor = repetition.unsqueeze(1)
     repeated = torch.where(scores < 0, scores * factor, scores / factor)

@@ -14,24 +14,27 @@ from tapscope.engine.sampling.device_copy import to_device
 from tapscope.engine.sampling.sampler import Sampler, greedy
 
 cuda: Any = torch.cuda  # parts of it have no type hints
-_ROWS = 64  # rows in float32 at a time: bounds the memory of a long prompt
+_ROWS = 64  # rows converted to float32 at a time, to bound the memory of a long prompt
 
 
 @dataclass(frozen=True, slots=True)
 class LogprobRequest:
-    """The log-probabilities to compute from one row of scores."""
+    """Log-probabilities to compute from one row of scores."""
 
     row: int
     token: int
-    """Token id."""
+    """Token id whose log-probability is computed."""
     num_top: int
     chosen: tuple[int, ...] = ()
-    """Further token ids."""
+    """Additional token ids."""
     full: bool = False
 
 
 def token_logprobs(scores: Tensor, wanted: Sequence[LogprobRequest]) -> Iterator[TokenLogprob]:
-    """One result for each of ``wanted``, in order, from logits [rows, vocab] of any dtype; log_softmax in float32."""
+    """Yield one result per item of ``wanted``, in order, from logits [rows, vocab] of any dtype.
+
+    log_softmax is computed in float32.
+    """
     for start in range(0, len(wanted), _ROWS):
         yield from _chunk_logprobs(scores, wanted[start : start + _ROWS])
 
@@ -56,16 +59,16 @@ def _chunk_logprobs(scores: Tensor, wanted: Sequence[LogprobRequest]) -> Iterato
 
 @dataclass(frozen=True, slots=True)
 class NanCheck:
-    """Which requests have NaN in the logits that their tokens were sampled from."""
+    """Pending check for NaN in the logits that requests' tokens were sampled from."""
 
     requests: Sequence[Request]
     flags: Tensor
-    """[requests] bool on the host."""
+    """[requests] bool on the host: whether the request's logits have NaN."""
     copied: Any = None
-    """A torch.cuda.Event: when the flags are there; None: they are."""
+    """torch.cuda.Event of the copy of ``flags`` to the host; None if the flags are already valid."""
 
     def found(self, *, wait: bool) -> list[Request] | None:
-        """The requests with NaN; None while the flags are on their way, unless ``wait``."""
+        """Return the requests with NaN; None while the flags are still being copied, unless ``wait``."""
         if self.copied is not None and not self.copied.query():
             if not wait:
                 return None
@@ -74,21 +77,21 @@ class NanCheck:
 
 
 class SampledStep:
-    """Rank 0's runner calls it with the step's logits; :meth:`record_logprobs` follows once tokens are appended."""
+    """Sampling of one step on rank 0: call with the logits, then :meth:`record_logprobs` once tokens are appended."""
 
     def __init__(self, sampler: Sampler, plan: StepPlan, requests: Sequence[Request]) -> None:
-        """``requests``: one for each scheduled request of ``plan``."""
+        """``requests``: one per scheduled request of ``plan``."""
         self._sampler, self._plan, self._scheduled = sampler, plan, list(zip(plan.scheduled, requests, strict=True))
         self._requests = list(requests)
         if not plan.is_decode:
             self._requests = [request for item, request in self._scheduled for _ in range(item.num_sampled)]
         self._logits = self._raw = self._scores = torch.empty(0)
         self._is_nan: Tensor | None = None
-        """Whether the logit of each sampled token is NaN, on the host once the tokens are; None in most steps of a
-        GPU, see :meth:`check_nan`."""
+        """Whether the logit of each sampled token is NaN; valid on the host once the tokens are. None in most steps on
+        a GPU, see :meth:`check_nan`."""
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """Logits [logit rows, vocab] -> token of each row, int64; the argmax in rows that are not sampled."""
+        """Sample one token int64 per row of logits [logit rows, vocab]; rows that are not sampled get the argmax."""
         self._logits = logits
         rows = self._plan.sampled_logits
         index = to_device(rows, logits.device, torch.int64) if len(rows) < len(logits) else None
@@ -107,13 +110,13 @@ class SampledStep:
         return tokens if index is None else greedy(logits).index_copy(0, index, tokens)
 
     def check_nan(self, tokens: Sequence[int]) -> "NanCheck | None":
-        """Look for NaN in the logits of sampled rows, whose tokens are on the host; None if there is nothing to check.
+        """Start a check for NaN in the logits of sampled rows, whose ``tokens`` are on the host; None if not needed.
 
-        A sampler takes the first NaN of a row. So a row has NaN if the logit of its token is NaN, which came with the
-        tokens unless the step only decodes, without masks, on a GPU. There, only rows of token 0 are checked, which a
-        row of NaN gives: NaN in a part of the vocabulary is found in steps with prompts. The host does not wait for the
-        answer, since the next step is under way and 0 may be a frequent token ("!" in the vocabularies of GPT-2 and
-        Qwen).
+        The sampler picks the first NaN of a row, so a row has NaN if the logit of its token is NaN. That flag is copied
+        with the tokens, except in pure decode steps on a GPU without masks. In these steps, only rows whose token is 0
+        are checked, because a row full of NaN gives token 0. NaN in a part of the vocabulary is then found only in
+        steps with prompts. The host does not wait for the result: the next step is already running, and token 0 may be
+        frequent ("!" in the vocabularies of GPT-2 and Qwen).
         """
         if self._is_nan is None and 0 not in tokens:
             return None
@@ -133,7 +136,7 @@ class SampledStep:
         return NanCheck([self._requests[row] for row in suspects], flags, copied)
 
     def record_logprobs(self) -> None:
-        """Append log-probabilities to the requests that ask for them, after their tokens were appended."""
+        """Append log-probabilities to the requests that ask for them; call after their tokens were appended."""
         if not any(request.wants_logprobs for _, request in self._scheduled):
             return
         due = list(self._due_rows())
@@ -148,7 +151,7 @@ class SampledStep:
         self._record_prompt_logprobs()
 
     def _due_rows(self) -> Iterator[tuple[int, Request, int]]:
-        """(row of scores, request, token) of each appended token that has no log-probability yet."""
+        """Yield (row of scores, request, token) for each appended token that has no log-probability yet."""
         row = 0
         for item, request in self._scheduled:
             if not item.samples:
@@ -161,7 +164,7 @@ class SampledStep:
             row += item.num_sampled
 
     def _record_prompt_logprobs(self) -> None:
-        """Append prompt log-probabilities; positions recomputed after a preemption are skipped."""
+        """Append prompt log-probabilities, skipping positions recomputed after a preemption."""
         row = 0
         for item, request in self._scheduled:
             if (num_top := request.params.prompt_logprobs) is not None:
@@ -178,5 +181,5 @@ class SampledStep:
 
 
 def _sampled_rows(item: ScheduledRequest) -> range:
-    """Rows of the request that are sampled from."""
+    """Return the rows of the request that are sampled."""
     return range(len(item.tokens) - item.num_sampled, len(item.tokens))

@@ -1,4 +1,4 @@
-"""Sampler: samples the tokens of a step on rank 0. A token depends on its own request only, never on the batch."""
+"""Sampler: samples the tokens of a step on rank 0. A token depends only on its own request, never on the batch."""
 
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -23,13 +23,13 @@ from tapscope.engine.structured_output.grammar import Grammars
 from tapscope.kernels import triton
 
 _MANY_ROWS = 8
-"""From this number on a kernel of its own is faster than torch's argmax, which the host launches sooner."""
+"""Number of rows from which the Triton argmax is faster than torch's, which has less launch overhead on the host."""
 _TOKEN_IDS = ("logit_bias", "allowed_token_ids", "stop_token_ids", "token_ids_logprob")
-"""Parameters whose token ids must be in the vocabulary."""
+"""Parameters whose token ids must be within the vocabulary."""
 
 
 class Sampler:
-    """The sampler of one engine; requests without a seed get one derived from ``seed`` and their order of arrival."""
+    """Sampler of one engine; a request without a seed gets a seed derived from ``seed`` and its order of arrival."""
 
     def __init__(
         self,
@@ -47,21 +47,21 @@ class Sampler:
         self._num_entered = 0
         self._counts = TokenCounts(vocab_size, device)
         self._requests: Sequence[Request] = ()
-        """Those that :attr:`_batch` is of."""
+        """Requests of :attr:`_batch`."""
         self._batch = SamplingBatch((), device)
 
     @torch.no_grad()
     def compile_kernels(self, dtype: torch.dtype) -> None:
-        """Compile the kernels that choose from logits of ``dtype`` on a GPU, so that no request waits for that.
+        """Compile the GPU kernels that sample from logits of ``dtype``, so that no request waits for compilation.
 
-        Logits after penalties and biases are float32.
+        Logits after penalties and biases are float32, so that dtype is covered too.
         """
         with triton.compiled_ahead(self._device):
             self._choose_in_every_way(dtype)
-        self._choose_in_every_way(dtype)  # loads them
+        self._choose_in_every_way(dtype)  # loads the compiled kernels
 
     def _choose_in_every_way(self, dtype: torch.dtype) -> None:
-        """Launch every kernel that chooses from logits of ``dtype``."""
+        """Launch every variant of the kernels that sample from logits of ``dtype``."""
         kernel = device_draw(self._device)
         if kernel is None:
             return
@@ -105,7 +105,7 @@ class Sampler:
         self._num_entered += 1
 
     def _check_allowed(self, params: SamplingParams) -> None:
-        """Raise UsageError if the other masks could leave none of ``allowed_token_ids``."""
+        """Raise UsageError if other masks could exclude all of ``allowed_token_ids``."""
         if params.allowed_token_ids is None:
             return
         ends = _end_tokens(params, self._eos) if params.min_new_tokens else set()
@@ -125,12 +125,14 @@ class Sampler:
         positions: Sequence[int] | None = None,
         drafts: Sequence[Sequence[int]] = (),
     ) -> tuple[Tensor, Tensor]:
-        """Logits [rows, vocab] of each request's next token -> (sampled tokens [rows] int64, scores).
+        """Sample each request's next token from logits [rows, vocab]; return tokens [rows] int64 and scores.
 
-        ``positions`` are those of the sampled tokens; None: the one after each request's last known token. ``drafts``
-        are the tokens between the known ones and each row's, if there are any. The scores [rows, vocab] float32 are the
-        logits after penalties, masks, temperature and filters; if every row is a plain argmax they are the logits
-        themselves. A row whose drafts leave a grammar without a next token has NO_TOKEN.
+        ``positions`` are those of the sampled tokens; None: the position after each request's last token. ``drafts``
+        are draft tokens between each request's last token and its row's sampled token, if any.
+
+        The scores [rows, vocab] float32 are the logits after penalties, masks, temperature and filters; if every row is
+        a plain argmax, the scores are the logits themselves. A row whose drafts leave a grammar without a next token
+        gets NO_TOKEN.
         """
         kernel = device_draw(logits.device)
         batch = self._batch_of(requests)
@@ -157,8 +159,9 @@ class Sampler:
         positions: Sequence[int] | None = None,
         drafts: Sequence[Sequence[int]] = (),
     ) -> tuple[Tensor, Tensor, list[int]]:
-        """The scores with noise [rows, vocab], whose argmax :meth:`draw` returns, the scores, and the rows that have no
-        next token.
+        """Return the scores with noise, the scores [rows, vocab], and the rows without a next token.
+
+        The argmax of the scores with noise is the token that :meth:`draw` returns.
         """
         batch = self._batch_of(requests)
         if batch.is_plain:
@@ -173,7 +176,7 @@ class Sampler:
         return noisy, scores, dead
 
     def may_mask(self, requests: Sequence[Request]) -> bool:
-        """Whether a bias, a penalty, a mask or a grammar may exclude a token of one of the requests."""
+        """Return whether a bias, penalty, mask or grammar may exclude a token of any of ``requests``."""
         return self._batch_of(requests).may_mask
 
     def _batch_of(self, requests: Sequence[Request]) -> SamplingBatch:
@@ -187,8 +190,9 @@ class Sampler:
     def _process(
         self, scores: Tensor, requests: Sequence[Request], drafts: Sequence[Sequence[int]], batch: SamplingBatch
     ) -> Tensor:
-        """Scores after bias, penalties and masks other than a grammar's, in the order of transformers' processors: a
-        new float32 tensor, or ``scores`` themselves if nothing applies.
+        """Apply bias, penalties and all masks but a grammar's to the scores, in the order of transformers' processors.
+
+        Returns a new float32 tensor, or ``scores`` itself if there is no change.
         """
         if not batch.changes_logits:
             return scores
@@ -211,7 +215,7 @@ class Sampler:
         return scores
 
     def _keep_allowed(self, scores: Tensor, batch: SamplingBatch) -> Tensor:
-        """Mask every token outside ``allowed_token_ids`` in the rows that have them."""
+        """Mask every token outside ``allowed_token_ids``, in rows with that parameter."""
         kept = torch.full((len(batch.limited), scores.shape[1]), -torch.inf, device=scores.device)
         for row, index in enumerate(batch.limited):
             tokens = to_device(batch.params[index].allowed_token_ids or (), scores.device)
@@ -219,7 +223,7 @@ class Sampler:
         return scores.index_copy(0, to_device(batch.limited, scores.device), kept)
 
     def _end_masks(self, requests: Sequence[Request], drafts: Sequence[Sequence[int]]) -> Iterator[tuple[int, int]]:
-        """(row, token) of the end tokens of rows that have not generated ``min_new_tokens``."""
+        """Yield (row, token) for the end tokens of rows that have not yet generated ``min_new_tokens``."""
         for row, (request, ahead) in enumerate(zip(requests, drafts, strict=True)):
             if request.num_generated + len(ahead) < request.params.min_new_tokens:
                 yield from ((row, token) for token in _end_tokens(request.params, self._eos))
@@ -227,8 +231,9 @@ class Sampler:
     def _grammar_words(
         self, requests: Sequence[Request], drafts: Sequence[Sequence[int]]
     ) -> tuple[list[int], NDArray[np.int32], list[int]]:
-        """Rows whose grammars allow some tokens next, with a bit for each token [rows, words]; and the rows that have
-        none after their drafts, which stay unmasked.
+        """Return the rows restricted by grammars, their masks [rows, words] with one bit per token, and the dead rows.
+
+        A dead row has no allowed token after its drafts; it stays unmasked.
         """
         each = zip(requests, drafts, strict=True)
         constraints = [(row, r.constraint, ahead) for row, (r, ahead) in enumerate(each) if r.constraint is not None]
@@ -241,8 +246,9 @@ class Sampler:
     def _grammar_mask(
         self, requests: Sequence[Request], drafts: Sequence[Sequence[int]], logits: Tensor
     ) -> tuple[Tensor | None, list[int]]:
-        """A bit for each token of every row of ``logits`` [rows, vocab / 32], int32, None without grammars; and the
-        rows without a next token.
+        """Return grammar masks [rows, vocab / 32] int32, one bit per token, and the rows without a next token.
+
+        The masks are None without grammars.
         """
         rows, words, dead = self._grammar_words(requests, drafts)
         if not rows:
@@ -254,7 +260,7 @@ class Sampler:
     def _mask_grammars(
         self, scores: Tensor, requests: Sequence[Request], drafts: Sequence[Sequence[int]]
     ) -> tuple[Tensor, list[int]]:
-        """Mask tokens that the requests' grammars do not allow next; and the rows without a next token."""
+        """Mask tokens that a grammar does not allow next; return the scores and the rows without a next token."""
         rows, packed, dead = self._grammar_words(requests, drafts)
         if not rows:
             return scores, dead
@@ -267,9 +273,9 @@ class Sampler:
     def _seeds_and_positions(
         self, requests: Sequence[Request], positions: Sequence[int] | None
     ) -> tuple[Tensor, Tensor]:
-        """[rows] int64 each."""
+        """Return seeds and positions on the device, [rows] int64 each."""
         count = len(requests)
-        both = np.zeros((2, count + count % 2), dtype=np.int64)  # the second row, too, at a multiple of 16 bytes
+        both = np.zeros((2, count + count % 2), dtype=np.int64)  # aligns the second row to 16 bytes, too
         both[0, :count].view(np.uint64)[:] = [request.seed & 0xFFFFFFFFFFFFFFFF for request in requests]
         both[1, :count] = _positions(requests, positions)
         seeds, places = to_device(both, self._device)[:, :count].unbind()
@@ -288,7 +294,7 @@ def _positions(requests: Sequence[Request], positions: Sequence[int] | None) -> 
 
 @functools.lru_cache(maxsize=64)
 def device_draw(device: torch.device) -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """:func:`tapscope.kernels.triton.sampling.draw` on a GPU that Triton supports; else None."""
+    """Return :func:`tapscope.kernels.triton.sampling.draw` on a GPU that Triton supports; otherwise None."""
     if device.type != "cuda" or triton.why_not(device) is not None:
         return None
     from tapscope.kernels.triton import sampling  # imports Triton
@@ -297,7 +303,7 @@ def device_draw(device: torch.device) -> Callable[..., tuple[Tensor, Tensor]] | 
 
 
 def greedy(logits: Tensor) -> Tensor:
-    """[rows, vocab] -> argmax of each row, int64."""
+    """Return the argmax of each row of [rows, vocab], int64."""
     if len(logits) < _MANY_ROWS or device_draw(logits.device) is None:
         return logits.argmax(-1)
     from tapscope.kernels.triton import sampling
@@ -306,7 +312,7 @@ def greedy(logits: Tensor) -> Tensor:
 
 
 def _bad_word_masks(requests: Sequence[Request], drafts: Sequence[Sequence[int]]) -> Iterator[tuple[int, int]]:
-    """(row, token) of the tokens that would complete one of ``bad_words_ids``; only generated tokens begin one."""
+    """Yield (row, token) for tokens that would complete one of ``bad_words_ids`` begun by generated tokens."""
     for row, (request, ahead) in enumerate(zip(requests, drafts, strict=True)):
         for *begin, last in request.params.bad_words_ids:
             first = max(len(request.prompt_ids), len(request.tokens) - len(begin))
@@ -316,7 +322,7 @@ def _bad_word_masks(requests: Sequence[Request], drafts: Sequence[Sequence[int]]
 
 
 def _end_tokens(params: SamplingParams, eos: Iterable[int]) -> set[int]:
-    """Tokens that would end the request; with a grammar, which decides itself about end tokens, its stop tokens."""
+    """Return the tokens that end the request; with a grammar only stop tokens, because it decides on EOS itself."""
     if params.constraint is not None:
         return set(params.stop_token_ids)
     return {*params.stop_token_ids, *(() if params.ignore_eos else eos)}

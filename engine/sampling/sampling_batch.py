@@ -13,16 +13,16 @@ from tapscope.engine.sampling.device_copy import to_device
 
 @dataclass(frozen=True, slots=True)
 class SelectedRows:
-    """The rows that one sampling parameter applies to."""
+    """Rows that one sampling parameter applies to."""
 
     index: tuple[int, ...]
     every: bool
-    """Whether it applies to all rows."""
+    """Whether the parameter applies to all rows."""
     values: tuple[Tensor, ...]
-    """Parameters of these rows, [rows] each."""
+    """Parameter values of the selected rows, [rows] each."""
 
     def apply(self, scores: Tensor, change: Callable[..., Tensor]) -> Tensor:
-        """``scores`` [all rows, vocab] with these rows replaced by ``change(rows, *values)``."""
+        """Return ``scores`` [all rows, vocab] with the selected rows replaced by ``change(rows, *values)``."""
         if not self.index:
             return scores
         if self.every:
@@ -32,7 +32,7 @@ class SelectedRows:
 
 
 class SamplingBatch:
-    """Parameters of the rows of a step; rebuilt only when the rows change."""
+    """Sampling parameters of a step's rows; rebuilt only when the rows change."""
 
     def __init__(self, params: Sequence[SamplingParams], device: torch.device) -> None:
         self.params = tuple(params)
@@ -50,7 +50,7 @@ class SamplingBatch:
         self.has_bad_words = any(p.bad_words_ids for p in self.params)
         self.changes_logits = any(p.changes_logits for p in self.params)
         self.may_mask = self.changes_logits or any(p.constraint is not None for p in self.params)
-        """Whether a token of some row may be excluded."""
+        """Whether a token of any row may be excluded."""
         self.is_plain = all(p.is_plain for p in self.params)
         """Whether every row is a plain argmax."""
 
@@ -61,19 +61,19 @@ class SamplingBatch:
         temperature.index_copy_(0, to_device(self.drawn.index, self._device, torch.int64), self.drawn.values[0].float())
         top_k, top_p = self._every(self.top_k, torch.int32, 0), self._every(self.top_p, torch.float32, 1)
         min_p = self._every(self.min_p, torch.float32, 0)
-        if min_p is None and (top_k is not None or top_p is not None):  # fewer combinations to compile
+        if min_p is None and (top_k is not None or top_p is not None):  # fewer kernel variants to compile
             min_p = torch.zeros_like(temperature)
         return {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
 
     def _every(self, rows: SelectedRows, dtype: torch.dtype, other: float) -> Tensor | None:
-        """A parameter of every row, ``other`` where it does not apply; None if it applies to none."""
+        """Return one parameter for every row, ``other`` where it does not apply; None if it applies to no row."""
         if not rows.index:
             return None
         values = torch.full((len(self.params),), other, dtype=dtype, device=self._device)
         return values.index_copy_(0, to_device(rows.index, self._device), rows.values[0].to(dtype))
 
     def is_of(self, params: Sequence[SamplingParams]) -> bool:
-        """Whether the batch was built from ``params``, compared by identity."""
+        """Return whether the batch was built from ``params``, compared by identity."""
         return len(params) == len(self.params) and all(a is b for a, b in zip(params, self.params, strict=True))
 
     def _rows(self, applies: Callable[[SamplingParams], bool], *names: str) -> SelectedRows:
@@ -82,7 +82,7 @@ class SamplingBatch:
         return SelectedRows(index, len(index) == len(self.params), tuple(values))
 
     def _bias(self) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Rows, token ids and values of all logit biases; None if there are none."""
+        """Return rows, token ids and values of all logit biases; None without biases."""
         entries = [(row, token, bias) for row, p in enumerate(self.params) for token, bias in p.logit_bias.items()]
         if not entries:
             return None
