@@ -1,1 +1,1 @@
-"""Runs step plans on one or more ranks: model runner, input buffers, CUDA graphs, worker processes."""
+"""Execution of step plans on one or more ranks: model runner, input buffers, CUDA graphs, worker processes."""

@@ -1,4 +1,4 @@
-"""AdapterReader: one rank's part of an adapter's matrices, in the layout of the layers that compute with them."""
+"""AdapterReader: reads one rank's shard of a LoRA adapter, in the layout of the layers that apply the adapter."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,32 +14,32 @@ from tapscope.engine.layers.lora import AdapterMatrices, LoraTarget
 from tapscope.engine.models.decoder import CausalLM
 
 _WRAPPED = ".base_layer"
-"""PEFT's name for what a wrapper adapts."""
+"""Path component under which PEFT's wrapper stores the module that it adapts."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Matrix:
-    """A matrix of one expert, which was a linear layer when it was adapted."""
+    """One expert matrix, adapted as a separate linear layer."""
 
     expert: int
     part: int
-    """Number of the matrix within those of the expert in the stack: 0 gate, 1 up."""
+    """Index of the matrix among the expert's matrices in the stack: 0 gate, 1 up."""
 
 
 class AdapterReader:
-    """Reads the adapters of one model."""
+    """Reader of the LoRA adapters of one model."""
 
     def __init__(self, model: CausalLM, targets: Mapping[str, LoraTarget], dtype: torch.dtype) -> None:
         """``targets``: by path."""
         self._model, self._targets, self._dtype = model, targets, dtype
         self._experts: dict[str, tuple[str, Experts]] = {}
-        """Path of experts in this model or in checkpoints -> in this model."""
+        """Path of experts, in checkpoints or in this model -> (path in this model, module)."""
         for path, module in model.named_modules():
             if isinstance(module, Experts):
                 self._experts |= dict.fromkeys((in_block(path, module.config.block), path), (path, module))
 
     def read(self, adapter: PeftAdapter, weights: AdapterWeights) -> dict[str, AdapterMatrices]:
-        """Path of each adapted target -> its matrices; raises CheckpointError for what cannot be adapted."""
+        """Read the matrices of each adapted target, by path; raises CheckpointError for unsupported modules."""
         found: dict[str, AdapterMatrices] = {}
         each: dict[tuple[str, str], dict[str, _Matrix]] = {}
         for given in weights.names:
@@ -59,7 +59,7 @@ class AdapterReader:
         return found
 
     def _refusal(self, path: str, where: str) -> CheckpointError:
-        """For a module that cannot be adapted."""
+        """Return the error for a module that cannot be adapted."""
         if path not in dict(self._model.named_modules()):
             return CheckpointError(f"{where}: {self._model.config.architecture} has no module {path}")
         known = sorted({name.rpartition(".")[2] for name in self._targets})
@@ -77,7 +77,7 @@ class AdapterReader:
     def _stack(
         self, weights: AdapterWeights, given: str, owner: tuple[str, Experts], name: str, adapter: PeftAdapter
     ) -> AdapterMatrices:
-        """Matrices of a whole stack: A is [experts * rank, ins], B is [outs, rank * experts], the expert innermost."""
+        """Read an adapter of a whole stack: A [experts * rank, ins], B [outs, rank * experts], experts innermost."""
         path, experts = owner
         target, count = self._targets[f"{path}.{name}"], experts.config.num_experts
         module = f"{given.replace(_WRAPPED, '')}.{name}"
@@ -93,7 +93,7 @@ class AdapterReader:
         return AdapterMatrices(down, up.to(self._dtype), adapter.scaling_of(module))
 
     def _matrix(self, path: str) -> tuple[str, str, _Matrix] | None:
-        """Path of the experts, name of the stack and the matrix, if ``path`` is that of one."""
+        """Return the experts' path, the stack name and the matrix at ``path``; None if it is not an expert's matrix."""
         head, _, part = path.rpartition(".")
         stored, _, number = head.rpartition(".")
         if stored not in self._experts or not number.isdecimal():
@@ -109,7 +109,7 @@ class AdapterReader:
     def _matrices(
         self, weights: AdapterWeights, matrices: Mapping[str, _Matrix], path: str, name: str, adapter: PeftAdapter
     ) -> AdapterMatrices:
-        """A stack of updates of single matrices; those of gate and up are the blocks of one update of both."""
+        """Stack the adapters of single matrices; gate and up become blocks of one update of both."""
         (_, experts), target = self._experts[path], self._targets[f"{path}.{name}"]
         parts, rank = len(experts.stacks[name]), max(adapter.rank_of(given) for given in matrices)
         outs, (first, num) = target.shape[0] // parts, target.inputs
@@ -130,7 +130,7 @@ class AdapterReader:
 
 
 def _wrapped_stack(experts: Experts, given: str, adapter: PeftAdapter, weights: AdapterWeights) -> str:
-    """The stack that PEFT's wrapper ``given`` adapts: it wraps experts once for each parameter, the first innermost."""
+    """Return the stack that PEFT's wrapper ``given`` adapts; wrappers nest per parameter, the first innermost."""
     path, depth = given.replace(_WRAPPED, ""), given.count(_WRAPPED)
     names = [name for name, _ in experts.named_parameters(recurse=False)]
     adapted = [name for name in names if adapter.targets_parameter(f"{path}.{name}")]

@@ -1,6 +1,6 @@
-"""allocating, computing: what does not fit into memory is one sentence that names what to change.
+"""allocating, computing: turn out-of-memory errors into one sentence that names the setting to change.
 
-keep_freed_memory: the host's allocator keeps the memory of one step for the next.
+keep_freed_memory: make the host allocator keep the memory of one step for the next.
 """
 
 import traceback
@@ -13,14 +13,14 @@ from tapscope.core.errors import ConfigError, OutOfMemoryError
 from tapscope.engine.requests.step_plan import StepPlan
 
 _MESSAGES = ("can't allocate memory", "not enough memory", "Storage size calculation overflowed")
-"""Of torch's errors on a CPU, which have no class of their own."""
+"""Messages of torch's CPU out-of-memory errors, which have no exception class of their own."""
 
 
 @contextmanager
 def allocating(what: str, device: torch.device, remedy: str) -> Iterator[None]:
-    """Raise ConfigError if the block runs out of memory of ``device`` or of the host; other errors pass through.
+    """Raise ConfigError if the block runs out of memory of ``device`` or of the host; other errors propagate.
 
-    ``what`` needs the memory, such as "the KV cache"; ``remedy`` says what would work.
+    ``what`` names the allocation, for example "the KV cache"; ``remedy`` names the change that helps.
     """
     try:
         yield
@@ -32,9 +32,9 @@ def allocating(what: str, device: torch.device, remedy: str) -> Iterator[None]:
 
 @contextmanager
 def computing(plan: StepPlan, device: torch.device, remedy: str) -> Iterator[None]:
-    """Raise OutOfMemoryError if the block, a part of the step ``plan``, runs out of memory, as :func:`allocating`.
+    """Raise OutOfMemoryError if the block, a part of the step ``plan``, runs out of memory; see :func:`allocating`.
 
-    The tensors of the failed step are freed, although the error's cause refers to the code that held them.
+    The tensors of the failed step are freed, although the error's cause refers to the frames that held the tensors.
     """
     try:
         yield
@@ -47,13 +47,13 @@ def computing(plan: StepPlan, device: torch.device, remedy: str) -> Iterator[Non
 
 
 def keep_freed_memory() -> None:
-    """Make glibc's allocator keep freed memory of one step for the next one.
+    """Make glibc's allocator keep the memory freed by one step for the next step.
 
-    By default it returns blocks larger than the largest block freed so far, up to 32 MiB, to the system; fresh pages
-    then cost a step of a long prompt up to a tenth of its time. Freeing one block of that size once raises the
-    threshold. This has no effect with MALLOC_MMAP_THRESHOLD_, MALLOC_TRIM_THRESHOLD_ or other allocators.
+    By default glibc returns blocks larger than the largest block freed so far, up to 32 MiB, to the system. Faulting in
+    fresh pages then costs a step of a long prompt up to a tenth of its time. Freeing one block of that size once raises
+    the threshold. This has no effect with MALLOC_MMAP_THRESHOLD_, MALLOC_TRIM_THRESHOLD_ or other allocators.
     """
-    torch.empty((32 << 20) - (1 << 13), dtype=torch.uint8)  # untouched: it takes no memory
+    torch.empty((32 << 20) - (1 << 13), dtype=torch.uint8)  # never written, so that no page is allocated
 
 
 def _is_out_of_memory(error: RuntimeError | MemoryError) -> bool:

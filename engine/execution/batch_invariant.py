@@ -1,15 +1,15 @@
 """BatchInvariant: a row's result is bit-identical in any batch, with any chunking and after any prefix hit.
 
-Results otherwise vary because libraries choose the order of summation of GEMMs and attention by the number of rows. In
-this mode every GEMM computes blocks of ROWS rows, padded with zeros, and attention blocks of ROWS queries against
-blocks of KEYS keys that begin at multiples of KEYS, so that shapes do not depend on the batch. (He et al., "Defeating
-Nondeterminism in LLM Inference", 2025, has the same aim.) Norms and softmax are unchanged: torch computes them row by
+Results otherwise vary because libraries choose the summation order of GEMMs and attention by the number of rows. In
+this mode every GEMM computes blocks of ROWS rows, padded with zeros. Attention computes blocks of ROWS queries against
+blocks of KEYS keys that begin at multiples of KEYS. Shapes therefore do not depend on the batch. (He et al., "Defeating
+Nondeterminism in LLM Inference", 2025, has the same goal.) Norms and softmax are unchanged: torch computes them row by
 row.
 
-On a GPU, Triton kernels whose blocks do not depend on the batch compute GEMMs, attention and norms. What they do not
-compute, such as heads of more than 256 features, is computed as on a CPU. The kernels of quantized products choose
-their launch by the number of rows: :func:`~tapscope.engine.layers.fused.product_kernels` withholds them while a mode is
-active, and a weight is dequantized whenever it is multiplied.
+On a GPU, Triton kernels whose blocks do not depend on the batch compute GEMMs, attention and norms. Operations that
+these kernels do not support, such as heads of more than 256 features, run as on a CPU. Kernels of quantized products
+choose their launch config by the number of rows, so :func:`~tapscope.engine.layers.fused.product_kernels` withholds
+them while a mode is active, and weights are dequantized for each product.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -49,10 +49,10 @@ _NEED_HOST = {DeepseekAttention: "latent attention (MLA)", RecurrentLayer: "a re
 
 
 class BatchInvariant(TorchFunctionMode):
-    """While active, replaces functions of torch and of the attention layer by batch-invariant ones."""
+    """Torch function mode that replaces functions of torch and of the attention layer by batch-invariant ones."""
 
     allows_fused = True
-    """The rows of fused kernels do not depend on one another (:func:`~tapscope.engine.layers.fused.fused_for`)."""
+    """True because rows of fused kernels are independent (:func:`~tapscope.engine.layers.fused.fused_for`)."""
 
     def __torch_function__(
         self,
@@ -61,13 +61,13 @@ class BatchInvariant(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Called by torch instead of ``func``."""
+        """Run the replacement of ``func``, or ``func`` itself; called by torch."""
         replaced: Callable[..., Any] = _REPLACED.get(func, func)
         return replaced(*args, **(kwargs or {}))
 
 
 def make_batch_invariant(model: CausalLM) -> None:
-    """Fix the choices that a model otherwise makes by batch: MLA absorption and the order of all-reduce."""
+    """Fix the choices that a model otherwise makes per batch: MLA absorption and the order of all-reduce."""
     model.tp.ordered = True
     for module in model.modules():
         if isinstance(module, DeepseekAttention):
@@ -77,8 +77,9 @@ def make_batch_invariant(model: CausalLM) -> None:
 
 
 def what_needs_host(model: CausalLM) -> str | None:
-    """The part of a decode step on a GPU that waits for the host in this mode, so that CUDA graphs cannot capture it;
-    None if nothing does.
+    """Return the part of a GPU decode step that waits for the host in this mode, which prevents CUDA graph capture.
+
+    None if no part does.
     """
     if model.tp.size > 1:
         return f"tp={model.tp.size}"
@@ -94,7 +95,7 @@ def what_needs_host(model: CausalLM) -> str | None:
 
 
 def _by_rows(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """``function`` of blocks of x's first axis, each of ROWS rows."""
+    """Apply ``function`` to blocks of ROWS rows along the first axis of ``x``."""
     padding = [0] * (2 * x.ndim - 1) + [-len(x) % ROWS]
     blocks = torch.split(functional.pad(x, padding), ROWS)
     return torch.cat([function(block) for block in blocks])[: len(x)]
@@ -110,7 +111,7 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 
 def _kernels(states: Tensor) -> Kernels | None:
-    """Triton kernels that compute with ``states``; None if there are none."""
+    """Return the Triton kernels that support ``states``; None if there are none."""
     return kernels(states.device) if may_run_on(states.device) and states.dtype in _KERNEL_DTYPES else None
 
 
@@ -128,7 +129,7 @@ def _grouped_linear(input: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def _attend(query: Tensor, layer: int, cache: StepCache, spec: AttentionSpec) -> Tensor:
-    """As `attend`, but the cache is read from a multiple of KEYS on, or by the kernel of prompts, single rows too."""
+    """Compute `attend`, reading the cache from a multiple of KEYS on, or with the prefill kernel for all rows."""
     if spec.chunk is not None:
         return attend_chunks(query, layer, cache, spec, _attend_one)
     paged = attend_prompts(query, layer, cache, spec, is_batch_invariant=True)
@@ -151,14 +152,14 @@ def _attend(query: Tensor, layer: int, cache: StepCache, spec: AttentionSpec) ->
 def _attend_tree(
     query: Tensor, keys: Tensor, values: Tensor, segment: Segment, start: int, spec: AttentionSpec, *_: StepCache
 ) -> Tensor:
-    """As `attend_tree`, each branch by itself."""
+    """Compute `attend_tree` one branch at a time."""
     return attend_branches(query, keys, values, segment, start, spec, _attend_one)
 
 
 def _attend_one(
     query: Tensor, keys: Tensor, values: Tensor, diagonal: int, spec: AttentionSpec, _: StepMasks | None = None
 ) -> Tensor:
-    """As `attend_one`, all in float32; key 0 is at a multiple of KEYS."""
+    """Compute `attend_one` in float32; key 0 is at a multiple of KEYS."""
     if query.shape[-1] <= MAX_HEAD_DIM and (found := _kernels(query)) is not None:
         return _attend_copied(found.prefill, query, keys, values, diagonal + len(query), spec)
     padding = (0, 0, 0, 0, 0, -len(keys) % KEYS)
@@ -174,7 +175,7 @@ def _attend_one(
 def _attend_copied(
     prefill: Callable[..., Tensor], query: Tensor, keys: Tensor, values: Tensor, length: int, spec: AttentionSpec
 ) -> Tensor:
-    """The last rows of ``length`` positions, by the kernel that also reads keys and values in their pages."""
+    """Attend with the last rows of ``length`` positions in the paged prefill kernel, after a copy to pages."""
     pages = -(-length // ROWS)
     padding = (0, 0, 0, 0, 0, pages * ROWS - length)
     pools = [functional.pad(x[:length], padding).reshape(pages, ROWS, *x.shape[1:]) for x in (keys, values)]
@@ -187,7 +188,7 @@ def _attend_copied(
 
 
 def _attend_block(query: Tensor, keys: Tensor, values: Tensor, first: int, end: int, spec: AttentionSpec) -> Tensor:
-    """ROWS queries at positions from ``first`` on against [kv_heads, length, dim] -> [ROWS, heads, value dim].
+    """Attend with ROWS queries from position ``first`` on to [kv_heads, length, dim] -> [ROWS, heads, value dim].
 
     Online softmax over blocks with a running maximum (arXiv:2205.14135). A fully masked block does not change a row's
     bits: its sums are multiplied by one and zero is added.
@@ -200,7 +201,7 @@ def _attend_block(query: Tensor, keys: Tensor, values: Tensor, first: int, end: 
     if spec.sinks is None:
         top = folded.new_full((*folded.shape[:2], 1), -torch.inf)
         total = torch.zeros_like(top)
-    else:  # a first score without a value
+    else:  # sinks act as a first score without a value
         top = spec.sinks.float().view(kv_heads, group).repeat_interleave(ROWS, dim=1).unsqueeze(-1)
         total = torch.ones_like(top)
     mixed = folded.new_zeros(*folded.shape[:2], values.shape[-1])
@@ -223,7 +224,7 @@ def _attend_block(query: Tensor, keys: Tensor, values: Tensor, first: int, end: 
 
 
 def _index_scores(query: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
-    """As `index_scores`, in blocks of ROWS rows and KEYS keys."""
+    """Compute `index_scores` in blocks of ROWS rows and KEYS keys."""
     length = keys.shape[1]
     blocks = torch.split(functional.pad(keys, (0, -length % KEYS)), KEYS, dim=1)
     rows = []
@@ -236,7 +237,7 @@ def _index_scores(query: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
 
 
 def _attend_chosen(query: Tensor, latents: Tensor, ids: Tensor, core: LatentAttention) -> Tensor:
-    """As `attend_chosen`, in blocks of ROWS rows; missing ones see the first position."""
+    """Compute `attend_chosen` in blocks of ROWS rows; padding rows attend to the first position."""
     parts = []
     for first in range(0, len(query), ROWS):
         missing = max(0, first + ROWS - len(query))

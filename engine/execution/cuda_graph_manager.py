@@ -1,4 +1,4 @@
-"""CUDAGraphManager: the CUDA graphs of one model, and which of them computes a step."""
+"""CUDAGraphManager: the CUDA graphs of one model, and the dispatch of steps to them."""
 
 import logging
 import time
@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 
 def why_no_graphs(config: EngineConfig, model: CausalLM, cache: KVCache) -> str | None:
-    """Why no step on a GPU can run as a CUDA graph; None if decoding steps can."""
+    """Return why no step on a GPU can run as a CUDA graph; None if decode steps can."""
     waiting = what_needs_host(model) if config.batch_invariant else None
     reasons = {
         "cuda_graphs='off'": config.cuda_graphs == "off",
@@ -44,9 +44,9 @@ def why_no_graphs(config: EngineConfig, model: CausalLM, cache: KVCache) -> str 
 
 
 def can_capture_graphs(config: EngineConfig, model: CausalLM, cache: KVCache, device: torch.device) -> bool:
-    """Whether decoding steps on ``device`` can run as CUDA graphs.
+    """Return whether decode steps on ``device`` can run as CUDA graphs.
 
-    Logs why not, unless ``device`` is a CPU or ``cuda_graphs='off'``.
+    Logs the reason if not, unless ``device`` is a CPU or ``cuda_graphs='off'``.
     """
     if device.type != "cuda" or config.cuda_graphs == "off":
         return False
@@ -57,17 +57,17 @@ def can_capture_graphs(config: EngineConfig, model: CausalLM, cache: KVCache, de
 
 
 class CUDAGraphManager:
-    """The graphs of decoding steps and, where they are wanted and possible, of steps with prompts.
+    """CUDA graphs of decode steps and, if requested and possible, of steps with prompts.
 
-    Any other step runs eagerly. Every rank has graphs of the same buckets, and dispatches a step in the same way.
+    All other steps run eagerly. Every rank has graphs for the same buckets, and dispatches a step in the same way.
     """
 
     def __init__(self, tp: TensorParallel, decode: DecodeGraphs, prefill: PrefillGraphs | None = None) -> None:
         self._tp = tp
         self.decode = decode
-        """Of decoding steps, and of those that verify chains of drafts."""
+        """Graphs of decode steps, and of steps that verify chains of drafts."""
         self.prefill = prefill
-        """Of steps with prompts; None: these run eagerly."""
+        """Graphs of steps with prompts; None if these steps run eagerly."""
         self._warned: set[str] = set()
 
     @classmethod
@@ -87,12 +87,12 @@ class CUDAGraphManager:
         stream: torch.cuda.Stream,
         is_observed: bool,
     ) -> Self:
-        """Graphs of the steps in ``buffers``; none is captured yet.
+        """Create the graphs of steps in ``buffers``, without capturing any.
 
-        ``max_rows``: rows of a step of single rows; ``max_request_rows``: rows of a request in one; ``max_tokens``:
-        rows of a step with prompts; ``extra_widths``: widths of further arguments [rows, width] of the model in
-        ``dtype``, by name; ``numerics``, ``stream``: see :class:`.DecodeGraphs`; ``is_observed``: graphs may be
-        captured with taps.
+        ``max_rows``: rows of a step of single rows; ``max_request_rows``: rows per request in such a step;
+        ``max_tokens``: rows of a step with prompts; ``extra_widths``: widths of additional model arguments [rows,
+        width] in ``dtype``, by name; ``numerics``, ``stream``: see :class:`.DecodeGraphs`; ``is_observed``: graphs may
+        be captured with taps.
         """
         device = cache.device
         extra = {name: torch.zeros(max_rows, width, dtype=dtype, device=device) for name, width in extra_widths.items()}
@@ -107,11 +107,11 @@ class CUDAGraphManager:
         return cls(model.tp, decode, prefill)
 
     def compile_kernels(self, device: torch.device, observer: GraphObserver | None = None) -> None:
-        """Compile the kernels of all buckets in parallel, where the first steps would do so one after the other.
+        """Compile the kernels of all buckets in parallel; otherwise the first steps would compile them sequentially.
 
-        With ``observer``, those of decoding steps while all of its taps are in place: modules that hooks watch are not
-        fused with others, which takes other kernels. Those of the smallest and the largest bucket come first: if they
-        were compiled in an earlier start, so were the others. Ranks share the work.
+        With ``observer``, compile those of decode steps with all of its taps in place: modules with hooks are not
+        fused, so that other kernels run. The smallest and the largest bucket come first: if their kernels were compiled
+        by an earlier start, so were all others. Ranks share the work.
         """
         began, names, tp = time.perf_counter(), [], self._tp
         kinds = [self.decode] if self.prefill is None or observer is not None else [self.decode, self.prefill]
@@ -129,7 +129,7 @@ class CUDAGraphManager:
             _log.info("compiled %d Triton kernels%s in %.1f s", len(names), what, time.perf_counter() - began)
 
     def measure(self, num_tap_sets: int) -> int:
-        """Bytes that all graphs will take, also those captured later and with ``num_tap_sets`` sets of taps.
+        """Return the bytes that all graphs will take, including later captures and ``num_tap_sets`` sets of taps.
 
         See :meth:`.DecodeGraphs.measure`. Raises RankLostError.
         """
@@ -137,7 +137,7 @@ class CUDAGraphManager:
         return prefill + self.decode.measure(num_tap_sets)
 
     def capture(self) -> None:
-        """Capture the graphs; the ranks do so together, and destroy them before they disconnect. Raises ConfigError."""
+        """Capture the graphs, on all ranks together; ranks destroy them before they disconnect. Raises ConfigError."""
         for graphs in (self.prefill, self.decode):
             if graphs is not None:
                 self._tp.release_first(graphs.release)
@@ -150,20 +150,21 @@ class CUDAGraphManager:
         self.decode.capture()
 
     def release(self) -> None:
-        """Destroy the graphs; later steps have none."""
+        """Destroy the graphs; later steps run eagerly."""
         self.decode.release()
         if self.prefill is not None:
             self.prefill.release()
 
     def dispatch(self, plan: StepPlan) -> DecodeGraphs | None:
-        """The graphs that compute ``plan``, if they have one of its size; None: it runs eagerly."""
+        """Return the graphs that compute ``plan``, or None if the step must run eagerly."""
         if self.why_eager(plan) is not None:
             return None
         return self.prefill if self.decode.bucket_of(plan) is None else self.decode
 
     def padded_size(self, plan: StepPlan) -> int | None:
-        """Rows of ``plan`` in a graph, to which it is also padded where it runs eagerly but must have the same shapes;
-        None for no padding. Equal on all ranks.
+        """Return the number of rows of ``plan`` in a graph, equal on all ranks; None for no padding.
+
+        A step that runs eagerly but must have the same shapes as a graph is padded to this size, too.
         """
         if self.why_eager(plan) is not None:
             return None
@@ -171,13 +172,13 @@ class CUDAGraphManager:
         return self.prefill.bucket_of(plan) if size is None and self.prefill is not None else size
 
     def why_eager(self, plan: StepPlan) -> str | None:
-        """What in the requests of ``plan`` keeps it from running as a graph; None if nothing does."""
+        """Return the property of ``plan``'s requests that prevents a CUDA graph, or None."""
         if plan.has_adapters:
             return "requests have LoRA adapters"
         return "requests have recorded experts" if plan.has_experts else None
 
     def warn_of_eager(self, reason: str) -> None:
-        """Warn once for each reason that graphs are not used."""
+        """Log, once per ``reason``, that steps run without CUDA graphs."""
         if reason not in self._warned:
             self._warned.add(reason)
             _log.warning("%s: steps run eagerly, without CUDA graphs", reason)

@@ -1,21 +1,22 @@
 """DecodeGraphs: decode steps as CUDA graphs, one per bucket of batch sizes.
 
 A step in which every request has one row is padded to the next *bucket* of rows. Its inputs are in static memory
-(:class:`InputBuffers`, the KV cache, the weights), so that a graph captured once per bucket computes any such step. The
-embedding, the layers and the final norm are captured. lm_head and the sampler are not: they are launched as ordinary
-kernels while the graph runs, and their logits need no static memory.
+(:class:`InputBuffers`, the KV cache, the weights), so that a graph captured once per bucket computes any step of this
+kind. The graph contains the embedding, the layers and the final norm. lm_head and the sampler are not captured: they
+are launched as ordinary kernels while the graph runs, and their logits need no static memory.
 
 With speculative decoding a request may have several rows: its last tokens and a chain of drafts. The same graphs
-compute them as single rows, each attending up to its own position: a layer stores the keys and values of all rows
-before any row attends. The attention kernel sees which rows are of one request, and reads its keys and values once.
+compute these as single rows, each attending up to its own position, because a layer stores the keys and values of all
+rows before any row attends. The attention kernel detects adjacent rows of one request, and reads their keys and values
+once.
 
-Collectives of tensor-parallel ranks are part of the graph. Every rank runs any step in the same number of rows, with a
-graph or without, so that their collectives meet. All ranks capture the same buckets together when they start.
+Collectives of tensor-parallel ranks are part of the graph. Every rank runs a given step with the same number of rows,
+with or without a graph, so that the collectives match. All ranks capture the same buckets together at startup.
 
-While an observer's taps are attached, other graphs are used (:meth:`DecodeGraphs.tapped`), which are captured with the
-taps; the rest of the model is called as in any step. Each rank decides for itself whether it has taps and whether it
-must capture: neither a capture nor the warm-up before it reaches the other ranks, and a step has the same collectives
-in a graph with taps, in one without, and in none.
+While an observer's taps are attached, separate graphs are used (:meth:`DecodeGraphs.tapped`), which are captured with
+the taps; the rest of the model is called as in any step. Each rank decides for itself whether it has taps and whether
+to capture: neither a capture nor the warm-up before it communicates with other ranks. A step has the same collectives
+in a graph with taps, in a graph without taps, and in eager execution.
 """
 
 import logging
@@ -40,48 +41,48 @@ from tapscope.engine.models.draft_head import DraftHead
 from tapscope.engine.requests.step_plan import StepPlan
 
 MAX_TAP_SETS = 3
-"""Sets of taps whose graphs are kept."""
+"""Number of tap sets whose graphs are kept."""
 _MEASURED = 4
-"""Graphs that are captured to learn how much memory all of them need."""
+"""Number of graphs captured to estimate the memory of all graphs."""
 _log = logging.getLogger(__name__)
 _MAX_LOGIT_ROWS = 256
-"""Of a step whose output head is compiled."""
+"""Largest number of rows for which :meth:`DecodeGraphs.compile_kernels` runs the output head."""
 cuda: Any = torch.cuda  # parts of it have no type hints
 
 
 def free_memory() -> int:
-    """Free bytes of the current GPU, once torch has given back what it keeps for later tensors."""
+    """Return the free bytes of the current GPU after emptying torch's caching allocator."""
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info()[0]
 
 
 def buckets(max_rows: int) -> list[int]:
-    """Row counts that steps are padded to: 1, 2, 4, multiples of 8 below 256, then every 32; the last is max_rows."""
+    """Return the row counts to pad to: 1, 2, 4, multiples of 8 below 256, then every 32; the last is ``max_rows``."""
     sizes = [1, 2, 4, *range(8, 256, 8), *range(256, max_rows, 32)]
     return [size for size in sizes if size < max_rows] + [max_rows]
 
 
 @dataclass(frozen=True, slots=True)
 class CapturedGraph:
-    """A step of one bucket."""
+    """CUDA graph of a step of one bucket."""
 
     graph: torch.cuda.CUDAGraph
     inputs: StepInputs
-    """Kept alive because the graph reads their memory."""
+    """Kept alive because the graph reads its memory."""
     hidden: Tensor
     """[rows, hidden], written by every replay."""
     held: tuple[tuple[Any, str, Any], ...]
-    """(module, attribute, value): what else modules hold after a step, [rows, ...] each."""
+    """(module, attribute, value) of further outputs [rows, ...] that modules keep after a step."""
 
     def hold(self, count: int) -> None:
-        """Let modules hold the first ``count`` rows of a replayed step, as if they had been called."""
+        """Set the kept outputs of modules to the first ``count`` rows of a replay, as after a call of the modules."""
         for module, name, value in self.held:
             held = [each[:count] for each in value] if isinstance(value, list) else value
             setattr(module, name, held[:count] if isinstance(held, Tensor) else held)
 
 
 class DecodeGraphs:
-    """The CUDA graphs of one model on one GPU."""
+    """CUDA graphs of one model on one GPU."""
 
     def __init__(
         self,
@@ -94,22 +95,22 @@ class DecodeGraphs:
         extra: Mapping[str, Tensor] | None = None,
         stream: torch.cuda.Stream | None = None,
     ) -> None:
-        """``numerics`` is active while the model is captured, such as the mode of batch-invariant functions;
-        ``extra``: static memory [rows, ...] of further inputs, by argument; ``stream``: of captures, None: its own.
-        cuBLAS keeps 32 MiB for each stream.
+        """``numerics`` is entered during capture, for example the mode of batch-invariant functions. ``extra``: static
+        memory [rows, ...] of further inputs, by argument name. ``stream``: stream of captures; None creates one. cuBLAS
+        keeps 32 MiB per stream.
         """
         self._model, self._buffers, self._sizes, self._numerics = model, buffers, sizes, numerics
         self.max_request_rows = max_request_rows
-        """Rows of a request in a step."""
+        """Maximum number of rows per request in a step."""
         self._extra = dict(extra or {})
         self._graphs: dict[int, CapturedGraph] = {}
         self._tapped: dict[str, dict[int, CapturedGraph | None]] = {}  # tap set -> rows -> graph, the latest last
         self._pool: Any = None
         self._stream: Any = stream
-        self._without_memory: set[int] = set()  # buckets that are not captured again
+        self._without_memory: set[int] = set()  # buckets whose capture ran out of memory
         self._in_use = threading.Lock()
         self._is_released = False
-        names = "chosen", "aux_hidden_states"  # of routers, and of decoders for EAGLE-3
+        names = "chosen", "aux_hidden_states"  # attributes of routers, and of decoders for EAGLE-3
         self._holders = [(module, name) for module in model.modules() for name in names if hasattr(module, name)]
         if isinstance(model, DraftHead):
             self._holders.append((model, "last_hidden_state"))
@@ -119,15 +120,15 @@ class DecodeGraphs:
 
     @property
     def sizes(self) -> Sequence[int]:
-        """Rows of each bucket, ascending."""
+        """Number of rows of each bucket, ascending."""
         return self._sizes
 
     @torch.no_grad()
     def capture(self) -> None:
-        """Capture every bucket, the largest first, so that the others reuse its memory.
+        """Capture every bucket, the largest first, so that smaller ones reuse its memory.
 
-        If a capture runs out of memory, that bucket and the smaller ones have no graph; such steps run eagerly. One of
-        several ranks cannot decide that for the others: raises ConfigError.
+        If a capture runs out of memory, that bucket and the smaller ones have no graph, and their steps run eagerly.
+        With several ranks, one rank cannot decide this for the others: raises ConfigError.
         """
         self._graphs.clear()
         self._tapped.clear()
@@ -153,7 +154,7 @@ class DecodeGraphs:
         _log.info("captured CUDA graphs of %d batch sizes, %.1f MiB", len(self._graphs), self.num_bytes / 2**20)
 
     def release(self) -> None:
-        """Destroy the graphs; callable from any thread. Later steps have none."""
+        """Destroy the graphs, from any thread; later steps run without graphs."""
         with self._in_use:
             self._is_released = True
             kept = [*self._graphs.values()]
@@ -164,10 +165,10 @@ class DecodeGraphs:
 
     @torch.no_grad()
     def measure(self, num_tap_sets: int = 0) -> int:
-        """Bytes that :meth:`capture`, graphs captured later and those with ``num_tap_sets`` sets of taps will take.
+        """Return the bytes that all graphs will take, including later captures and ``num_tap_sets`` sets of taps.
 
-        The largest buckets are captured and destroyed: what the first takes is shared, what the next ones add is the
-        part of each graph. Other ranks do the same. Raises RankLostError.
+        The largest buckets are captured and destroyed. The memory of the first is shared by all graphs; the increments
+        of the others give the memory per graph. Other ranks must measure at the same time. Raises RankLostError.
         """
         self._start_pool()
         self._is_released = False
@@ -180,7 +181,7 @@ class DecodeGraphs:
                     free.append(free_memory())
             finally:
                 self.release()
-                for module, name, value in held:  # else they would keep memory of the graphs
+                for module, name, value in held:  # release references to the graphs' memory
                     setattr(module, name, value)
         shared, others = free[0] - free[1], free[1] - free[-1]
         num_others = len(self._sizes) * (1 + num_tap_sets) - 1
@@ -188,14 +189,14 @@ class DecodeGraphs:
 
     @torch.no_grad()
     def compile_kernels(self, sizes: Collection[int], observer: GraphObserver | None = None) -> None:
-        """Compile the kernels of steps of ``sizes`` rows; inside :func:`.compiled_ahead`, which leaves out launches.
+        """Compile the kernels of steps of ``sizes`` rows; call inside :func:`.compiled_ahead`, which skips launches.
 
-        With ``observer``, its taps are in place. A graph is captured and destroyed, so that the device computes nothing
-        from inputs that are missing. Other ranks are not needed.
+        With ``observer``, its taps must be in place. A graph is captured and destroyed, so that the device computes
+        nothing from missing inputs. Other ranks need not take part.
         """
         self._stream = self._stream or cuda.Stream()
         held = [(module, name, getattr(module, name)) for module, name in self._holders]
-        with torch.cuda.stream(self._stream):  # cuBLAS takes memory for each stream, not that of the graph
+        with torch.cuda.stream(self._stream):  # allocates the stream's cuBLAS workspace outside the graph's pool
             square = torch.ones(16, 16, dtype=torch.bfloat16, device=self._buffers.page_tables[0].device)
             square @ square
         current = torch.cuda.current_stream()
@@ -204,8 +205,8 @@ class DecodeGraphs:
                 self._load_padding(size)
                 self._stream.wait_stream(current)
                 graph = torch.cuda.CUDAGraph()
-                # Each has memory of its own: a pool whose graphs are all destroyed cannot be captured into again.
-                # Relaxed: what libraries do at their first call is allowed.
+                # Each graph has its own pool: after all its graphs are destroyed, a pool cannot be captured into again.
+                # Relaxed mode permits the calls that libraries make when they initialize.
                 how: dict[str, Any] = {"stream": self._stream, "capture_error_mode": "relaxed"}
                 with gc_paused(), self._model.tp.rehearsal(), torch.cuda.graph(graph, **how):
                     hidden = self._decode(self._inputs(size), observer)
@@ -214,14 +215,16 @@ class DecodeGraphs:
                 del hidden
                 graph.reset()
         finally:
-            torch.cuda.set_stream(current)  # a capture that does not begin or end leaves its own as the current one
+            torch.cuda.set_stream(current)  # a failed capture leaves its stream as the current one
             self._model.last_hidden_state = None
             for module, name, value in held:
                 setattr(module, name, value)
 
     def _keep(self, graphs: dict[int, Any], size: int, captured: CapturedGraph | None) -> None:
-        """Add a graph to ``graphs``, from where :meth:`release` destroys it; raises RankLostError where it already has
-        destroyed the others."""
+        """Add a graph to ``graphs``, from which :meth:`release` destroys it.
+
+        Raises RankLostError, and destroys the graph, if :meth:`release` already ran.
+        """
         with self._in_use:
             if not self._is_released:
                 graphs[size] = captured
@@ -231,16 +234,16 @@ class DecodeGraphs:
         raise RankLostError(f"rank {self._model.tp.rank} lost a peer")
 
     def _start_pool(self) -> None:
-        """Start the memory pool that the graphs captured from now on share."""
+        """Create the memory pool that all graphs captured from now on share."""
         self._pool = cuda.graph_pool_handle()
         self._stream = self._stream or cuda.Stream()
 
     def _capture(self, size: int, observer: GraphObserver | None = None, *, is_alone: bool = False) -> CapturedGraph:
-        """Capture a step of ``size`` rows, with the observer's taps; ``is_alone``: other ranks capture nothing now."""
+        """Capture a step of ``size`` rows, with the observer's taps; ``is_alone``: other ranks do not capture now."""
         self._load_padding(size)
         stream = self._stream
         stream.wait_stream(torch.cuda.current_stream())
-        # A warm-up before the capture: it compiles kernels, and libraries select theirs.
+        # Warm up before the capture: kernels are compiled, and libraries select theirs.
         with torch.cuda.stream(stream), ExitStack() as rehearsals:
             if observer is not None:
                 rehearsals.enter_context(observer.rehearsal())
@@ -259,11 +262,11 @@ class DecodeGraphs:
         return CapturedGraph(graph, inputs, hidden, held)
 
     def _load_padding(self, size: int) -> None:
-        """Load a step of ``size`` rows of padding."""
+        """Load a step of ``size`` padding rows."""
         self._buffers.load_padding(size)
 
     def _inputs(self, size: int) -> StepInputs:
-        """The inputs of a step of ``size`` rows, as functions of static memory."""
+        """Return the inputs of a step of ``size`` rows as views of static memory."""
         return self._buffers.single_rows(size, self.max_request_rows)
 
     def _decode(self, inputs: StepInputs, observer: GraphObserver | None) -> Tensor:
@@ -277,12 +280,12 @@ class DecodeGraphs:
         return output
 
     def bucket_of(self, plan: StepPlan) -> int | None:
-        """Rows of ``plan`` with padding: the smallest of :attr:`sizes` that fits. Equal on all ranks.
+        """Return the padded number of rows of ``plan``, the smallest of :attr:`sizes` that fits; equal on all ranks.
 
-        None unless every request has at most :attr:`max_request_rows` rows, the last one with logits, and none is of a
-        draft tree.
+        None unless every request has at most :attr:`max_request_rows` rows, has logits for its last row, and has no
+        rows of a draft tree.
         """
-        is_plain = plan.is_decode and not plan.model  # saves looking at each request
+        is_plain = plan.is_decode and not plan.model  # avoids a check of each request
         if not is_plain and any(
             len(item.tokens) > self.max_request_rows or not item.num_logits or item.tree for item in plan.scheduled
         ):
@@ -293,9 +296,9 @@ class DecodeGraphs:
     def run(
         self, plan: StepPlan, extra: Mapping[str, Tensor] | None = None, tokens: Tensor | None = None
     ) -> Tensor | None:
-        """Last hidden states [rows of ``plan``, hidden], valid until the next step; None where no graph fits.
+        """Compute the last hidden states [rows of ``plan``, hidden], valid until the next step; None if no graph fits.
 
-        ``extra``: further inputs of the model, by argument; ``tokens`` [rows] int64 on the device: in place of the
+        ``extra``: further inputs of the model, by argument name; ``tokens`` [rows] int64 on the device replace the
         plan's.
         """
         size = self.bucket_of(plan)
@@ -309,7 +312,7 @@ class DecodeGraphs:
         return self._replay_plan(plan, captured)
 
     def _replay_plan(self, plan: StepPlan, captured: CapturedGraph) -> Tensor | None:
-        """Compute ``plan``, whose inputs are loaded; None where a rank is lost."""
+        """Replay the graph of ``plan``, whose inputs are loaded; None if a rank is lost."""
         with self._in_use:
             if self._is_released:
                 return None
@@ -318,10 +321,10 @@ class DecodeGraphs:
         return captured.hidden[: plan.num_tokens]
 
     def tapped(self, size: int, observer: GraphObserver) -> CapturedGraph | None:
-        """A graph with the observer's taps; :meth:`replay` replaces the decoder in a step of ``size`` rows.
+        """Return a graph with the observer's taps, to :meth:`replay` instead of the decoder in a step of ``size`` rows.
 
-        The graph is captured when a step of this size first needs the present set of taps; None if that runs out of
-        memory. Graphs are kept for the last few tap sets. Raises RankLostError.
+        The graph is captured when a step of this size first needs the current tap set; None if the capture runs out of
+        memory. Graphs of the last :data:`MAX_TAP_SETS` tap sets are kept. Raises RankLostError.
         """
         self._model.tp.check()
         state = observer.tap_state
@@ -349,7 +352,7 @@ class DecodeGraphs:
             raise
 
     def replay(self, captured: CapturedGraph, *args: Any, **kwargs: Any) -> ModelOutput:
-        """Compute the step whose inputs are loaded: called instead of the decoder. Raises RankLostError."""
+        """Replay the step whose inputs are loaded, in place of a call of the decoder. Raises RankLostError."""
         with self._in_use:
             if self._is_released:
                 raise RankLostError(f"rank {self._model.tp.rank} lost a peer")

@@ -1,10 +1,9 @@
-"""DraftChains: chains of drafts of a head, computed on the device right after the step that verifies the ones before.
+"""DraftChains: draft chains of a draft head, computed on the device right after the preceding verification step.
 
-The host does not wait: how many drafts were accepted is computed on the device, the head's rows after the accepted ones
-begin there, and each draft is read by the next forward where the device has stored it. One CUDA graph for each number
-of requests does all of that: it finds the last accepted row and draws the first draft after it; then, for each further
-draft, it computes one row of the head for each request, after it has advanced positions, places and lengths in the
-static buffers.
+The host does not wait: the device computes how many drafts were accepted, starts the head's rows after the accepted
+ones, and stores each draft where the next forward reads it. One CUDA graph per number of requests does all of this. It
+finds the last accepted row and samples the first draft after it. For each further draft it advances positions, slots
+and lengths in the static buffers, and computes one row of the head per request.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,15 +26,15 @@ from tapscope.engine.sampling.sampler import greedy
 
 @dataclass(frozen=True, slots=True)
 class LaunchedDrafts:
-    """Drafts that the device computes."""
+    """Drafts that the device is computing."""
 
     _tokens: Tensor
-    """[drafts of a request, requests with those of padding] int64 on the host."""
+    """[drafts per request, requests including padding] int64 on the host."""
     _count: int
     _copied: torch.cuda.Event | None
 
     def wait(self) -> list[list[int]]:
-        """The drafts of each request, once they are computed."""
+        """Return the drafts of each request, once the device has computed them."""
         if self._copied is not None:
             self._copied.synchronize()
         drafts: list[list[int]] = self._tokens[:, : self._count].t().tolist()
@@ -44,18 +43,18 @@ class LaunchedDrafts:
 
 @dataclass(frozen=True, slots=True)
 class HeadRows:
-    """The head's rows in a step that verifies drafts."""
+    """Rows of the draft head in a step that verifies drafts."""
 
     sampled: Tensor
-    """[rows] int64: the tokens that the target samples from them, which the head reads."""
+    """[rows] int64: tokens that the target samples from these rows, which the head reads."""
     outputs: Tensor
-    """[rows, hidden]: what the output head reads."""
+    """[rows, hidden]: input of the output head."""
     states: Tensor
-    """[rows, hidden]: what the next row reads."""
+    """[rows, hidden]: hidden state that the next row reads."""
 
 
 class DraftChains:
-    """The chains of one head, whose CUDA graphs use ``buffers``."""
+    """Draft chains of one head, whose CUDA graphs use ``buffers``."""
 
     def __init__(
         self,
@@ -70,8 +69,8 @@ class DraftChains:
         numerics: Callable[[], AbstractContextManager[Any]] = nullcontext,
         stream: torch.cuda.Stream | None = None,
     ) -> None:
-        """``last_tokens``: the target's, where drafts are stored; ``max_rows``: rows of a step that verifies;
-        ``num_drafts``: the most drafts of a request in it.
+        """``last_tokens``: the target's buffer, which receives the drafts; ``max_rows``: rows of a step that verifies
+        drafts; ``num_drafts``: maximum number of drafts per request in that step.
         """
         self._model, self._buffers, self._num_drafts = model, buffers, num_drafts
         self._device = device = buffers.page_tables[0].device
@@ -79,17 +78,18 @@ class DraftChains:
         """Batch sizes of the graphs; a step with fewer requests is padded."""
         size, rows, is_cuda = model.config.hidden_size, max_rows + num_drafts, device.type == "cuda"
         self._vectors = PackedVectors(3, max(max_requests, rows), torch.int64, device)
-        """First row and number of drafts of each request, and the ids of the rows, in the step that verifies."""
+        """First row and number of drafts of each request, and the token ids of the rows, in the verifying step."""
         self._sampled = torch.zeros(rows, dtype=torch.int64, device=device)
-        """The tokens sampled from its rows."""
+        """Tokens sampled from the rows of the verifying step."""
         self._outputs, self._states = (torch.zeros(rows, size, dtype=dtype, device=device) for _ in range(2))
-        """What the output head and the next row of each of the head's rows read."""
+        """Output-head input and next-row hidden state of each of the head's rows."""
         self._last_states = torch.zeros(max_requests, size, dtype=dtype, device=device)
-        """What the next row of each request reads."""
+        """Hidden state that the next row of each request reads."""
         self._last_drafts = last_tokens[1:]
-        """[drafts, rows of the page tables]: those that the step verifies, then the next ones."""
+        """[drafts, rows of the page tables]: the drafts being verified, then overwritten by the next ones."""
         self._hosts = [torch.zeros(num_drafts * max_requests, dtype=torch.int64, pin_memory=is_cuda) for _ in range(3)]
-        """Drafts that are not read yet: those that a step verifies, and those that follow it."""
+        """Host buffers for drafts that are not read yet: those that a step verifies, and those of the following
+        step."""
         self._graphs = _ChainGraphs(self._chain, model, buffers, self.sizes, numerics, stream=stream)
 
     def capture(self) -> None:
@@ -101,17 +101,18 @@ class DraftChains:
         self._graphs.release()
 
     def size_of(self, num_requests: int) -> int | None:
-        """The batch size of the graph that drafts for ``num_requests`` requests; None if none was captured."""
+        """Return the batch size of the graph that drafts for ``num_requests`` requests; None if it was not captured."""
         size = next((size for size in self.sizes if size >= num_requests), None)
         return size if size is not None and self._graphs.has(size) else None
 
     def launch(
         self, plan: StepPlan, spans: Sequence[tuple[int, int]], ids: Sequence[int], rows: HeadRows
     ) -> LaunchedDrafts:
-        """Start the drafts of each request of ``plan``: one row each, at the position after the first row of the step
-        that verifies. They are read before those of the next but one launch.
+        """Launch the drafts of each request of ``plan``, which has one row per request.
 
-        ``spans``: each request's first row in that step, and how many drafts follow it; ``ids``: of all its rows.
+        Each row is at the position after the request's first row in the verifying step. ``spans``: each request's first
+        row and number of drafts in that step; ``ids``: token ids of all rows of that step. The result must be read
+        before the launch after the next.
         """
         count, size = len(spans), self.size_of(len(spans))
         assert size is not None, "the caller has asked for the size"
@@ -132,7 +133,7 @@ class DraftChains:
         return LaunchedDrafts(host, count, copied)
 
     def _chain(self, size: int) -> Tensor:
-        """The drafts [drafts, size] of each request, which the target then reads."""
+        """Compute the drafts [drafts, size] of each request, and store them for the target."""
         drafts = [self._begin(size)]
         while len(drafts) < self._num_drafts:
             drafts.append(self._advance(size, self._buffers.single_rows(size)))
@@ -141,7 +142,7 @@ class DraftChains:
         return chain
 
     def _begin(self, size: int) -> Tensor:
-        """The first draft [size] of each request, after the last row that was accepted."""
+        """Compute the first draft [size] of each request, after its last accepted row."""
         first, num_drafts, ids = self._vectors.views([size, size, len(self._sampled)])
         each = torch.arange(self._num_drafts, device=first.device)
         rows = first.unsqueeze(1) + each
@@ -154,7 +155,7 @@ class DraftChains:
         return self._draw(size, self._outputs[last], self._states[last])
 
     def _advance(self, size: int, inputs: StepInputs) -> Tensor:
-        """The draft [size] after the one that each request's next row reads."""
+        """Compute the next draft [size] of each request, after the draft computed last."""
         output = self._model.decoder(
             inputs.input_ids,
             position_ids=inputs.position_ids,
@@ -167,8 +168,7 @@ class DraftChains:
         return self._draw(size, output.last_hidden_state, states)
 
     def _draw(self, size: int, outputs: Tensor, states: Tensor) -> Tensor:
-        """The draft [size] after rows whose outputs and states [size, hidden] are given, and the inputs of the next
-        rows."""
+        """Sample a draft [size] from ``outputs``, and set the next rows' inputs; ``states`` are [size, hidden]."""
         tokens = greedy(self._model.head(outputs))
         self._buffers.set_tokens(tokens, size)
         self._last_states[:size].copy_(states)
@@ -176,18 +176,18 @@ class DraftChains:
 
 
 class _ChainGraphs(DecodeGraphs):
-    """The CUDA graphs of a function of the number of requests, whose inputs are in static memory."""
+    """CUDA graphs of a function of the number of requests, whose inputs are in static memory."""
 
     def __init__(self, compute: Callable[[int], Tensor], *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._compute, self._holders = compute, []
 
     def has(self, size: int) -> bool:
-        """Whether there is a graph for ``size`` requests."""
+        """Return whether there is a graph for ``size`` requests."""
         return size in self._graphs
 
     def replay_size(self, size: int) -> Tensor:
-        """What the function computes for ``size`` requests, valid until the next call."""
+        """Return the function's result for ``size`` requests, valid until the next call."""
         captured = self._graphs[size]
         captured.graph.replay()
         return captured.hidden

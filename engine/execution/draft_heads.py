@@ -1,4 +1,4 @@
-"""Draft heads: which head an engine's settings name, and whether it fits the target."""
+"""Draft heads: find the head that an engine's settings select, and check that it fits the target."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -19,24 +19,24 @@ from tapscope.engine.params.engine_config import EngineConfig
 
 _EAGLE = ("LlamaForCausalLM", "LlamaForCausalLMEagle", "EagleLlamaForCausalLM")
 _EAGLE3 = ("LlamaForCausalLM", "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
-"""Architectures in config.json of heads: that of the training code, SGLang's and vLLM's."""
+"""Architectures in a head's config.json: as written by the training code, by SGLang and by vLLM."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeadSpec:
-    """A head that fits the target."""
+    """Draft head that fits the target."""
 
     config: ModelConfig
     build: Callable[[CausalLM, torch.dtype], DraftHead]
-    """Makes the head of a target, without weights."""
+    """Creates the head of a target, without weights."""
     aux_layers: tuple[int, ...] = ()
     """See :attr:`.Decoder.aux_layers`."""
 
 
 def find_head(config: EngineConfig, target: ModelConfig) -> HeadSpec:
-    """The head that ``config`` names, from its config.json and the names of its tensors.
+    """Return the head that ``config`` selects, from its config.json and the names of its tensors.
 
-    Raises ConfigError if it does not fit the target, CheckpointError for a head that cannot be read.
+    Raises ConfigError if the head does not fit the target, CheckpointError if the head cannot be read.
     """
     setting = f"speculative_algorithm={config.speculative_algorithm!r}"
     window = layer_groups(target)[0].window
@@ -53,7 +53,7 @@ def find_head(config: EngineConfig, target: ModelConfig) -> HeadSpec:
 
 
 def _check_tree(config: EngineConfig, target: ModelConfig) -> None:
-    """Raise ConfigError for draft trees of a target whose attention does not support them."""
+    """Raise ConfigError if ``config`` requests draft trees and the target's attention does not support them."""
     if config.has_draft_trees and target.index is not None:
         raise ConfigError(
             f"speculative_eagle_topk={config.speculative_eagle_topk}: trees are not supported with an indexer "
@@ -109,9 +109,9 @@ def _eagle(folder: Path, target: ModelConfig, setting: str, *, is_eagle3: bool) 
 
 
 def _token_ids(offsets: torch.Tensor | None, reader: ConfigReader, vocab_size: int) -> torch.Tensor | None:
-    """The target's ids of the tokens that an EAGLE-3 head predicts; None: all of them.
+    """Return the target's ids of the tokens that an EAGLE-3 head predicts; None: all tokens.
 
-    ``offsets``: its `d2t`, how much larger they are than the head's.
+    ``offsets``: the head's `d2t`, the difference between the target's ids and the head's.
     """
     size = reader.count("draft_vocab_size", vocab_size)
     if offsets is None:
@@ -131,7 +131,7 @@ def _token_ids(offsets: torch.Tensor | None, reader: ConfigReader, vocab_size: i
 
 
 def _aux_layers(reader: ConfigReader, target: ModelConfig, setting: str) -> tuple[int, ...]:
-    """Layers whose inputs an EAGLE-3 head reads; config.json names those whose outputs it reads."""
+    """Return the layers whose inputs an EAGLE-3 head reads; config.json lists the layers whose outputs it reads."""
     section = reader.section("eagle_config")
     given = None if section is None else section.get("eagle_aux_hidden_state_layer_ids")
     layers = target.num_layers

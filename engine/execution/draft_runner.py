@@ -1,4 +1,4 @@
-"""DraftRunner: the draft checkpoint or head of speculative decoding on this rank."""
+"""DraftRunner: runs the draft model or draft head of speculative decoding on this rank."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -31,13 +31,13 @@ from tapscope.engine.requests.step_plan import StepPlan
 from tapscope.engine.sampling.device_copy import to_device
 
 _WARM_UP_ROWS = (2, 16, 64, 256, 1024)
-"""Of prompts that a head computes when it starts: kernels differ with the number of rows."""
+"""Numbers of rows of the warm-up prompts of a head: different numbers of rows use different kernels."""
 
 
 def check_draft(config: EngineConfig, target: ModelConfig) -> None:
     """Check the draft checkpoint or head before anything is loaded.
 
-    Raises ConfigError if it has another vocabulary than ``target``, and as :meth:`ModelConfig.read` and
+    Raises ConfigError if its vocabulary differs from ``target``'s, and the errors of :meth:`ModelConfig.read` and
     :func:`.find_head`.
     """
     if config.has_draft_head:
@@ -59,7 +59,7 @@ def check_draft(config: EngineConfig, target: ModelConfig) -> None:
 def load_runners(
     config: EngineConfig, model_config: ModelConfig, tp: TensorParallel, observer: ObserverFactory | None
 ) -> "tuple[ModelRunner, DraftRunner | None]":
-    """The runners of this rank: of the model, and of the draft that passed :func:`check_draft`, None without one.
+    """Load this rank's runners of the model and of the draft that passed :func:`check_draft`, None without a draft.
 
     Raises CheckpointError, ConfigError, RankLostError.
     """
@@ -68,9 +68,9 @@ def load_runners(
 
 
 def _make_draft_runner(config: EngineConfig, target: ModelRunner) -> "DraftRunner | None":
-    """Load the draft checkpoint or head, with as many pages as ``target`` has; None if no algorithm needs one.
+    """Load the draft model or head, with as many pages as ``target``; None if the settings need no draft.
 
-    The observer of ``target`` watches it too.
+    The observer of ``target`` observes the draft too.
     """
     draft_config = config.draft_config(target.cache_config.num_pages)
     if draft_config is None:
@@ -87,10 +87,10 @@ def _make_draft_runner(config: EngineConfig, target: ModelRunner) -> "DraftRunne
 
 
 def _measure_draft(config: EngineConfig, target: ModelRunner) -> DraftMemory | None:
-    """Memory of the draft that :func:`_make_draft_runner` will make; None without one.
+    """Return the memory of the draft that :func:`_make_draft_runner` will create; None without a draft.
 
-    It is measured with dummy weights and as many pages as ``target`` has now. Other ranks do the same. Raises
-    ConfigError.
+    Measured with dummy weights and the target's current number of pages. Other ranks must measure at the same time.
+    Raises ConfigError.
     """
     changed = "after_forward", "after_keep_rows", "after_recapture"
     kept = {name: getattr(target, name) for name in changed}
@@ -113,29 +113,31 @@ def _measure_draft(config: EngineConfig, target: ModelRunner) -> DraftMemory | N
 
 
 class DraftRunner(ModelRunner):
-    """The runner of a draft model."""
+    """Runner of a draft model or head."""
 
     hidden_states: HiddenStore | None = None
-    """The target's hidden states, which a head reads."""
+    """Hidden states of the target, which a head reads; None for a draft model."""
     chains: DraftChains | None = None
-    """Drafts chains on the device; for a head with CUDA graphs on one rank."""
+    """Draft chains on the device, for a head with CUDA graphs; otherwise None."""
 
     def recapture_graphs(self) -> None:
-        """See ModelRunner."""
+        """See :meth:`.ModelRunner.recapture_graphs`."""
         super().recapture_graphs()
         if self.chains is not None:
             self.chains.capture()
 
     def release_graphs(self) -> None:
-        """See ModelRunner."""
+        """See :meth:`.ModelRunner.release_graphs`."""
         super().release_graphs()
         if self.chains is not None:
             self.chains.release()
 
     @torch.inference_mode(False)
     def make_chains(self, num_drafts: int, last_tokens: Tensor) -> None:
-        """Make :attr:`chains` of up to ``num_drafts`` drafts, and capture their CUDA graphs; ``last_tokens``: the
-        target's."""
+        """Create :attr:`chains` of up to ``num_drafts`` drafts, and capture their CUDA graphs.
+
+        ``last_tokens``: the target's buffer of last tokens.
+        """
         assert isinstance(self.model, DraftHead), "only heads have chains"
         with self.startup_timer.stage("graphs"):
             self.chains = DraftChains(
@@ -154,7 +156,7 @@ class DraftRunner(ModelRunner):
     @torch.inference_mode(False)
     @torch.no_grad()
     def warm_up(self, width: int) -> None:
-        """Compute prompts of padding that read hidden states of ``width``: no CUDA graph compiles their kernels."""
+        """Compute padding prompts that read hidden states of ``width``: no CUDA graph compiles their kernels."""
         options: dict[str, Any] = {"dtype": DTYPES[self.dtype], "device": self.device}
         for count in _WARM_UP_ROWS:
             inputs = self._buffers.load_prompt_of_padding(min(count, self.max_tokens))
@@ -169,7 +171,7 @@ class DraftRunner(ModelRunner):
                 )
 
     def can_chain(self, plan: StepPlan, num_requests: int) -> bool:
-        """Whether :meth:`launch_chains` can draft for as many of the requests of ``plan``."""
+        """Return whether :meth:`launch_chains` can draft for ``num_requests`` requests of ``plan``."""
         return (
             self.chains is not None
             and self.chains.size_of(num_requests) is not None
@@ -182,12 +184,12 @@ class DraftRunner(ModelRunner):
     def launch_chains(
         self, plan: StepPlan, chosen: Sequence[int], sampled: Tensor, rows: Sequence[int]
     ) -> LaunchedDrafts | None:
-        """Start the rows of ``plan``, of which each request's last ones read what the target samples from its last
-        known token and from its drafts; then as many drafts as a step may have for the requests of the indices
-        ``chosen``, after the last row that was accepted.
+        """Launch the head's rows of ``plan``, then draft chains for the requests with indices ``chosen``.
 
-        ``sampled``: tokens that the target samples, on the device, of which ``rows`` are those that the rows of
-        ``plan`` read. The host waits for nothing. Returns None where a graph could not be captured.
+        The last rows of each request read the tokens that the target samples from the request's last known token and
+        its drafts. Chains begin after the last accepted row and are as long as a step allows. ``sampled``: tokens that
+        the target samples, on the device; ``rows``: indices of those that the rows of ``plan`` read. The host does not
+        wait. Returns None if a graph could not be captured.
         """
         assert self.chains is not None, "the caller has asked whether there are chains"
         assert self.graphs is not None, "chains are graphs"
@@ -213,11 +215,11 @@ class DraftRunner(ModelRunner):
         return self.chains.launch(replace(plan, scheduled=tuple(following)), spans, ids, computed)
 
     def _padded_size(self, plan: StepPlan) -> int | None:
-        """None: recorded steps run eagerly, without padding."""
+        """Return None: observed steps run eagerly, without padding."""
         return None
 
     def _graph_inputs(self, extra: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Hidden states as wide as the head's, also those of several layers for EAGLE-3."""
+        """Return hidden states of the head's width, projected from several layers' for EAGLE-3."""
         if not isinstance(self.model, DraftHead):
             return extra
         with self._numerics():
@@ -225,7 +227,7 @@ class DraftRunner(ModelRunner):
 
 
 def _make_head_runner(config: EngineConfig, draft_config: EngineConfig, target: ModelRunner) -> DraftRunner:
-    """A head in the target's dtype, which shares its page tables and reads its hidden states."""
+    """Create the runner of a head in the target's dtype, with the target's page tables and hidden states."""
     spec = find_head(config, target.model.config)
     dtype: Any = target.dtype
     draft_config = replace(draft_config, dtype=dtype, kv_cache_dtype=dtype, quantization=None, exclude_modules=())
@@ -250,7 +252,7 @@ def _make_head_runner(config: EngineConfig, draft_config: EngineConfig, target: 
         decoder.aux_layers = spec.aux_layers
         target.recapture_graphs()
         target.after_forward = lambda plan: store.put_step(plan, torch.cat(decoder.aux_hidden_states, dim=-1))
-    target.after_recapture = runner.recapture_graphs  # they read the target's embedding
+    target.after_recapture = runner.recapture_graphs  # the draft's graphs read the target's embedding
     if runner.device.type == "cuda":
         with runner.startup_timer.stage("graphs"):
             runner.warm_up(target.model.config.hidden_size * max(1, len(spec.aux_layers)))
@@ -260,7 +262,7 @@ def _make_head_runner(config: EngineConfig, draft_config: EngineConfig, target: 
 
 
 class _SharedObserver:
-    """The target's observer, which outlives the draft's steps."""
+    """The target's observer, wrapped so that closing the draft's runner does not close it."""
 
     def __init__(self, observer: StepObserver) -> None:
         self._observer = observer
@@ -280,11 +282,11 @@ class _SharedObserver:
         self._observer.after_step(metrics)
 
     def close(self) -> None:
-        """The target's runner closes it."""
+        """Do nothing: the target's runner closes the observer."""
 
 
 def _same_vocabulary(draft: Path, target: Path, draft_size: int, target_size: int) -> bool:
-    """Whether token ids mean the same in both checkpoints; without tokenizers, whether there are as many."""
+    """Return whether both checkpoints have the same token ids; without tokenizers, whether the sizes are equal."""
     files = draft / "tokenizer.json", target / "tokenizer.json"
     if not all(file.exists() for file in files):
         return draft_size == target_size

@@ -1,7 +1,8 @@
 """HiddenStore: hidden states that a draft head has not read yet, on every rank.
 
-The head's row at position p reads the token at p + 1 and the hidden state at p: the target's where it has computed p,
-else the head's own output at p - 1. Every rank keeps the states of its steps; rank 0 decides which rows to compute.
+The head's row at position p reads the token at p + 1 and the hidden state at p: the target's if the target has computed
+p, otherwise the head's own output at p - 1. Every rank keeps the states of its steps; rank 0 decides which rows to
+compute.
 """
 
 from collections.abc import Sequence
@@ -17,19 +18,19 @@ from tapscope.engine.requests.step_plan import ScheduledRequest, StepPlan
 from tapscope.engine.sampling.device_copy import to_device
 
 MAX_WAITING = 64
-"""Rows of a request that decodes without drafts for which the head waits."""
+"""Maximum number of rows that the head defers for a request that decodes without drafts."""
 
 
 class _Piece(NamedTuple):
-    """States of consecutive positions of one request, among those of a step. A step only notes them: views are slow."""
+    """States of consecutive positions of one request, as a range of a step's rows; views are slow, so made lazily."""
 
     start: int
     """First position."""
     num: int
     states: Tensor
-    """[rows, width] of the step."""
+    """[rows, width], all states of the step."""
     slot: int
-    """The row of ``start``."""
+    """Row of position ``start``."""
 
     @property
     def end(self) -> int:
@@ -37,7 +38,7 @@ class _Piece(NamedTuple):
 
     @property
     def rows(self) -> Tensor:
-        """[num, width]."""
+        """States of the piece, [num, width]."""
         return self.states[self.slot : self.slot + self.num]
 
 
@@ -52,7 +53,7 @@ class _Held:
     """The head's own states [width] of the rows of a draft tree."""
 
     def put(self, piece: _Piece) -> None:
-        """Replace everything from its start on; states that would be followed by a gap are dropped."""
+        """Replace all states from ``piece.start`` on; earlier states are dropped if a gap would follow them."""
         pieces = self.pieces
         while pieces and pieces[-1].start >= piece.start:
             pieces.pop()
@@ -65,7 +66,7 @@ class _Held:
         pieces.append(piece)
 
     def take(self, start: int, count: int) -> list[_Piece]:
-        """``count`` states from ``start`` on; they and earlier ones are dropped."""
+        """Remove and return ``count`` states from position ``start`` on; earlier states are dropped."""
         end, taken, left = start + count, list[_Piece](), list[_Piece]()
         for piece in self.pieces:
             low, high = max(start, piece.start), min(end, piece.end)
@@ -78,19 +79,19 @@ class _Held:
 
 
 class HiddenStore:
-    """By row of the page table."""
+    """Hidden states by row of the page table."""
 
     def __init__(self) -> None:
         self._rows: dict[int, _Held] = {}
 
     def start(self, row: int, request: str) -> int | None:
-        """First position whose state is held for ``request``, which runs in ``row``; None without any."""
+        """Return the first position with a stored state of ``request`` in ``row``; None without states."""
         held = self._rows.get(row)
         return held.pieces[0].start if held is not None and held.request == request and held.pieces else None
 
     def put_step(self, plan: StepPlan, states: Tensor) -> None:
-        """Keep the target's states [rows, width] of a step."""
-        has_prompts = plan.phase in ("prefill", "mixed")  # many rows, which a view of a few would keep in memory
+        """Store the target's states [rows, width] of a step."""
+        has_prompts = plan.phase in ("prefill", "mixed")  # many rows, which a view of a few rows would keep alive
         if not has_prompts:
             states = _kept(states)
         for slot, item in zip(plan.slots, plan.scheduled, strict=True):
@@ -104,7 +105,7 @@ class HiddenStore:
                 held.put(_Piece(item.position, count, states, slot))
 
     def put_outputs(self, plan: StepPlan, states: Tensor) -> None:
-        """Keep the head's own states [rows, width] after the rows that it drafts from, for the rows that follow."""
+        """Store the head's own states [rows, width] of the rows that it drafts from, for the rows that follow."""
         states = _kept(states)
         for slot, item in zip(plan.slots, plan.scheduled, strict=True):
             if item.tree:
@@ -115,7 +116,7 @@ class HiddenStore:
                 self._rows[item.row].put(_Piece(item.position + len(item.tokens), 1, states, last))
 
     def take_step(self, plan: StepPlan) -> Tensor:
-        """The states [rows, width] that a step of the head reads, which are then dropped."""
+        """Remove and return the states [rows, width] that a step of the head reads."""
         if any(item.tree for item in plan.scheduled):
             return torch.cat([self._take(item) for item in plan.scheduled])
         taken = (self._rows[item.row].take(item.position, len(item.tokens)) for item in plan.scheduled)
@@ -130,7 +131,7 @@ class HiddenStore:
         return torch.stack([earlier[parent + 1] for parent in item.tree[-len(item.tokens) :]])
 
     def keep_rows(self, kept: KeptRows) -> None:
-        """Of the states of a step that verified a draft tree, keep those of the accepted branch."""
+        """Keep only the accepted branch's states, of a step that verified a draft tree."""
         held = self._rows.get(kept.row)
         if held is None or held.request != kept.request:
             return
@@ -140,19 +141,19 @@ class HiddenStore:
 
 
 def _kept(states: Tensor) -> Tensor:
-    """``states``, copied on a GPU: they may be in memory of a CUDA graph, which its next replay overwrites."""
+    """Return ``states``, copied on a GPU, where they may be in CUDA graph memory that the next replay overwrites."""
     return states.clone() if states.is_cuda else states
 
 
 def _part(piece: _Piece, low: int, high: int) -> _Piece:
-    """The states of the positions [low, high) of ``piece``."""
+    """Return the positions [low, high) of ``piece``."""
     if (low, high) == (piece.start, piece.end):
         return piece
     return _Piece(low, high - low, piece.states, piece.slot + low - piece.start)
 
 
 def _joined(pieces: Sequence[_Piece]) -> Tensor:
-    """[rows, width], one after the other; the states of a step are copied once, not piece by piece."""
+    """Concatenate pieces to [rows, width]; the states of a step are copied once, not piece by piece."""
     steps = {id(piece.states): piece.states for piece in pieces}
     firsts = dict(zip(steps, accumulate(map(len, steps.values()), initial=0), strict=False))
     states = next(iter(steps.values())) if len(steps) == 1 else torch.cat(list(steps.values()))

@@ -1,4 +1,4 @@
-"""InputBuffers: the static tensors that plans are copied into. Every step reads the same memory, whatever its shape."""
+"""InputBuffers: static tensors that plans are copied into. Every step reads the same memory, whatever its shape."""
 
 import functools
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from tapscope.engine.sampling.device_copy import to_device
 from tapscope.kernels import triton
 
 _LEAST_ROWS, _MOST_ROWS = 8, 512
-"""Rows of a step whose inputs and tokens kernels move. A copy makes the device wait, but is launched sooner."""
+"""Range of row counts for which kernels move inputs and tokens. A copy stalls the device, but is faster to launch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +39,12 @@ class StepInputs:
 class InputBuffers:
     """Inputs of every step on the device of ``cache``, and the page tables of all running requests.
 
-    ``max_rows`` bounds the number of requests, ``max_pages`` the pages of one request. The page table persists
-    between steps: a plan contains only the changes. A step of *single rows* treats each row as a request of its own, of
-    which it is the last: it reads the same page table, up to its own position. So rows of one request may be computed
-    side by side, where a recurrent state does not pass from one to the next.
+    ``max_rows`` bounds the number of requests, ``max_pages`` the pages of one request. The page table persists between
+    steps: a plan contains only changes.
+
+    A step of *single rows* treats each row as a request of its own, of which the row is the last. It reads the same
+    page table, up to its own position. Rows of one request may therefore be computed side by side, unless a recurrent
+    state passes from row to row.
     """
 
     def __init__(
@@ -55,19 +57,19 @@ class InputBuffers:
         max_single_rows: int = 0,
         num_drafts: int = 0,
     ) -> None:
-        """``page_tables``: those of another model, whose pages ``cache`` mirrors; None: its own. ``max_single_rows``:
-        rows of a step of single rows, if they may be more than ``max_rows``; ``num_drafts``: the most drafts of a
-        request in a step.
+        """``page_tables``: those of another model, whose pages ``cache`` mirrors; None: new ones. ``max_single_rows``:
+        rows of a step of single rows, if more than ``max_rows`` are possible; ``num_drafts``: maximum number of drafts
+        per request in a step.
         """
         self._cache = cache
         device = cache.device
-        shape = max_rows + 1, max_pages  # the last row is for padding: only the dummy page
+        shape = max_rows + 1, max_pages  # the last row is for padding and has only the dummy page
         if page_tables is None:
             page_tables = [torch.full(shape, n, dtype=torch.int32, device=device) for n in cache.group_pages]
         self.page_tables = list(page_tables)
-        """Of each cache group."""
+        """Page table of each cache group."""
         self.last_tokens = torch.zeros(1 + num_drafts, max_rows + 1, dtype=torch.int64, device=device)
-        """Of each row of the page tables: the token sampled last, then drafts; see :data:`.PENDING`."""
+        """Token sampled last, then drafts, for each row of the page tables; see :data:`.PENDING`."""
         self._token_rows = self.last_tokens[0]
         self._padding = ScheduledRequest(
             request="", row=max_rows, position=0, visits=((1, 0),), tokens=(0,), pages=(), prompt_length=1
@@ -84,11 +86,11 @@ class InputBuffers:
         )
 
     def load(self, plan: StepPlan, num_rows: int | None = None, *, by_request: bool = False) -> StepInputs:
-        """Write ``plan`` into the buffers.
+        """Write ``plan`` into the buffers and return its inputs.
 
-        With ``num_rows``, it becomes a step of single rows, padded to that many. A padding row is token 0 at position 0
-        of a request whose only page is the dummy page, so it writes nothing else; it has no logits. With ``by_request``
-        it is padded as :meth:`request_rows`, and rows stay those of their requests.
+        With ``num_rows``, the plan becomes a step of single rows, padded to that number. A padding row is token 0 at
+        position 0 of a request whose only page is the dummy page, so it writes nothing else; it has no logits. With
+        ``by_request``, the plan is padded as for :meth:`request_rows`, and rows still belong to their requests.
         """
         scheduled = self.fill(plan, num_rows, by_request=by_request)
         if num_rows is not None and by_request:
@@ -109,13 +111,13 @@ class InputBuffers:
         return replace(inputs, logits_to_keep=self.logits_to_keep(plan, starts[-1]))
 
     def logits_to_keep(self, plan: StepPlan, num_rows: int) -> Tensor | None:
-        """Rows of ``plan`` with logits, of a step of ``num_rows`` rows with padding; None for all."""
+        """Return the rows of ``plan`` with logits, in a step of ``num_rows`` rows with padding; None for all rows."""
         return None if len(plan.logit_rows) == num_rows else self._logit_rows.load((plan.logit_rows,))[0]
 
     def load_graph(self, plan: StepPlan, num_rows: int, captured: StepInputs) -> StepInputs:
-        """As :meth:`load`, of a step of ``num_rows`` single rows that a graph computes from ``captured`` inputs.
+        """Load a step of ``num_rows`` single rows, as :meth:`load`, for a graph that reads the ``captured`` inputs.
 
-        What the graph reads for itself is not computed a second time.
+        Values that the graph computes from static memory are not computed again.
         """
         self.fill(plan, num_rows)
         input_ids, position_ids, token_rows, *_ = self._tokens.views([num_rows] * 5)
@@ -126,10 +128,10 @@ class InputBuffers:
     def fill(
         self, plan: StepPlan, num_rows: int | None = None, *, by_request: bool = False
     ) -> tuple[ScheduledRequest, ...]:
-        """Copy the vectors of ``plan`` to the device, padded as in :meth:`load`; returns requests and padding.
+        """Copy the vectors of ``plan`` to the device, padded as in :meth:`load`; return the requests with padding.
 
-        With ``by_request`` rows stay those of their requests, as :meth:`request_rows` reads them: the rows of padding
-        are one more request, and there are requests without rows after the decoding ones and after the last.
+        With ``by_request`` rows belong to their requests, as in :meth:`request_rows`. The padding rows form one more
+        request, and requests without rows are inserted after the decode requests and at the end.
         """
         scheduled = plan.scheduled
         self._update_page_tables(scheduled)
@@ -149,7 +151,7 @@ class InputBuffers:
         ids = list(chain.from_iterable([item.tokens for item in scheduled]))
         token_rows, token_prompts, places, lengths = rows, prompts, first, first + 1
         starts = np.arange(len(scheduled) + 1)
-        if not plan.is_decode or by_request:  # requests may have several rows, and the padding of requests has
+        if not plan.is_decode or by_request:  # requests, or the padding request, may have several rows
             counts = np.array([len(item.tokens) for item in scheduled], np.int64)
             starts, lengths = np.concatenate(([0], np.cumsum(counts))), first + counts
             places = np.repeat(first - starts[:-1], counts) + np.arange(len(ids))
@@ -170,13 +172,13 @@ class InputBuffers:
         return scheduled
 
     def _moving_kernels(self, num_rows: int) -> Any:
-        """Kernels that move the inputs and tokens of ``num_rows`` rows; None where copies are better."""
+        """Return the kernels that move inputs and tokens of ``num_rows`` rows; None if copies are faster."""
         return _kernels(self.last_tokens.device) if _LEAST_ROWS <= num_rows <= _MOST_ROWS else None
 
     def _load(self, tokens: Sequence[Vector], requests: Sequence[Vector]) -> None:
         """Copy the vectors of tokens and of requests to the device.
 
-        A kernel replaces placeholders by :attr:`last_tokens` while it copies.
+        If a kernel copies, it also replaces placeholders by :attr:`last_tokens`.
         """
         pairs = self._tokens.stage(tokens), self._requests.stage(requests)
         if (kernels := self._moving_kernels(len(tokens[0]))) is not None:
@@ -189,10 +191,10 @@ class InputBuffers:
         self._token_rows = self._tokens.views([len(vector) for vector in tokens])[2]
 
     def single_rows(self, num_rows: int, most_rows: int = 1) -> StepInputs:
-        """The inputs of a step of ``num_rows`` single rows, as functions of static memory, for graph capture.
+        """Return the inputs of a step of ``num_rows`` single rows as views of static memory, for graph capture.
 
-        A later :meth:`fill` with the same ``num_rows`` sets their values. The host-side numbers are upper bounds:
-        every request has its maximum length. Up to ``most_rows`` rows may be of one request.
+        A later :meth:`fill` with the same ``num_rows`` sets their values. Host-side numbers are upper bounds: every
+        request has the maximum length. Up to ``most_rows`` adjacent rows may belong to one request.
         """
         width = self.page_tables[0].shape[1]
         longest = width * self._cache.page_size
@@ -202,9 +204,9 @@ class InputBuffers:
         return inputs
 
     def request_rows(self, num_rows: int) -> StepInputs:
-        """As :meth:`single_rows`, of a step of ``num_rows`` rows in which requests may have several.
+        """Return inputs as :meth:`single_rows`, for a step of ``num_rows`` rows with several rows per request.
 
-        Decoding requests come first; :meth:`fill` with ``by_request`` sets the values.
+        Decode requests come first; :meth:`fill` with ``by_request`` sets the values.
         """
         width = self.page_tables[0].shape[1]
         longest = width * self._cache.page_size
@@ -216,21 +218,21 @@ class InputBuffers:
         return inputs
 
     def _request_counts(self, num_rows: int) -> tuple[int, int]:
-        """The most requests with one row at the beginning of a step, and the most other ones, padding included."""
+        """Return the maximum numbers of leading requests with one row, and of other requests, padding included."""
         return min(num_rows, self._max_rows), min(num_rows, self._max_rows + 1)
 
     def rows_of(self, num_rows: int) -> Tensor:
-        """The row of the page tables of each of the ``num_rows`` rows loaded last."""
+        """Return the page-table row of each of the ``num_rows`` rows loaded last."""
         return self._tokens.views([num_rows] * 5)[2]
 
     def set_tokens(self, tokens: Tensor, num_rows: int) -> None:
-        """Replace the first ids of the ``num_rows`` rows loaded last by ``tokens`` of the device."""
+        """Replace the first ids of the ``num_rows`` rows loaded last by ``tokens`` on the device."""
         self._tokens.views([num_rows] * 5)[0][: len(tokens)].copy_(tokens)
 
     def advance(self, num_rows: int, by: Tensor | int) -> None:
-        """Advance the ``num_rows`` single rows loaded last by ``by`` positions, [rows] int64 or the same for all.
+        """Advance the ``num_rows`` single rows loaded last by ``by`` positions, [rows] int64 or one number for all.
 
-        Only for decoding requests, whose lengths grow alike.
+        Only for decode requests, for which all of the advanced vectors grow alike.
         """
         _, positions, _, counted, places = self._tokens.views([num_rows] * 5)
         _, _, lengths = self._requests.views([num_rows, num_rows + 1, num_rows])
@@ -238,24 +240,24 @@ class InputBuffers:
             each += by
 
     def is_padding(self, num_rows: int) -> Tensor:
-        """[rows, 1] bool: which of the ``num_rows`` single rows loaded last are padding, computed on the device."""
+        """Return which of the ``num_rows`` single rows loaded last are padding, [rows, 1] bool on the device."""
         return (self.rows_of(num_rows) == self._padding.row).unsqueeze(1)
 
     def load_prompt_of_padding(self, num_rows: int) -> StepInputs:
-        """Load a prompt of at most ``num_rows`` rows that writes to the dummy page alone."""
+        """Load a prompt of at most ``num_rows`` rows that writes only to the dummy page."""
         num_rows = min(num_rows, self.page_tables[0].shape[1] * self._cache.page_size)
         prompt = structs.replace(self._padding, tokens=(0,) * num_rows)
         return self.load(StepPlan(step=0, phase="prefill", scheduled=(prompt,), kv_pages_used=0))
 
     def load_padding(self, num_rows: int) -> None:
-        """Load ``num_rows`` rows of padding: a step that computes them writes to the dummy page alone."""
+        """Load ``num_rows`` padding rows: a step that computes them writes only to the dummy page."""
         row = self._padding.row
         zeros, ones = [0] * num_rows, [1] * num_rows
         rows, states = [row] * num_rows, self._state_slots([self._padding] * num_rows)
         self._load((zeros, zeros, rows, ones, zeros), (rows, range(num_rows + 1), ones, *states))
 
     def _state_slots(self, scheduled: Sequence[ScheduledRequest]) -> tuple[list[int], ...]:
-        """Slots of recurrent state that each request reads and writes; empty in models without."""
+        """Return the state slots that each request reads and writes; empty in models without recurrent states."""
         states = self._cache.states
         if states is None:
             return ()
@@ -263,9 +265,10 @@ class InputBuffers:
         return [states.initial if read < 0 else read for read, *_ in slots], [write for _, write, *_ in slots]
 
     def store_sampled_tokens(self, tokens: Tensor) -> Tensor:
-        """Store the sampled tokens [requests] of the step loaded last, which has single rows, for the next step.
+        """Store the sampled tokens [requests] of the step of single rows loaded last, for the next step.
 
-        Returns them on the host, where they are once the device has done so, until three more steps have been stored.
+        Returns the host copy of the tokens, valid once the device has written it, until three more steps have been
+        stored.
         """
         self._sampled_index = (self._sampled_index + 1) % len(self._sampled)
         host, kernels = self._sampled[self._sampled_index][: len(tokens)], self._moving_kernels(len(tokens))
@@ -277,9 +280,9 @@ class InputBuffers:
         return host
 
     def _inputs(self, segments: Sequence[Segment], num_tokens: int, num_pages: int, *, pending: bool) -> StepInputs:
-        """Inputs made of the vectors copied last: ``num_tokens`` rows of requests of at most ``num_pages`` pages.
+        """Return inputs from the vectors copied last: ``num_tokens`` rows of requests with at most ``num_pages`` pages.
 
-        ``pending``: some tokens may be those of :attr:`last_tokens`.
+        ``pending``: some tokens may be placeholders for :attr:`last_tokens`.
         """
         count, size = len(segments), self._cache.page_size
         input_ids, position_ids, token_rows, row_lengths, places = self._tokens.views([num_tokens] * 5)
@@ -315,11 +318,11 @@ class InputBuffers:
         return StepInputs(input_ids, position_ids, None, cache)
 
     def _known(self, ids: Tensor, rows: Tensor) -> Tensor:
-        """``ids`` [tokens] with those that :attr:`last_tokens` has in place of placeholders."""
+        """Return ``ids`` [tokens] with placeholders replaced by :attr:`last_tokens`."""
         return torch.where(ids < 0, self.last_tokens[(PENDING - ids).clamp(min=0), rows], ids)
 
     def _update_page_tables(self, scheduled: Sequence[ScheduledRequest]) -> None:
-        """Write all changes of the page tables, in one copy for each cache group."""
+        """Write all changes of the page tables, in one copy per cache group."""
         _update(self.page_tables[0], [(item.row, item.page_start, item.pages) for item in scheduled])
         for i, table in enumerate(self.page_tables[1:]):
             changes = ((item.row, item.windowed_pages[i]) for item in scheduled if item.windowed_pages)
@@ -331,7 +334,7 @@ class InputBuffers:
 
 @functools.lru_cache(maxsize=64)
 def _kernels(device: torch.device) -> Any:
-    """:mod:`tapscope.kernels.triton.step_inputs` on a GPU that Triton supports; else None."""
+    """Return :mod:`tapscope.kernels.triton.step_inputs` on a GPU that Triton supports; otherwise None."""
     if device.type != "cuda" or triton.why_not(device) is not None:
         return None
     from tapscope.kernels.triton import step_inputs  # imports Triton
@@ -340,7 +343,7 @@ def _kernels(device: torch.device) -> Any:
 
 
 def _update(table: Tensor, changes: Sequence[tuple[int, int, Sequence[int]]]) -> None:
-    """Write (row, first entry, page numbers) into a page table."""
+    """Write page numbers into a page table; each of ``changes`` is (row, first entry, page numbers)."""
     pages = [page for _, _, numbers in changes for page in numbers]
     if not pages:
         return
@@ -351,7 +354,7 @@ def _update(table: Tensor, changes: Sequence[tuple[int, int, Sequence[int]]]) ->
 
 
 def _positions(scheduled: Sequence[ScheduledRequest], places: np.ndarray) -> np.ndarray:
-    """Position of each row in its request: where it is stored in the request's pages, except for the rows of a tree."""
+    """Return the position of each row in its request: its place in the request's pages, except for rows of a tree."""
     if not any(item.tree for item in scheduled):
         return places
     return np.concatenate([np.asarray(item.row_positions) for item in scheduled])

@@ -1,4 +1,4 @@
-"""KVCacheConfig: what the KV cache of each rank holds: its dtype, the groups of layers, pages and state slots."""
+"""KVCacheConfig: dtype, layer groups, pages and state slots of each rank's KV cache."""
 
 import bisect
 import logging
@@ -21,33 +21,33 @@ from tapscope.engine.requests.state_table import SLOTS_PER_REQUEST
 
 _log = logging.getLogger(__name__)
 _EMPTY_PAGES = 1 << 16
-"""Pages of a model that caches no keys; they take no device memory, but a list entry each."""
+"""Number of pages for a model that caches no keys; each takes a list entry, but no device memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVCacheConfig:
-    """The cache of one rank. Pages and slots are equal on all ranks, bytes are this rank's."""
+    """KV cache of one rank. Pages and slots are equal on all ranks, byte counts are this rank's."""
 
     dtype: str
     """Name of the storage dtype, a key of KV_DTYPES."""
     kv_format: KVFormat
     page_size: int
-    """Positions of a page."""
+    """Positions per page."""
     groups: tuple[LayerGroup, ...]
     layouts: tuple[Mapping[CacheEntry, CacheLayout], ...]
-    """Of each group: what its layers cache."""
+    """Cache entries and their layouts, for each group."""
     group_pages: tuple[int, ...]
-    """Pages of each group."""
+    """Number of pages of each group."""
     num_state_slots: int
-    """Slots of recurrent states; 0 in models without."""
+    """Number of recurrent state slots; 0 in models without recurrent states."""
 
     @classmethod
     def resolve(
         cls, config: EngineConfig, model: CausalLM, computed: str, dtype: torch.dtype, step_tokens: int
     ) -> "KVCacheConfig":
-        """By the settings, for steps of ``step_tokens`` rows that are computed in ``computed``, which is ``dtype``.
+        """Derive the cache from the settings, for steps of ``step_tokens`` rows.
 
-        Raises CheckpointError, ConfigError.
+        ``computed`` is the name of the compute dtype ``dtype``. Raises CheckpointError, ConfigError.
         """
         name = resolve_kv_dtype(config, computed)
         kv_format = KVFormat(KV_DTYPES[name], dtype)
@@ -70,12 +70,12 @@ class KVCacheConfig:
 
     @property
     def num_pages(self) -> int:
-        """Pages of the first group, whose layers look back furthest."""
+        """Number of pages of the first group, which has the largest window."""
         return self.group_pages[0]
 
     @property
     def window(self) -> int | None:
-        """Positions that any layer looks back at most; None: all."""
+        """Largest window of any layer, in positions; None: all."""
         return self.groups[0].window
 
     @property
@@ -96,7 +96,7 @@ class KVCacheConfig:
         return tuple(self.page_size * pages * size for pages, size in sizes)
 
     def allocate(self, model: CausalLM, device: torch.device) -> KVCache:
-        """The cache, and the recurrent states of models that have them."""
+        """Allocate the cache, with recurrent states in models that have them."""
         groups = list(map(CacheGroup, self.layouts, self.group_pages))
         cache = KVCache(groups, self.page_size, self.kv_format, device)
         if self.num_state_slots:
@@ -116,7 +116,7 @@ class KVCacheConfig:
 
 
 def _position_bytes(layouts: Sequence[Mapping[CacheEntry, CacheLayout]], kv_format: KVFormat) -> list[int]:
-    """Bytes of one position in the layers of each group."""
+    """Return the bytes of one position in the layers of each group."""
     return [sum(layout.position_bytes(kv_format) for layout in entries.values()) for entries in layouts]
 
 
@@ -125,7 +125,7 @@ def _described(group: LayerGroup) -> str:
 
 
 def _state_slots(config: EngineConfig, model: CausalLM, dtype: torch.dtype) -> tuple[int, int]:
-    """Slots of recurrent states and their bytes on each rank, (0, 0) in models without; equal on all ranks.
+    """Return the number of recurrent state slots and their bytes, equal on all ranks; (0, 0) without recurrent states.
 
     Raises ConfigError for too few slots, for more than kv_cache_memory_bytes holds, and for a model without states.
     """
@@ -167,11 +167,12 @@ def size_groups(
     max_positions: int,
     step_tokens: int,
 ) -> tuple[int, ...]:
-    """Pages of each cache group on each rank; equal on all ranks.
+    """Return the number of pages of each cache group, equal on all ranks.
 
     ``position_bytes``: bytes of a position in all layers of each group. Windowed groups after the first get pages for
-    the windows of ``max_num_seqs`` requests and the rows of a step, or ``swa_full_tokens_ratio`` of the first group's;
-    never more than the first group. Raises ConfigError when kv_cache_memory_bytes holds no page of each group.
+    the windows of ``max_num_seqs`` requests and the rows of a step, or ``swa_full_tokens_ratio`` of the first group's
+    pages; never more than the first group. Raises ConfigError if kv_cache_memory_bytes cannot hold a page of each
+    group.
     """
     if len(groups) == 1 and config.swa_full_tokens_ratio is not None:
         ratio = f"swa_full_tokens_ratio={config.swa_full_tokens_ratio}"
@@ -199,7 +200,7 @@ def size_groups(
 def _pages_of_groups(
     config: EngineConfig, groups: Sequence[LayerGroup], first: int, max_positions: int, step_tokens: int
 ) -> tuple[int, ...]:
-    """Pages of each group if the first one has ``first``."""
+    """Return the pages of each group if the first group has ``first`` pages."""
     pages = [first]
     for group in groups[1:]:
         least = max_request_pages(max_positions, config.page_size, group.window)

@@ -13,19 +13,19 @@ from tapscope.engine.requests.step_plan import StepPlan
 
 @dataclass(frozen=True, slots=True)
 class LaunchedStep:
-    """Returned by :meth:`.ModelRunner.launch`, for :meth:`.ModelRunner.collect`."""
+    """Result of :meth:`.ModelRunner.launch`, for :meth:`.ModelRunner.collect`."""
 
     plan: StepPlan
     tokens: Tensor | None
-    """[logit rows] int64 on the host; None where rank 0 samples them."""
+    """[logit rows] int64 on the host; None if only rank 0 has the tokens, because it samples."""
     copied: torch.cuda.Event | None
-    """Recorded after the copy of ``tokens``; None where no copy is needed."""
+    """Recorded after the copy of ``tokens``; None if no copy is needed."""
     set_info: Callable[[StepInfo], None] | None = None
-    """Passes the step's tokens to the observer, which the step was launched without."""
+    """Passes the step's tokens to the observer, if the step was launched before its tokens were known."""
     info: StepInfo | None = None
-    """What the observer was given instead."""
+    """Step info, without those tokens, that the observer received at launch."""
     sampled: Tensor | None = None
-    """[logit rows] int64 on the device, until the next step is launched; None where rank 0 samples them."""
+    """[logit rows] int64 on the device, valid until the next launch; None where ``tokens`` is None."""
 
     @property
     def is_done(self) -> bool:

@@ -1,4 +1,4 @@
-"""LoraAdapters: one rank's LoRA adapters: those loaded, in host memory, and those in slots, for the steps."""
+"""LoraAdapters: one rank's LoRA adapters: loaded ones in host memory, placed ones in slots on the device."""
 
 from pathlib import Path
 
@@ -27,10 +27,10 @@ _RANK_MULTIPLE = 8  # rows of the padded matrices are aligned as grouped GEMMs r
 
 
 class LoraAdapters:
-    """The adapters of one model on one rank; rank 0 decides which are loaded and placed."""
+    """LoRA adapters of one model on one rank; rank 0 decides which are loaded and placed."""
 
     def __init__(self, model: CausalLM, num_slots: int, max_rank: int, dtype: torch.dtype) -> None:
-        """Give linear layers and experts of ``model`` their targets, whose sites become modules of the model."""
+        """Create the targets of the linear layers and experts of ``model``; their sites become modules of the model."""
         self._model, self._num_slots, self._dtype = model, num_slots, dtype
         self._rank = -(-max_rank // _RANK_MULTIPLE) * _RANK_MULTIPLE
         self._max_rank = max_rank
@@ -49,7 +49,7 @@ class LoraAdapters:
         self._reader = AdapterReader(model, self._targets, dtype)
 
     def load(self, number: int, folder: Path) -> None:
-        """Read this rank's part of the adapter in ``folder`` under the id ``number``; raises CheckpointError."""
+        """Read this rank's shard of the adapter in ``folder`` under the id ``number``; raises CheckpointError."""
         adapter = PeftAdapter.read(folder)
         if adapter.rank > self._max_rank:
             raise CheckpointError(
@@ -59,12 +59,12 @@ class LoraAdapters:
             self._loaded[number] = self._reader.read(adapter, weights)
 
     def drop(self, number: int) -> None:
-        """Forget a loaded adapter; a slot that holds it keeps it until another one is placed there."""
+        """Unload an adapter; a slot that holds the adapter keeps it until another one is placed there."""
         self._loaded.pop(number, None)
 
     @torch.no_grad()
     def begin(self, plan: StepPlan) -> None:
-        """Place the adapters that ``plan`` asks for, and let the layers compute its rows."""
+        """Place the adapters that ``plan`` requests, and set the adapted rows for the layers."""
         device = next(self._model.parameters()).device
         like = torch.empty(0, dtype=self._dtype, device=device)
         for slot, number in plan.adapter_loads:
@@ -74,7 +74,7 @@ class LoraAdapters:
         self._batch.rows = self._rows(plan, device) if plan.has_adapters else None
 
     def end(self) -> None:
-        """Forget the rows of the last step: what follows is computed without adapters."""
+        """Clear the adapted rows of the last step, so that later steps run without adapters."""
         self._batch.rows = None
 
     def _rows(self, plan: StepPlan, device: torch.device) -> AdapterRows:

@@ -1,4 +1,4 @@
-"""MemoryBudget: what the memory of one GPU is used for, measured before the KV cache takes the rest."""
+"""MemoryBudget: use of one GPU's memory, measured before the KV cache takes the rest."""
 
 import logging
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from tapscope.core.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 _SHARE_LEFT_FREE = 0.05
-"""Of a GPU's memory: for an observer, fragments between tensors, and what the measured step does not contain."""
+"""Share of a GPU's memory left free: for an observer, fragmentation, and allocations missing from the measured step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,35 +17,36 @@ class DraftMemory:
     fixed: int
     """Weights, buffers and CUDA graphs."""
     page: int
-    """A page of its KV cache."""
+    """One page of the draft's KV cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryBudget:
-    """Bytes of one GPU."""
+    """Memory budget of one GPU, in bytes."""
 
     total: int
     free: int
-    """Before the KV cache and CUDA graphs exist, once a step was computed."""
+    """Free before the KV cache and CUDA graphs exist, after a first step."""
     step: int
-    """Of the largest step, while it runs."""
+    """Peak memory of the largest step."""
     graphs: int
-    """Of all CUDA graphs, also those that are captured later."""
+    """All CUDA graphs, including those captured later."""
     draft: int = 0
-    """Of a draft model or head: weights, buffers and CUDA graphs."""
+    """Draft model or head: weights, buffers and CUDA graphs."""
     cache_share: float = 1.0
-    """Part of the memory of KV caches that the target's takes; a draft's has as many pages."""
+    """The target's share of the memory of KV caches; the draft's cache has as many pages."""
 
     @property
     def for_cache(self) -> int:
-        """What the KV cache may take; negative where nothing is left."""
+        """Bytes available to the KV cache; negative if the memory does not suffice."""
         left = self.free - self.step - self.graphs - self.draft - int(_SHARE_LEFT_FREE * self.total)
         return int(self.cache_share * left)
 
     def limit(self, asked: int, for_cache: int) -> int:
-        """Bytes of a KV cache of at most ``asked``, where the rank with the least memory has ``for_cache``.
+        """Return the KV cache size in bytes: ``asked``, but at most ``for_cache``.
 
-        Logs the budget, and whether it is the limit. Raises ConfigError if it leaves nothing.
+        ``for_cache``: bytes available on the rank with the least memory. Logs the budget, and a warning if it limits
+        the size. Raises ConfigError if no memory is left.
         """
         used, left = self.total - self.free, int(_SHARE_LEFT_FREE * self.total)
         parts = {"weights and libraries": used, "the largest step": self.step, "CUDA graphs": self.graphs}

@@ -1,6 +1,6 @@
-"""MemoryOccupation: gives the memory of one rank's weights and KV cache back to the system for a while.
+"""MemoryOccupation: temporarily returns the memory of one rank's weights and KV cache to the system.
 
-Storages are shrunk in place, so that every view of them stays valid.
+Storages are resized in place, so that every view of a storage stays valid.
 """
 
 import ctypes
@@ -15,11 +15,11 @@ from tapscope.core.gc_control import trim_heap
 from tapscope.engine.kv_cache.kv_cache import KVCache
 
 TAGS = ("weights", "kv_cache")
-"""Parts that can be released, under SGLang's names."""
+"""Releasable parts, by their names in SGLang."""
 
 
 class MemoryOccupation:
-    """Weights are kept in a temporary file, those of a GPU in host memory; the KV cache is empty afterwards."""
+    """Temporary release of memory: weights move to a file, or from a GPU to host memory; the KV cache is lost."""
 
     def __init__(self, model: nn.Module, cache: KVCache) -> None:
         self._model, self._cache = model, cache
@@ -29,11 +29,11 @@ class MemoryOccupation:
 
     @property
     def released(self) -> tuple[str, ...]:
-        """Tags of the parts that have no memory."""
+        """Tags of the released parts."""
         return tuple(self._sizes)
 
     def release(self, tags: Sequence[str]) -> int:
-        """Give back the memory of the parts that still have some; returns bytes. Raises OSError without disk space."""
+        """Release the memory of the parts in ``tags``; return the bytes freed. Raises OSError without disk space."""
         count = 0
         for tag in tags:
             if tag in self._sizes:
@@ -51,9 +51,9 @@ class MemoryOccupation:
         return count
 
     def resume(self, tags: Sequence[str]) -> None:
-        """Allocate the memory of released parts again: weights with their values, the KV cache with zeros.
+        """Reallocate the memory of released parts: weights with their values, the KV cache with zeros.
 
-        Raises RuntimeError if there is too little memory; the part is then still released.
+        Raises RuntimeError if memory does not suffice; the part then stays released.
         """
         for tag in tags:
             for storage, size in self._sizes.get(tag, []):
@@ -66,7 +66,7 @@ class MemoryOccupation:
                     _bytes(storage).zero_()
 
     def close(self) -> None:
-        """Remove the copy of the weights."""
+        """Remove the saved copy of the weights."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -76,7 +76,7 @@ class MemoryOccupation:
         if tag == "weights":
             tensors = (*self._model.parameters(), *self._model.buffers())
         storages = (tensor.untyped_storage() for tensor in tensors if tensor.numel())
-        # One that NumPy views is not resizable; tensors may share one.
+        # A storage that NumPy views is not resizable; tensors may share a storage.
         return list({each.data_ptr(): each for each in storages if each.resizable()}.values())
 
     def _save(self, storages: Sequence[Any]) -> None:
@@ -108,5 +108,5 @@ def _bytes(storage: Any) -> Tensor:
 
 
 def _buffer(storage: Any) -> memoryview:
-    """The bytes of a storage on the host; Tensor.numpy() would fix its size."""
+    """Return the bytes of a storage on the host; Tensor.numpy() would make the storage non-resizable."""
     return memoryview((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr()))

@@ -1,4 +1,4 @@
-"""ModelRunner: one rank's model, KV cache and observer, and how it computes a plan."""
+"""ModelRunner: one rank's model, KV cache and observer, and the execution of plans."""
 
 import gc
 import logging
@@ -65,12 +65,12 @@ from tapscope.engine.sampling.sampler import greedy
 _log = logging.getLogger(__name__)
 _FOREIGN_HOOK = "a module has a forward hook that is not the observer's"
 _MAX_GRAPH_ROWS = 256
-"""Rows of the largest CUDA graph, unless there are more requests: larger steps hardly wait for the host."""
+"""Rows of the largest CUDA graph, unless there are more requests: larger steps rarely wait for the host."""
 cuda: Any = torch.cuda  # parts of it have no type hints
 
 
 class ModelRunner:
-    """Computes plans; every rank has one, and all get the same plans in the same order."""
+    """Executes plans; every rank has one runner, and all runners receive the same plans in the same order."""
 
     @torch.inference_mode(False)  # weights and caches outlive the caller's mode, and other threads fill them
     def __init__(
@@ -86,10 +86,10 @@ class ModelRunner:
         extra_widths: Mapping[str, int] | None = None,
         measure_draft: Callable[["ModelRunner"], DraftMemory | None] = lambda target: None,
     ) -> None:
-        """``build`` makes the model; ``page_tables``: those of another runner with as many pages, to be shared;
-        ``max_request_rows``: rows of a request in a step that a CUDA graph computes, by default those that verify its
-        drafts; ``extra_widths``: widths of further arguments [rows, width] of the model, by name;
-        ``measure_draft``: returns the memory of this target's draft; called before a KV cache that takes what is left.
+        """``build`` creates the model. ``page_tables``: page tables of another runner with as many pages, to be shared.
+        ``max_request_rows``: rows per request in a step that a CUDA graph computes; by default the rows that verify its
+        drafts. ``extra_widths``: widths of additional model arguments [rows, width], by name. ``measure_draft``:
+        returns the memory of this target's draft; called before the KV cache takes the remaining memory.
         """
         self.dtype = resolve_dtype(config, model_config)
         dtype = DTYPES[self.dtype]
@@ -103,22 +103,22 @@ class ModelRunner:
         self.max_tokens = config.step_tokens(self.device.type)
         self._max_pages = -(-model_config.max_positions // config.page_size)
         self._max_request_rows = max_request_rows or 1 + config.num_drafts
-        # A recurrent state passes from row to row, so that they cannot be computed side by side.
+        # A recurrent state passes from row to row, so rows of a request cannot be computed side by side.
         if model_config.linear_layers:
             self._max_request_rows = 1
         self._max_requests = max_rows = config.max_num_seqs
         self._max_graph_rows = max(max_rows, min(_MAX_GRAPH_ROWS, max_rows * self._max_request_rows))
         self._extra_widths, self._speculates = dict(extra_widths or {}), config.num_drafts > 0
         self.extra_inputs: Callable[[StepPlan], dict[str, Tensor]] = lambda plan: {}
-        """Further arguments of the model in a step."""
+        """Returns additional model arguments for a step."""
         self.after_forward: Callable[[StepPlan], None] = lambda plan: None
-        """Called once the model was called for a plan."""
+        """Called after the forward of a plan."""
         self.after_keep_rows: Callable[[KeptRows], None] = lambda kept: None
-        """Called once the rows of an accepted branch were moved."""
+        """Called after the rows of an accepted branch were moved."""
         self.after_recapture: Callable[[], None] = lambda: None
-        """Called once the CUDA graphs were captured again."""
+        """Called after the CUDA graphs were captured again."""
         self.adapters: LoraAdapters | None = None
-        """LoRA adapters, in an engine that serves some."""
+        """LoRA adapters; None in an engine without adapters."""
         if config.has_lora:
             rank = resolve_lora_rank(config)
             self.adapters = LoraAdapters(self.model, config.max_loras_per_batch, rank, dtype)
@@ -130,7 +130,7 @@ class ModelRunner:
         self._experts = [module for module in self.model.modules() if isinstance(module, Experts)]
         self._routing_replay = RoutingReplay(self.model, self.device)
         self.graphs: CUDAGraphManager | None = None
-        """CUDA graphs of steps; None where all run eagerly."""
+        """CUDA graphs of steps; None if all steps run eagerly."""
         self._capture_stream: Any = None
         self.observer: StepObserver | None = None
         if self._fills_free_memory(config):
@@ -142,7 +142,7 @@ class ModelRunner:
         )
         self.memory = MemoryOccupation(self.model, self.kv_cache)
         self.weight_groups: dict[str, WeightGroup] = {}
-        """Groups in which trainers send weights, by name."""
+        """Process groups in which trainers send weights, by name."""
         self.received: ReceivedWeights | None = None
         """Weights that a trainer has sent and that are not loaded yet."""
         if self.device.type == "cpu":
@@ -171,7 +171,7 @@ class ModelRunner:
             self._weights.load(self.device)
 
     def _fills_free_memory(self, config: EngineConfig) -> bool:
-        """Whether the KV cache takes the GPU memory that nothing else needs, instead of a given number of pages."""
+        """Return whether the KV cache takes all remaining GPU memory, instead of a given number of pages."""
         return self.device.type == "cuda" and config.num_pages is None
 
     @torch.no_grad()
@@ -183,10 +183,9 @@ class ModelRunner:
         *,
         is_observed: bool,
     ) -> EngineConfig:
-        """``config`` with the size of a KV cache for which all ranks have memory next to CUDA graphs, a step and a
-        draft.
+        """Return ``config`` with a KV cache size that fits on all ranks next to CUDA graphs, a step and a draft.
 
-        These are measured with a cache of one page. Raises ConfigError.
+        Their memory is measured with a cache of one page. Raises ConfigError.
         """
         needed, remedy = "the largest step with the CUDA graphs", "lower max_num_batched_tokens or max_num_seqs"
         with self.startup_timer.stage("memory"), allocating(needed, self.device, remedy):
@@ -216,7 +215,7 @@ class ModelRunner:
         return replace(config, kv_cache_memory_bytes=budget.limit(config.kv_cache_memory_bytes, least))
 
     def _measure_step(self, config: EngineConfig) -> int:
-        """Bytes that a step of as many tokens as possible takes while it runs; it reads and writes dummy pages."""
+        """Return the peak bytes of a step with as many tokens as possible, which reads and writes dummy pages."""
         longest = min(self.max_tokens, self.model.config.max_positions)
         counts = [longest] * min(self.max_tokens // longest, config.max_num_seqs)
         num_logits = longest if config.logits == "all" else -(-config.max_num_seqs // len(counts))
@@ -237,7 +236,7 @@ class ModelRunner:
     def _make_cache(
         self, config: EngineConfig, dtype: torch.dtype, page_tables: Sequence[Tensor] | None = None
     ) -> None:
-        """The KV cache and the buffers of steps, whose page tables are ``page_tables`` or new ones."""
+        """Create the KV cache and the input buffers, which use ``page_tables`` or new ones."""
         self.cache_config = KVCacheConfig.resolve(config, self.model, self.dtype, dtype, self.max_tokens)
         self.kv_cache = self.cache_config.allocate(self.model, self.device)
         """Keys, values and recurrent states on this rank."""
@@ -262,7 +261,7 @@ class ModelRunner:
         self.cache_config.log()
 
     def rank_info(self, config: EngineConfig, model_config: ModelConfig) -> RankInfo:
-        """Description of this rank for observers."""
+        """Return the description of this rank for observers."""
         tp = self.model.tp
         has_replicas = config.dp > 1
         return RankInfo(
@@ -281,7 +280,7 @@ class ModelRunner:
     def _capture_graphs(self, config: EngineConfig, *, is_observed: bool) -> None:
         with self.startup_timer.stage("graphs"):
             self.graphs = self._make_graphs(config, is_observed=is_observed)
-            if not self._fills_free_memory(config):  # else they were compiled before the graphs were measured
+            if not self._fills_free_memory(config):  # otherwise compiled before the graphs were measured
                 self.graphs.compile_kernels(self.device)
             if config.has_draft_trees or (self._speculates and self.kv_cache.states is not None):
                 what = "of trees" if config.has_draft_trees else "of a model with a recurrent state"
@@ -292,7 +291,7 @@ class ModelRunner:
             self.graphs.capture()
 
     def _make_graphs(self, config: EngineConfig, *, is_observed: bool) -> CUDAGraphManager:
-        """CUDA graphs of steps with the present KV cache and buffers; none is captured yet."""
+        """Create the CUDA graphs of steps with the current KV cache and buffers, without capturing any."""
         self._capture_stream = self._capture_stream or cuda.Stream()
         return CUDAGraphManager.make(
             self.model,
@@ -310,18 +309,18 @@ class ModelRunner:
         )
 
     def check_weights(self, source: WeightSource, *, partial: bool) -> None:
-        """Raise the CheckpointError that :meth:`load_weights` would raise for ``source``; nothing is changed."""
+        """Raise the CheckpointError that :meth:`load_weights` would raise for ``source``, without changing weights."""
         self._weights.check(source, partial=partial)
         self._scales.read(source, partial=partial)
 
     def load_weights(self, source: WeightSource, *, partial: bool) -> None:
         """Replace the weights in place, between two steps; with ``partial`` only those in ``source``.
 
-        Static scales of inputs and scales of the KV cache are replaced too; dtypes stay.
+        Static input scales and KV cache scales are replaced too; dtypes stay.
         """
         self._weights.replace(source, partial=partial)
         self._scales.load(source, partial=partial)
-        if self.kv_cache.kv_format.is_fp8 and not self.memory.released:  # kernels were captured with the old scales
+        if self.kv_cache.kv_format.is_fp8 and not self.memory.released:  # the captured kernels use the old scales
             self.recapture_graphs()
 
     def recapture_graphs(self) -> None:
@@ -334,16 +333,16 @@ class ModelRunner:
         self.after_recapture()
 
     def execute(self, plan: StepPlan, sample: Callable[[Tensor], Tensor] | None = None) -> list[int]:
-        """:meth:`launch` and :meth:`collect` in one; follow with :meth:`finish`."""
+        """Run :meth:`launch` and :meth:`collect`; follow with :meth:`finish`."""
         return self.collect(self.launch(plan, sample))
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def launch(self, plan: StepPlan, sample: Callable[[Tensor], Tensor] | None = None) -> LaunchedStep:
-        """Notify the observer, then start the model and the sampling of ``plan``; on a GPU without waiting for them.
+        """Notify the observer, then launch the model and the sampling of ``plan``, without waiting for a GPU.
 
-        Uses no_grad rather than inference_mode, also where the caller does not: taps need the version counters of
-        tensors, and later steps write to some.
+        Uses no_grad rather than inference_mode, even if the caller uses inference_mode: taps need the version counters
+        of tensors, and later steps write to some tensors.
 
         Rank 0 passes ``sample``, which maps logits [logit rows, vocab] to one token per row. Other ranks compute the
         argmax if the step is greedy; otherwise the next plan contains the tokens that rank 0 sampled.
@@ -364,8 +363,10 @@ class ModelRunner:
         return computing(plan, self.device, self._remedy)
 
     def _announce(self, plan: StepPlan) -> tuple[Callable[[StepInfo], None], StepInfo] | None:
-        """Notify the observer of a step; where its tokens are not known yet, returns the function that takes them, and
-        the step without them."""
+        """Notify the observer of a step.
+
+        If the step's tokens are not known yet, returns the function that receives them, and the step info without them.
+        """
         if self.observer is None:
             return None
         info = plan.info(self._padded_size(plan))
@@ -375,21 +376,21 @@ class ModelRunner:
         return None
 
     def set_tokens(self, launched: LaunchedStep, tokens: Sequence[int | None]) -> None:
-        """Pass the tokens of a step that was launched ahead to the observer: one per request, None where it ended."""
+        """Pass the tokens of a step launched ahead to the observer: one per request, None if the request ended."""
         if (info := launched.info) is None or launched.set_info is None:
             return
-        if None in tokens:  # its row was computed and is discarded, so it is not a row of the step
+        if None in tokens:  # the ended request's row was discarded, so it is not part of the step
             rows = tuple([row for row, token in zip(info.rows, tokens, strict=True) if token is not None])
             info = structs.replace(info, rows=rows)
         launched.set_info(structs.replace(info, token_ids=tuple([token for token in tokens if token is not None])))
 
     def set_drafts(self, launched: LaunchedStep, plan: StepPlan) -> None:
-        """Pass the tokens of a step that was launched with placeholders of drafts to the observer, from ``plan``."""
+        """Pass the tokens of a step launched with placeholders for drafts to the observer, from ``plan``."""
         if launched.set_info is not None:
             launched.set_info(plan.info(self._padded_size(plan)))
 
     def collect(self, launched: LaunchedStep) -> list[int]:
-        """Wait for a step; returns one token per request that samples. The only copy of a step's values to the host."""
+        """Wait for a step and return one token per request that samples; a step's only copy of values to the host."""
         try:
             with self.computing(launched.plan):
                 return self._collect(launched)
@@ -417,9 +418,10 @@ class ModelRunner:
         self.after_keep_rows(kept)
 
     def finish(self, plan: StepPlan, accepted: Mapping[str, Sequence[int]] | None = None) -> None:
-        """Finish the step: pass its metrics to the observer. Rank 0 commits the tokens first.
+        """Finish the step by passing its metrics to the observer. Rank 0 commits the tokens first.
 
-        ``accepted``: request id -> which of its drafts were accepted, in a step that verifies any; only rank 0 knows.
+        ``accepted``: request id -> indices of its accepted drafts, in a step that verifies drafts; known only on rank
+        0.
         """
         if self.observer is None:
             return
@@ -438,34 +440,34 @@ class ModelRunner:
                 observer.close()
         finally:
             self.model.tp.disconnect()
-            if self.model.tp.size == 1:  # else the group has, unless a lost rank keeps them running
+            if self.model.tp.size == 1:  # otherwise disconnect has, unless a lost rank keeps graphs running
                 self.release_graphs()  # the collector may not do it while the user captures a graph
             self.memory.close()
             while self.weight_groups:
                 self.weight_groups.popitem()[1].close()
 
     def release_graphs(self) -> None:
-        """Destroy the CUDA graphs; later steps have none."""
+        """Destroy the CUDA graphs; later steps run eagerly."""
         if self.graphs is not None:
             self.graphs.release()
 
     def mode(self) -> StepMode:
-        """Mode of the next step; equal on all ranks once the observer has applied the plan's epoch."""
+        """Return the mode of the next step; equal on all ranks once the observer has applied the plan's epoch."""
         return self._modes.choose(self.observer)
 
     @property
     def has_graphs(self) -> bool:
-        """Whether decoding steps run as CUDA graphs."""
+        """Whether decode steps run as CUDA graphs."""
         return self.graphs is not None
 
     @property
     def overlaps_steps(self) -> bool:
-        """Whether one of several ranks may launch a step before the previous one is over."""
+        """Whether, with several ranks, a rank may launch a step before the previous step is complete."""
         return self.has_graphs and self.observer is None and not self._speculates
 
     @property
     def page_tables(self) -> Sequence[Tensor]:
-        """Page tables of each cache group: [rows, pages of a request] int32."""
+        """Page table of each cache group: [rows, pages of a request] int32."""
         return self._buffers.page_tables
 
     @property
@@ -480,7 +482,7 @@ class ModelRunner:
 
     @property
     def last_hidden_state(self) -> Tensor:
-        """Hidden states of the last step after the final norm: [rows, hidden], whole on every rank."""
+        """Hidden states of the last step after the final norm, [rows, hidden], unsharded on every rank."""
         hidden = self.model.last_hidden_state
         assert hidden is not None, "no step was computed"
         return hidden
@@ -509,7 +511,7 @@ class ModelRunner:
         return LaunchedStep(plan, host, copied, sampled=tokens)
 
     def forward(self, plan: StepPlan) -> Tensor:
-        """Logits [logit rows, vocab] of ``plan``, by a CUDA graph or by calling the model."""
+        """Compute the logits [logit rows, vocab] of ``plan``, in a CUDA graph or by calling the model."""
         mode, extra = self.mode(), self.extra_inputs(plan)
         if self.adapters is not None:
             self.adapters.begin(plan)
@@ -522,7 +524,7 @@ class ModelRunner:
         return logits
 
     def _replay_graph(self, plan: StepPlan, extra: dict[str, Tensor]) -> Tensor | None:
-        """As :meth:`forward`, by a CUDA graph without taps; None where no graph computes ``plan``."""
+        """Run :meth:`forward` in a CUDA graph without taps; None if no graph computes ``plan``."""
         graphs = None if self.graphs is None else self.graphs.dispatch(plan)
         if graphs is None or (hidden := graphs.run(plan, self._graph_inputs(extra))) is None:
             return None
@@ -530,11 +532,11 @@ class ModelRunner:
             return self.model.head(hidden, self._buffers.logits_to_keep(plan, plan.num_tokens))
 
     def _call_model(self, plan: StepPlan, extra: dict[str, Tensor], mode: StepMode) -> Tensor:
-        """As :meth:`forward`, by calling the model, whose decoder may run as a CUDA graph with taps.
+        """Run :meth:`forward` by calling the model, whose decoder may run as a CUDA graph with taps.
 
         A tapped step that a graph could compute is padded like the graph, so that its GEMMs have the same shapes and
-        its values the same bits. Other hooks see the step without padding, except on one of several ranks: others may
-        run it as a graph, and their collectives must have as many rows.
+        its values the same bits. Other hooks see the step without padding, unless there are several ranks: other ranks
+        may run the step as a graph, and collectives need equal numbers of rows.
         """
         size = self._padded_size(plan) if mode is StepMode.TAPPED or self.model.tp.size > 1 else None
         by_request = size is not None and not self._has_single_rows(plan)
@@ -562,21 +564,21 @@ class ModelRunner:
         return logits
 
     def _padded_size(self, plan: StepPlan) -> int | None:
-        """Rows that a step is padded to if it is observed or other ranks may run it as a graph; None for no padding."""
+        """Return the rows to pad a step to if it is observed or other ranks may run it as a graph; None: no padding."""
         return None if self.graphs is None else self.graphs.padded_size(plan)
 
     def _has_single_rows(self, plan: StepPlan) -> bool:
-        """Whether a graph computes each row of ``plan`` as a request of its own."""
+        """Return whether a graph computes each row of ``plan`` as a request of its own."""
         return self.graphs is not None and self.graphs.decode.bucket_of(plan) is not None
 
     def _graph_inputs(self, extra: dict[str, Tensor]) -> dict[str, Tensor]:
-        """:attr:`extra_inputs` as a CUDA graph reads them."""
+        """Return :attr:`extra_inputs` in the form that CUDA graphs read."""
         return extra
 
     def _tapped_graph(self, size: int | None) -> CapturedGraph | None:
-        """CUDA graph that replaces the decoder in a tapped step of ``size`` rows; None if there is none.
+        """Return the CUDA graph that replaces the decoder in a tapped step of ``size`` rows; None if there is none.
 
-        It is captured before the step's inputs are loaded, because the capture overwrites the input buffers.
+        Must run before the step's inputs are loaded, because a capture overwrites the input buffers.
         """
         if self.graphs is None or size is None or not isinstance(self.observer, GraphObserver):
             return None
@@ -586,7 +588,7 @@ class ModelRunner:
         return self.graphs.decode.tapped(size, self.observer)
 
     def _warn_of_eager(self, plan: StepPlan, mode: StepMode) -> None:
-        """Warn if ``plan`` or foreign hooks keep a step from running as a CUDA graph."""
+        """Warn if ``plan`` or foreign hooks prevent a step from running as a CUDA graph."""
         if self.graphs is None:
             return
         if (reason := self.graphs.why_eager(plan)) is not None:

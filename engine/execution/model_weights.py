@@ -1,4 +1,4 @@
-"""ModelWeights: fills the weights of one rank's model at startup, and replaces them later."""
+"""ModelWeights: loads the weights of one rank's model at startup, and replaces them later."""
 
 import logging
 from pathlib import Path
@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 
 
 class ModelWeights:
-    """The weights of a model that was made within ``deferred_linear_weights``."""
+    """Weights of a model that was created within ``deferred_linear_weights``."""
 
     def __init__(self, model: CausalLM, config: EngineConfig) -> None:
         self._model, self._config = model, config
@@ -30,7 +30,7 @@ class ModelWeights:
         self._quantizer = OnlineQuantizer(config.exclude_modules) if config.quantization else None
 
     def load(self, device: torch.device) -> None:
-        """Allocate the weights of linear layers, quantized where they stay so, and fill all weights.
+        """Allocate the weights of linear layers, quantized if they stay quantized, and load all weights.
 
         Raises CheckpointError, ConfigError.
         """
@@ -53,15 +53,15 @@ class ModelWeights:
             self._read(folder, partial=False)
 
     def check(self, source: WeightSource, *, partial: bool) -> None:
-        """Raise the CheckpointError that :meth:`replace` would raise; nothing is changed."""
+        """Raise the CheckpointError that :meth:`replace` would raise, without changing weights."""
         try:
             check_weights(self._model, source, self._tied, self._skipped, partial=partial, quantizer=self._quantizer)
-        except ConfigError as error:  # at startup a setting is wrong, here the checkpoint
+        except ConfigError as error:  # at startup a setting is at fault, here the checkpoint
             raise CheckpointError(str(error)) from None
         load_input_scales(self._model, source, apply=False)
 
     def replace(self, source: WeightSource, *, partial: bool) -> None:
-        """Replace the weights and static scales of inputs in place; with ``partial`` only those in ``source``."""
+        """Replace the weights and static input scales in place; with ``partial`` only those in ``source``."""
         self._read(source, partial=partial)
         load_input_scales(self._model, source)
 

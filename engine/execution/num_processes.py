@@ -1,4 +1,4 @@
-"""How many processes of ranks one machine can run."""
+"""Limits on the number of rank processes of one machine."""
 
 import os
 
@@ -7,16 +7,16 @@ from tapscope.core.formatting import plural
 from tapscope.engine.params.engine_config import EngineConfig
 
 PER_CORE = 32
-"""Most processes per core: a bound far above any useful number, so that a typo does not exhaust the machine."""
+"""Maximum number of processes per core: far above any useful number, so that a typo does not exhaust the machine."""
 
 
 def num_cores() -> int:
-    """CPU cores that this process may use."""
+    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def check_num_processes(config: EngineConfig) -> None:
-    """Raise ConfigError if the spawned ranks are more than :data:`PER_CORE` processes per core."""
+    """Raise ConfigError if the spawned ranks exceed :data:`PER_CORE` processes per core."""
     needed, cores = config.dp * config.tp, num_cores()
     if config.launch == "spawn" and needed > PER_CORE * cores:
         raise ConfigError(
@@ -26,7 +26,7 @@ def check_num_processes(config: EngineConfig) -> None:
 
 
 def shared_cores(config: EngineConfig) -> str:
-    """A warning if spawned ranks that compute on the CPU are more than its cores; else empty."""
+    """Return a warning if more ranks compute on the CPU than it has cores; otherwise an empty string."""
     needed, cores = config.dp * config.tp, num_cores()
     if config.launch != "spawn" or needed <= cores:
         return ""

@@ -1,4 +1,4 @@
-"""PackedVectors: vectors that go to the device together, in one copy."""
+"""PackedVectors: vectors copied to the device together, in one copy."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,14 +12,14 @@ from tapscope.engine.execution.streams import current_stream
 cuda: Any = torch.cuda  # parts of it have no type hints
 Vector = Sequence[int] | np.ndarray
 _MOST_VIEWS = 512
-"""Lengths of vectors whose views are kept, those of decoding steps above all."""
+"""Maximum number of cached views, mainly those of decode steps."""
 
 
 class PackedVectors:
-    """A few vectors of one dtype in one host and one device buffer: one copy per step.
+    """Several vectors of one dtype, packed in one host and one device buffer: one copy per step.
 
-    On CUDA there are two pinned host buffers, used alternately, so that a step can be loaded while the previous one
-    is still being copied.
+    On CUDA there are two pinned host buffers, used alternately, so that a step can be loaded while the previous one is
+    still being copied.
     """
 
     def __init__(self, count: int, size: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -33,14 +33,14 @@ class PackedVectors:
         self._host_index = 0
 
     def load(self, vectors: Sequence[Vector]) -> list[Tensor]:
-        """Copy the vectors to the device; their :meth:`views`."""
+        """Copy the vectors to the device and return their :meth:`views`."""
         given, kept = self.stage(vectors)
         kept.copy_(given, non_blocking=True)
         self.mark_read()
         return self.views([len(vector) for vector in vectors])
 
     def stage(self, vectors: Sequence[Vector]) -> tuple[Tensor, Tensor]:
-        """Write the vectors to a host buffer: (what to copy, where to). :meth:`mark_read` follows the copy."""
+        """Write the vectors to a host buffer; return (source, destination) of the copy before :meth:`mark_read`."""
         self._host_index = (self._host_index + 1) % len(self._hosts)
         array, end = self._arrays[self._host_index], 0
         if self._copied:
@@ -57,12 +57,12 @@ class PackedVectors:
         return self._staged[place]
 
     def mark_read(self) -> None:
-        """Allow the host buffer to be written again once the device has reached this point."""
+        """Allow the host buffer to be overwritten once the device has reached this point."""
         if self._copied:
             self._copied[self._host_index].record(current_stream(self._device.get_device()))
 
     def views(self, sizes: Sequence[int]) -> list[Tensor]:
-        """Device views of vectors of these lengths, at the same addresses in every step."""
+        """Return device views of vectors of the given lengths, at the same addresses in every step."""
         key = tuple(sizes)
         if key not in self._views:
             if len(self._views) >= _MOST_VIEWS:

@@ -1,16 +1,17 @@
 """PrefillGraphs: steps with prompts as CUDA graphs, one per bucket of token counts.
 
-A step is padded to the next bucket of rows; the rows of padding are a request of their own, which writes only to the
-dummy page. The number of requests is that of the buffers; programs of those without rows end immediately. So lengths,
-row offsets, positions, slots and page tables are all read from static memory, and one graph computes any mixture of
-prompts, chunks and decoding requests that fits.
+A step is padded to the next bucket of rows; the padding rows form a request of their own, which writes only to the
+dummy page. The number of requests is that of the buffers; kernel programs of requests without rows end immediately.
+Lengths, row offsets, positions, slots and page tables are thus all read from static memory, and one graph computes any
+mixture of prompts, chunks and decode requests that fits.
 
-Small models and short prompts wait for the host, and there a replay saves most of the step. A step of more tokens than
-the largest bucket (:func:`max_prefill_tokens`) keeps the device busy by itself and runs eagerly.
+Steps of small models and short prompts are bound by the host, where a replay saves most of the step. A step of more
+tokens than the largest bucket (:func:`max_prefill_tokens`) keeps the device busy by itself and runs eagerly.
 
-The largest bucket is captured at start, since the others reuse its memory; they are captured when a step first needs
-them, which delays that step by the time of one eager step and one capture. Where there are several ranks, each of them
-does so for itself, as for graphs with taps; a rank that has no graph for a step computes it in as many rows.
+The largest bucket is captured at startup, because the others reuse its memory. The others are captured when a step
+first needs them, which delays that step by one eager step and one capture. With several ranks, each rank captures
+independently, as for graphs with taps; a rank without a graph for a step computes the step with the same number of
+rows.
 """
 
 import logging
@@ -32,17 +33,17 @@ from tapscope.engine.requests.step_plan import StepPlan
 _log = logging.getLogger(__name__)
 _SIZES = (16, 32, 64, 96, *range(128, 1024, 64), *range(1024, 2049, 128))
 _LAYER_FLOPS = 2e11
-"""Operations of a layer that take an H200 about as long as the host needs to launch the layer's kernels, 0.4 ms."""
+"""Operations per layer that take an H200 about as long as the host needs to launch the layer's kernels, 0.4 ms."""
 
 
 def prefill_buckets(max_tokens: int) -> list[int]:
-    """Token counts that steps with prompts are padded to; the last is ``max_tokens``, or 2048 if that is less."""
+    """Return the token counts to pad steps with prompts to; the last is ``max_tokens``, at most 2048."""
     max_tokens = min(max_tokens, _SIZES[-1])
     return [size for size in _SIZES if size < max_tokens] + [max_tokens]
 
 
 def max_prefill_tokens(model: CausalLM) -> int:
-    """Tokens of a step above which the device, not the host, determines its time; a multiple of 64."""
+    """Return the number of tokens above which a step is bound by the device, not the host; a multiple of 64."""
     moe, layers = model.config.moe, model.decoder.layers
     is_of_experts = {id(p) for module in layers.modules() if isinstance(module, Experts) for p in module.parameters()}
     share = 1.0 if moe is None else moe.top_k / moe.num_experts
@@ -51,7 +52,7 @@ def max_prefill_tokens(model: CausalLM) -> int:
 
 
 def why_no_prefill_graphs(model: CausalLM, cache: KVCache, extra_widths: Mapping[str, int]) -> str | None:
-    """What keeps steps with prompts from running as CUDA graphs where decoding steps can; None if they can too."""
+    """Return why steps with prompts cannot run as CUDA graphs although decode steps can; None if they can too."""
     config = model.config
     head_dim = max(config.of_layer(layer).head_dim for layer in range(config.num_layers))
     reasons = {
@@ -65,13 +66,14 @@ def why_no_prefill_graphs(model: CausalLM, cache: KVCache, extra_widths: Mapping
 
 
 class PrefillGraphs(DecodeGraphs):
-    """The CUDA graphs of one model's steps with prompts, on one GPU."""
+    """CUDA graphs of one model's steps with prompts, on one GPU."""
 
     @torch.no_grad()
     def capture(self) -> None:
-        """Capture the largest bucket, or the largest one for which memory suffices.
+        """Capture the largest bucket for which memory suffices.
 
-        Ranks do that together: one of several cannot leave a bucket out. Raises ConfigError.
+        All ranks capture together: one of several ranks cannot skip a bucket, so that running out of memory raises
+        ConfigError.
         """
         self._graphs.clear()
         self._without_memory.clear()
@@ -84,14 +86,14 @@ class PrefillGraphs(DecodeGraphs):
             _log.info("CUDA graphs of up to %d tokens with prompts, %.1f MiB", largest, self.num_bytes / 2**20)
 
     def bucket_of(self, plan: StepPlan) -> int | None:
-        """As :meth:`DecodeGraphs.bucket_of`, for requests with any number of rows; None for rows of a draft tree."""
+        """Return the bucket as in :class:`DecodeGraphs`, for any number of rows per request; None for draft trees."""
         index = bisect_left(self._sizes, plan.num_tokens)
         return None if index == len(self._sizes) or any(item.tree for item in plan.scheduled) else self._sizes[index]
 
     def run(
         self, plan: StepPlan, extra: Mapping[str, Tensor] | None = None, tokens: Tensor | None = None
     ) -> Tensor | None:
-        """As :meth:`DecodeGraphs.run`; captures the graph where this is the first step of its bucket."""
+        """Compute a step as :meth:`DecodeGraphs.run`; the first step of a bucket captures its graph."""
         size = self.bucket_of(plan)
         if size is None or (captured := self._graph_of(size, is_alone=True)) is None:
             return None
@@ -99,7 +101,10 @@ class PrefillGraphs(DecodeGraphs):
         return self._replay_plan(plan, captured)
 
     def _graph_of(self, size: int, *, is_alone: bool) -> CapturedGraph | None:
-        """The graph of a bucket; None, from now on, if memory does not suffice. Raises ConfigError, RankLostError."""
+        """Return the graph of a bucket, captured if missing; None, from then on, if memory does not suffice.
+
+        Raises ConfigError, RankLostError.
+        """
         if size in self._graphs or size in self._without_memory:
             return self._graphs.get(size)
         tp = self._model.tp

@@ -10,7 +10,7 @@ from tapscope.core.errors import OutputError
 
 
 class Profiler:
-    """Records every operator, and on a GPU every kernel, between :meth:`start` and :meth:`stop`."""
+    """Recording of every operator, and on a GPU every kernel, between :meth:`start` and :meth:`stop`."""
 
     def __init__(self, device: torch.device) -> None:
         self._activities = [ProfilerActivity.CPU]
@@ -20,16 +20,16 @@ class Profiler:
 
     @property
     def is_running(self) -> bool:
-        """Whether steps are recorded."""
+        """Whether steps are being recorded."""
         return self._running is not None
 
     def start(self) -> None:
-        """Record from now on. Only operators of the calling thread are recorded: call it from the one that computes."""
+        """Start recording operators of the calling thread, which must be the thread that runs the steps."""
         self._running = profile(activities=self._activities, record_shapes=True)
         self._running.start()
 
     def stop(self, file: Path) -> None:
-        """Write what was recorded, in Chrome's trace format, which ui.perfetto.dev opens; raises OutputError."""
+        """Write the recording in Chrome's trace format, which ui.perfetto.dev opens; raises OutputError."""
         running, self._running = self._running, None
         running.stop()
         try:

@@ -1,4 +1,4 @@
-"""Which linear layers keep quantized weights: chosen from a checkpoint's headers before weights are allocated."""
+"""Selection of linear layers that keep quantized weights, by a checkpoint's headers, before weight allocation."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -31,11 +31,11 @@ def allocate_linear_weights(
     quantizer: OnlineQuantizer | None = None,
     quantizes_inputs: bool = True,
 ) -> None:
-    """Allocate the weights of linear layers that were made within ``deferred_linear_weights``.
+    """Allocate the weights of linear layers that were created within ``deferred_linear_weights``.
 
-    A layer keeps codes where all its tensors in ``folder`` are quantized alike, or where ``quantizer`` covers them; it
-    then quantizes its input where config.json says so and ``quantizes_inputs``. All layers are dense if ``folder`` is
-    None. Raises CheckpointError.
+    A layer stays quantized if all its tensors in ``folder`` have the same quantization, or if ``quantizer`` covers
+    them. It then also quantizes its input if config.json specifies so and ``quantizes_inputs`` is set. All layers are
+    dense if ``folder`` is None. Raises CheckpointError.
     """
     linears = [(path, module) for path, module in model.named_modules() if isinstance(module, Linear)]
     experts = [(path, module) for path, module in model.named_modules() if isinstance(module, Experts)]
@@ -48,7 +48,7 @@ def allocate_linear_weights(
                 _keep_experts(choice, path, moe, device, quantizes_inputs=quantizes_inputs)
             if model.tp.rank == 0:
                 choice.report()
-    allocated: dict[int, nn.Parameter] = {}  # weights that modules share stay shared
+    allocated: dict[int, nn.Parameter] = {}  # modules that share a weight keep sharing it
     for _, module in linears:
         if (weight := module.weight).is_meta:
             if id(weight) not in allocated:
@@ -61,13 +61,13 @@ def allocate_linear_weights(
 
 
 def _allocated(weight: torch.Tensor, device: torch.device) -> nn.Parameter:
-    # Not with empty_like, which imports sympy (0.3 s of start-up) when it is given a tensor of the device "meta".
+    # empty_like would import sympy (0.3 s of startup) for a meta tensor.
     data = torch.empty_strided(weight.size(), weight.stride(), dtype=weight.dtype, device=device)
     return nn.Parameter(data, requires_grad=False)
 
 
 def _keep_linear(choice: "_Choice", path: str, module: Linear, device: torch.device, *, quantizes_inputs: bool) -> None:
-    """A linear layer keeps codes where all its tensors are quantized alike."""
+    """Keep a linear layer quantized if all its tensors have the same quantization."""
     if not module.may_stay_quantized:
         return
     slices = [part for part in module.weight_slices(path) if part.is_matrix]
@@ -82,7 +82,7 @@ def _keep_linear(choice: "_Choice", path: str, module: Linear, device: torch.dev
 def _keep_experts(
     choice: "_Choice", path: str, module: Experts, device: torch.device, *, quantizes_inputs: bool
 ) -> None:
-    """Experts keep codes where all of this rank's matrices are quantized alike."""
+    """Keep experts quantized if all of this rank's matrices have the same quantization."""
     if isinstance(module, UngatedExperts):
         return
     if isinstance(module, ClampedExperts):
@@ -108,19 +108,19 @@ def _keep_experts(
 
 @dataclass
 class _Choice:
-    """Which weights stay quantized, by the headers and scales of a checkpoint."""
+    """Selection of the weights that stay quantized, from the headers and scales of a checkpoint."""
 
     checkpoint: Checkpoint
     quantizer: OnlineQuantizer | None
     held: frozenset[str]
-    """Names of the checkpoint."""
+    """Tensor names in the checkpoint."""
     without_scale: list[str] = field(default_factory=list)
-    """Layers without the static scale of their input that config.json asks for."""
+    """Layers without the static input scale that config.json requires."""
     reordered: list[str] = field(default_factory=list)
     """4-bit weights whose groups are not consecutive features."""
 
     def kept(self, slices: Sequence[WeightSlice]) -> QuantizedWeight | None:
-        """The quantized form of a weight made of ``slices``, one below the other; None if it is dense."""
+        """Return the quantized format of a weight with ``slices`` stacked along the rows; None for a dense weight."""
         checkpoint = self.checkpoint
         if not all(part.name in self.held for part in slices):
             return None
@@ -139,7 +139,7 @@ class _Choice:
             if dtype == INT4:
                 return self._kept_int4(slices, found)
         except CheckpointError:
-            return None  # reading the weight raises it again, after the check of all names
+            return None  # loading the weight raises the error again, after all names were checked
         layout = ScaleLayout.of([_part(part, block) for part, (_, block) in zip(slices, found, strict=True)])
         return None if layout is None or self._schemes(slices, dtype) is None else QuantizedWeight(dtype, layout)
 
@@ -157,7 +157,7 @@ class _Choice:
         return QuantizedWeight(INT4, layout, dtypes.pop(), has_zeros)
 
     def kept_alike(self, matrices: Sequence[Sequence[WeightSlice]]) -> QuantizedWeight | None:
-        """The quantized form that all ``matrices`` share; None if they differ or one is dense."""
+        """Return the quantized format that all ``matrices`` share; None if formats differ or a matrix is dense."""
         found = [kept for slices in matrices if (kept := self.kept(slices)) is not None]
         if len(found) < len(matrices) or not found:
             return None
@@ -166,32 +166,32 @@ class _Choice:
         return first if all(first.equals(replace(one, has_zeros=has_zeros)) for one in found) else None
 
     def scheme(self, slices: Sequence[WeightSlice], kept: QuantizedWeight) -> ActivationScheme | None:
-        """How config.json asks for the input of a weight that stays quantized; None: not at all."""
+        """Return how config.json quantizes the input of a weight that stays quantized; None if it does not."""
         if self.quantizer is not None or kept.dtype == INT4:
             return None
         schemes = self._schemes(slices, kept.dtype)
         return None if schemes is None else next(iter(schemes))
 
     def _schemes(self, slices: Sequence[WeightSlice], dtype: torch.dtype) -> frozenset[ActivationScheme | None] | None:
-        """The one scheme of the parts, which share one input; None if they differ."""
+        """Return the one scheme of the parts, which share one input; None if their schemes differ."""
         assert self.checkpoint.quantization is not None, "the weights are quantized"
         schemes = frozenset(self.checkpoint.quantization.activations(part.name, dtype) for part in slices)
         return schemes if len(schemes) == 1 else None
 
     def has_scales(self, path: str, scheme: ActivationScheme, slices: Sequence[WeightSlice]) -> bool:
-        """Whether the scales of a static scheme exist; a layer without them is reported."""
+        """Return whether the scales of a static scheme exist; a layer without them is recorded for :meth:`report`."""
         is_missing = scheme.is_static and any(self.checkpoint.input_scale(part.name) is None for part in slices)
         if is_missing:
             self.without_scale.append(path)
         return not is_missing
 
     def static_scales(self, scheme: ActivationScheme, slices: Sequence[WeightSlice]) -> list[float]:
-        """The scale of each part's input; none if the scheme is dynamic."""
+        """Return the scale of each part's input; empty if the scheme is dynamic."""
         names = [part.name for part in slices] if scheme.is_static else []
         return [scale for name in names if (scale := self.checkpoint.input_scale(name)) is not None]
 
     def report(self) -> None:
-        """Log the layers that do not compute as their checkpoint suggests."""
+        """Log the layers that are not computed as their checkpoint specifies."""
         if self.without_scale:
             _log.warning(
                 "%d linear layers do not quantize their input, as config.json asks: the checkpoint has no input_scale "
@@ -205,9 +205,9 @@ class _Choice:
 
 
 def load_input_scales(model: nn.Module, folder: WeightSource, *, apply: bool = True) -> None:
-    """Replace the static input scales of the layers whose weights are in ``folder``; without ``apply`` only check.
+    """Replace the static input scales of layers whose weights are in ``folder``; with ``apply=False`` only check.
 
-    Raises CheckpointError if such a layer has no scale there.
+    Raises CheckpointError if a layer with static scales has no scale there.
     """
     static = [found for found in _quantizers(model) if found[0].scheme.is_static]
     if not static:
@@ -224,7 +224,7 @@ def load_input_scales(model: nn.Module, folder: WeightSource, *, apply: bool = T
 
 
 def _quantizers(model: nn.Module) -> Iterator[tuple[InputQuantizer, list[str]]]:
-    """Every quantizer of an input, and the weights that are multiplied by it."""
+    """Yield every input quantizer and the names of the weights that use its output."""
     for path, module in model.named_modules():
         if isinstance(module, Linear) and module.input_quantizer is not None:
             yield module.input_quantizer, [part.name for part in module.weight_slices(path) if part.is_matrix]
@@ -253,7 +253,7 @@ def _part(part: WeightSlice, block: tuple[int, int]) -> ScalePart:
 
 
 def quantized_bytes(model: nn.Module) -> tuple[int, int]:
-    """Bytes of the quantized weights of linear layers and experts with their scales, and of the same in bf16."""
+    """Return the bytes of quantized linear and expert weights with their scales, and of the same weights in bf16."""
     stored = dense = 0
     for module in model.modules():
         weights: list[torch.Tensor] = []

@@ -1,4 +1,4 @@
-"""RankEnv: rank and rendezvous of a process that a launcher such as torchrun started."""
+"""RankEnv: rank and rendezvous of a process started by a launcher such as torchrun."""
 
 import itertools
 import logging
@@ -18,7 +18,8 @@ from tapscope.engine.params.engine_config import EngineConfig
 distributed: Any = torch.distributed
 _log = logging.getLogger(__name__)
 _count = itertools.count()
-"""Engines created by this process: all ranks create the same ones in the same order, each with its own keys."""
+"""Number of engines created by this process: all ranks create the same engines in the same order, each with its own
+keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class RankEnv:
 
     @classmethod
     def read(cls, config: EngineConfig) -> "RankEnv":
-        """Read the environment; raises ConfigError naming the variable."""
+        """Read the environment variables; raises ConfigError naming the variable at fault."""
         rank, size = _number("RANK"), _number("WORLD_SIZE")
         if size != config.tp or not 0 <= rank < size:
             raise ConfigError(f"launch='external': tp={config.tp} does not match RANK={rank}, WORLD_SIZE={size}")
@@ -50,7 +51,7 @@ class RankEnv:
         return cls(rank, size, int(os.environ.get("LOCAL_RANK", rank)), host, int(port), hostname, is_one_machine)
 
     def store(self, config: EngineConfig) -> Any:
-        """A key-value store for this engine only; raises RankLostError when the ranks do not connect in time."""
+        """Create a key-value store for this engine; raises RankLostError if the ranks do not connect in time."""
         is_served = config.rendezvous is None and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         timeout = timedelta(seconds=config.rank_timeout_s)
         try:

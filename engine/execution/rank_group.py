@@ -1,4 +1,4 @@
-"""RankGroup: all ranks of one engine. They load, compute and end together; losing one loses the group."""
+"""RankGroup: all ranks of one engine, which load, compute and end together; losing one rank loses the group."""
 
 import logging
 import weakref
@@ -30,13 +30,14 @@ _log = logging.getLogger(__name__)
 
 
 class RankGroup:
-    """The model runner of rank 0, in this process, and the other ranks."""
+    """Model runner of rank 0, in this process, and the processes of the other ranks."""
 
     def __init__(
         self, config: EngineConfig, model_config: ModelConfig, observer: ObserverFactory | None, heartbeat: Heartbeat
     ) -> None:
-        """Load on every rank; ``heartbeat`` is that of this process. Raises ConfigError, CheckpointError,
-        RankLostError.
+        """Load the model on every rank; ``heartbeat`` is that of this process.
+
+        Raises ConfigError, CheckpointError, RankLostError.
         """
         self._lost: RankLostError | None = None
         self._ranks: SpawnedRanks | None = None
@@ -65,7 +66,7 @@ class RankGroup:
 
     @property
     def sentinels(self) -> list[int]:
-        """Descriptors that become readable when a rank has ended."""
+        """File descriptors that become readable when a rank has ended."""
         return self._ranks.sentinels if self._ranks is not None else []
 
     def require_usable(self) -> None:
@@ -76,7 +77,7 @@ class RankGroup:
             raise UsageError("the engine is closed; create a new LLM")
 
     def check(self) -> None:
-        """Raise RankLostError, from now on always, when a rank has failed or ended."""
+        """Raise RankLostError if a rank has failed or ended; the group is unusable from then on."""
         if self._ranks is None or self._lost is not None:
             return
         try:
@@ -87,11 +88,11 @@ class RankGroup:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of the engine, this one included."""
+        """Number of ranks of the engine, this one included."""
         return self.runner.model.tp.size
 
     def launch(self, plan: StepPlan, sample: Callable[[Tensor], Tensor]) -> LaunchedStep:
-        """Start ``plan`` on every rank; a step that fails on one of several ranks loses the group.
+        """Launch ``plan`` on every rank; a step that fails on one of several ranks loses the group.
 
         ``sample`` maps logits to tokens, see :meth:`ModelRunner.launch`.
         """
@@ -102,7 +103,7 @@ class RankGroup:
             return self._runner_of(plan).launch(plan, sample)
 
     def collect(self, launched: LaunchedStep) -> list[int]:
-        """Wait for a launched step; returns one token for each scheduled request that samples."""
+        """Wait for a launched step and return one token per scheduled request that samples."""
         runner = self._runner_of(launched.plan)
         if self._ranks is None:
             return runner.collect(launched)
@@ -126,7 +127,7 @@ class RankGroup:
             raise
 
     def run_command(self, message: Message, error: type[TapscopeError]) -> None:
-        """Execute a command (of COMMANDS) on all ranks in parallel, between two steps; raises ``error``."""
+        """Execute a command of :data:`.COMMANDS` on all ranks in parallel, between two steps; raises ``error``."""
         if self._ranks is not None:
             self._ranks.ask(message)
         problems = {0: COMMANDS[message.kind](self.runner, message)}
@@ -135,7 +136,7 @@ class RankGroup:
         _raise_first(problems, error)
 
     def query(self, message: Message) -> list[Any]:
-        """The value of each rank, in order, of a query (of QUERIES); raises UsageError."""
+        """Return each rank's answer to a query of :data:`.QUERIES`, in rank order; raises UsageError."""
         if self._ranks is not None:
             self._ranks.ask(message)
         problem, value = answer_of(self.runner, message)
@@ -147,14 +148,14 @@ class RankGroup:
         return [values[rank] for rank in sorted(values)]
 
     def run_command_rank_0_first(self, message: Message, error: type[TapscopeError]) -> None:
-        """As :meth:`run_command`, but on this rank first; when it fails the others do not execute it."""
+        """Run :meth:`run_command` on this rank first; if it fails, the other ranks do not execute the command."""
         _raise_first({0: COMMANDS[message.kind](self.runner, message)}, error)
         if self._ranks is not None:
             self._ranks.ask(message)
             _raise_first(self._ranks.answers(), error)
 
     def mark_lost(self, error: RankLostError) -> RankLostError:
-        """Mark the group as unusable because of ``error``, and return it."""
+        """Mark the group as unusable because of ``error``, and return ``error``."""
         self._abandon(error)
         return error
 
@@ -163,7 +164,7 @@ class RankGroup:
         self._finalizer()
 
     def _abandon(self, error: RankLostError) -> None:
-        """Give up the ranks, which are out of step or lost, because of ``error``."""
+        """Disconnect from the other ranks, which are out of step or lost, because of ``error``."""
         if self._ranks is not None:
             self._ranks.abandon()
             self.runner.model.tp.disconnect()
@@ -171,7 +172,7 @@ class RankGroup:
 
 
 def _warn(config: EngineConfig) -> None:
-    """Log the settings that have no effect, or that make an engine on the CPU slow."""
+    """Log settings that have no effect, or that make an engine on the CPU slow."""
     if config.custom_all_reduce and config.tp == 1:
         _log.warning("custom_all_reduce has no effect with tp=1: there is nothing to reduce")
     if config.dp * config.tp > 1 and resolve_device(config, 0).type == "cpu" and (sentence := shared_cores(config)):
@@ -179,7 +180,7 @@ def _warn(config: EngineConfig) -> None:
 
 
 def _raise_first(problems: dict[int, str | None], error: type[TapscopeError]) -> None:
-    """Raise ``error`` with the problem of the first rank that has one."""
+    """Raise ``error`` with the problem of the lowest rank that has one."""
     for rank, problem in sorted(problems.items()):
         if problem is not None:
             raise error(problem if rank == 0 else f"rank {rank}: {problem}")
@@ -188,7 +189,7 @@ def _raise_first(problems: dict[int, str | None], error: type[TapscopeError]) ->
 def _start(
     config: EngineConfig, model_config: ModelConfig, observer: ObserverFactory | None, heartbeat: Heartbeat
 ) -> tuple[SpawnedRanks, ModelRunner, DraftRunner | None]:
-    """Spawn the other ranks and load on all of them in parallel."""
+    """Spawn the other ranks and load the model on all ranks in parallel."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # ranks share the cores: oversubscribed OpenMP threads make them slower
     make = TorchrunRanks if config.launch == "external" else SpawnedRanks

@@ -1,4 +1,4 @@
-"""Rank worker: the loop of ranks 1 and up, which load, execute the plans of rank 0 and end with it."""
+"""Rank worker: the loop of ranks 1 and up, which load the model, execute the plans of rank 0 and end with it."""
 
 import multiprocessing
 import traceback
@@ -38,7 +38,7 @@ _POLL_MS = 1
 def rank_main(
     rank: int, config: EngineConfig, model_config: ModelConfig, observer: ObserverFactory | None, folder: str
 ) -> None:
-    """Entry point of a spawned rank: load and run :func:`worker_loop`. Failures are reported to rank 0."""
+    """Load a spawned rank and run :func:`worker_loop`, as its process entry point; report failures to rank 0."""
     ignore_signals()
     enable_stack_dumps(stack_path(Path(folder), rank))
     torch.set_num_threads(1)
@@ -80,7 +80,7 @@ def worker_loop(
     socket: "zmq.Socket[bytes]",
     rank_0_lost: "zmq.Socket[bytes] | None" = None,
 ) -> None:
-    """Load this rank's part and execute the plans of rank 0 until it closes or ends.
+    """Load this rank's shard and execute the plans of rank 0 until rank 0 closes or ends.
 
     ``rank_0_lost`` becomes readable when the connection is lost; a spawned rank watches its parent process instead.
     """
@@ -117,7 +117,7 @@ def worker_loop(
 
 
 def _ends_before_a_message(step: LaunchedStep, poller: zmq.Poller, heartbeat: Heartbeat) -> bool:
-    """Wait for the end of a launched step or for a message, which may be the step to launch after it."""
+    """Wait for the end of a launched step (True) or for a message, possibly the next step to launch (False)."""
     heartbeat.set_activity(Activity.WAITING)  # for the device, which runs the collectives
     while not step.is_done:
         if poller.poll(_POLL_MS):
@@ -126,7 +126,7 @@ def _ends_before_a_message(step: LaunchedStep, poller: zmq.Poller, heartbeat: He
 
 
 def reopen(runner: ModelRunner, message: Message) -> str | None:
-    """Continue this rank's observer in another run; returns the error, or None."""
+    """Continue this rank's observer in another run; return the error, or None."""
     if not isinstance(runner.observer, RunReopener):
         return "this engine has no recorder; start it with `tapscope serve`"
     try:
@@ -138,7 +138,7 @@ def reopen(runner: ModelRunner, message: Message) -> str | None:
 
 
 def change_adapter(runner: ModelRunner, message: Message) -> str | None:
-    """Load the LoRA adapter that ``message`` names, or drop it without a ``folder``; returns the error, or None."""
+    """Load the LoRA adapter that ``message`` names, or unload it without a ``folder``; return the error, or None."""
     assert runner.adapters is not None, "rank 0 has checked that adapters are served"
     if message["folder"] is None:
         runner.adapters.drop(message["number"])
@@ -154,7 +154,7 @@ def change_adapter(runner: ModelRunner, message: Message) -> str | None:
 
 
 def change_profile(runner: ModelRunner, message: Message) -> str | None:
-    """Start torch's profiler, or with a ``folder`` stop it and write the trace there; returns the error, or None."""
+    """Start torch's profiler, or with a ``folder`` stop it and write the trace there; return the error, or None."""
     if message["folder"] is None:
         runner.profiler.start()
         return None
@@ -168,7 +168,7 @@ def change_profile(runner: ModelRunner, message: Message) -> str | None:
 
 
 def trace_file(folder: Path, rank: int) -> Path:
-    """The trace of one rank; ranks are numbered across all DP replicas."""
+    """Return the trace file of one rank; ranks are numbered across all DP replicas."""
     return folder / f"rank-{rank}.json.gz"
 
 
@@ -189,14 +189,14 @@ COMMANDS: dict[str, Callable[[ModelRunner, Message], str | None]] = {
     "adapter": change_adapter,
     "profile": change_profile,
 }
-"""Commands that every rank executes between two steps, by message kind; each returns an error text or None."""
+"""Commands that every rank executes between two steps, by message kind; each returns an error message or None."""
 
 QUERIES: dict[str, Callable[[ModelRunner, Message], list[Any]]] = {"digest_weights": weight_commands.digest_weights}
-"""Commands that change nothing; each returns a JSON value or raises UsageError."""
+"""Commands without side effects; each returns a JSON value or raises UsageError."""
 
 
 def answer_of(runner: ModelRunner, message: Message) -> tuple[str | None, list[Any] | None]:
-    """Execute a command or a query; returns its error, or None, and the value of a query."""
+    """Execute a command or a query; return its error, or None, and the value of a query."""
     if (command := COMMANDS.get(message.kind)) is not None:
         return command(runner, message), None
     try:
@@ -206,7 +206,7 @@ def answer_of(runner: ModelRunner, message: Message) -> tuple[str | None, list[A
 
 
 def _poller(socket: "zmq.Socket[bytes]", rank_0_lost: "zmq.Socket[bytes] | None") -> zmq.Poller:
-    """A poller, readable when rank 0 sends a message or has ended."""
+    """Return a poller that is ready when rank 0 has sent a message or has ended."""
     poller = zmq.Poller()
     poller.register(socket, zmq.POLLIN)
     parent = multiprocessing.parent_process()
@@ -218,7 +218,7 @@ def _poller(socket: "zmq.Socket[bytes]", rank_0_lost: "zmq.Socket[bytes] | None"
 
 
 def _next_message(socket: "zmq.Socket[bytes]", poller: zmq.Poller, heartbeat: Heartbeat) -> Message | None:
-    """The next message; None when rank 0 closes or has ended."""
+    """Return the next message; None if rank 0 closes or has ended."""
     heartbeat.set_activity(Activity.IDLE)
     ready = dict(poller.poll())
     heartbeat.set_activity(Activity.WORKING)

@@ -1,4 +1,4 @@
-"""Values that settings leave open: device, dtype, LoRA rank, scales. Equal on all ranks except the device."""
+"""Resolved settings: device, dtype, LoRA rank and scale file. Equal on all ranks, except the device."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +14,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def resolve_length(config: EngineConfig, model_config: ModelConfig) -> ModelConfig:
-    """``model_config`` with at most ``max_model_len`` positions; raises ConfigError when the model has fewer."""
+    """Limit ``model_config`` to ``max_model_len`` positions; raises ConfigError if the model has fewer."""
     asked, most = config.max_model_len, model_config.max_positions
     if asked is None:
         return model_config
@@ -27,9 +27,9 @@ def resolve_length(config: EngineConfig, model_config: ModelConfig) -> ModelConf
 
 
 def resolve_device(config: EngineConfig, rank: int) -> torch.device:
-    """The device of tensor-parallel rank ``rank`` on its machine; DP replica r uses the GPUs from r * tp on.
+    """Return the device of tensor-parallel rank ``rank`` on its machine; DP replica r uses the GPUs from r * tp on.
 
-    Raises ConfigError when there is no such GPU, or when the spawned ranks together need more than there are.
+    Raises ConfigError if that GPU does not exist, or if the spawned ranks need more GPUs than there are.
     """
     num_gpus = torch.cuda.device_count()
     if config.device == "cpu" or (config.device == "auto" and not num_gpus):
@@ -48,7 +48,7 @@ def resolve_device(config: EngineConfig, rank: int) -> torch.device:
 
 
 def resolve_dtype(config: EngineConfig, model_config: ModelConfig) -> str:
-    """The dtype to compute in; raises ConfigError when ``auto`` finds one that this engine does not support."""
+    """Return the name of the compute dtype; raises ConfigError if ``auto`` resolves to an unsupported dtype."""
     if config.dtype != "auto":
         return config.dtype
     name = model_config.dtype or "float32"
@@ -60,7 +60,7 @@ def resolve_dtype(config: EngineConfig, model_config: ModelConfig) -> str:
 
 
 def resolve_lora_rank(config: EngineConfig) -> int:
-    """The largest rank of a LoRA adapter.
+    """Return the maximum LoRA rank of adapters.
 
     Raises CheckpointError for an adapter of ``lora_paths`` that cannot be read, ConfigError for one of a larger rank.
     """
@@ -76,7 +76,7 @@ def resolve_lora_rank(config: EngineConfig) -> int:
 
 
 def resolve_scale_file(config: EngineConfig, kv_dtype: str) -> Path | None:
-    """The scale file that ``config`` names, if any; raises ConfigError when the KV cache is not FP8."""
+    """Return the scale file that ``config`` names, if any; raises ConfigError if the KV cache is not FP8."""
     if not config.quantization_param_path:
         return None
     path = Path(config.quantization_param_path)

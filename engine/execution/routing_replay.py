@@ -1,4 +1,4 @@
-"""RoutingReplay: rows of requests with recorded experts take these, instead of those that the routers choose."""
+"""RoutingReplay: replays recorded expert ids of requests in place of the routers' choices."""
 
 import base64
 
@@ -11,14 +11,14 @@ from tapscope.engine.requests.step_plan import StepPlan
 
 
 class RoutingReplay:
-    """Passes the recorded experts of each step to the routers of one model."""
+    """Passes the recorded expert ids of each step to the routers of one model."""
 
     def __init__(self, model: CausalLM, device: torch.device) -> None:
         self._model, self._device = model, device
         self._is_active = False
 
     def begin(self, plan: StepPlan) -> None:
-        """Route the rows of ``plan``, the next step, as its requests have recorded it."""
+        """Set the recorded expert ids for the rows of ``plan``, the next step."""
         if plan.has_experts:
             self._is_active = True
             self._model.replay_experts(self._expert_ids(plan))
@@ -26,13 +26,13 @@ class RoutingReplay:
             self.end()
 
     def end(self) -> None:
-        """Let the routers choose again."""
+        """Return to the routers' own choices."""
         if self._is_active:
             self._is_active = False
             self._model.replay_experts(None)
 
     def _expert_ids(self, plan: StepPlan) -> Tensor:
-        """[tokens, layers, k] int64, -1 where the router chooses."""
+        """Return expert ids [tokens, layers, k] int64, with -1 where the router chooses."""
         config = self._model.config
         assert config.moe is not None, "a model without experts has no requests with recorded ones"
         shape = config.num_layers, config.moe.top_k

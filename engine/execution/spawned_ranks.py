@@ -1,6 +1,6 @@
-"""SpawnedRanks: the processes of ranks 1 and up of one engine, as rank 0 sees them.
+"""SpawnedRanks: rank 0's view of the processes of ranks 1 and up of one engine.
 
-Rank 0 runs in the caller's process and schedules; the others execute the plans that it sends over ZMQ as JSON
+Rank 0 runs in the caller's process and schedules; the others execute the plans that rank 0 sends over ZMQ as JSON
 (:mod:`tapscope.engine.execution.rank_worker`).
 """
 
@@ -22,7 +22,7 @@ from tapscope.engine.requests.step_plan import StepPlan
 
 
 class SpawnedRanks(WorkerProcesses):
-    """The spawned ranks of one engine."""
+    """Spawned ranks of one engine."""
 
     def __init__(
         self, config: EngineConfig, model_config: ModelConfig, observer: ObserverFactory | None, heartbeat: Heartbeat
@@ -34,7 +34,7 @@ class SpawnedRanks(WorkerProcesses):
         self._arguments = (config, model_config, observer, str(self.folder))
         self._answers: dict[int, str | None] = {}
         self.values: dict[int, Any] = {}
-        """The value that each rank answered the last query with."""
+        """Each rank's answer to the last query."""
 
     def connect(self) -> TensorParallel:
         """Start the processes and connect rank 0 to them; raises ConfigError, RankLostError."""
@@ -61,7 +61,7 @@ class SpawnedRanks(WorkerProcesses):
         return tp
 
     def send(self, plan: StepPlan) -> None:
-        """Send ``plan`` to every rank; raises RankLostError when one has ended."""
+        """Send ``plan`` to every rank; raises RankLostError if a rank has ended."""
         self.check()
         self.broadcast(plan.to_message())
 
@@ -72,7 +72,7 @@ class SpawnedRanks(WorkerProcesses):
         self.broadcast(message)
 
     def answers(self) -> dict[int, str | None]:
-        """The error of each rank, None for success; waits for all of them, raises RankLostError."""
+        """Wait for all ranks and return the error of each, None for success; raises RankLostError."""
         while len(self._answers) < self._config.tp - 1:
             self._receive(POLL_MS)
             self._heartbeat.beat()  # waiting for watched ranks is progress
@@ -82,7 +82,7 @@ class SpawnedRanks(WorkerProcesses):
     def raise_lost(self, error: RankLostError | None) -> NoReturn:
         """Raise a RankLostError that names the rank that failed first, with its traceback if it sent one.
 
-        Ranks that lose a peer fail as well; they are named only when no other cause is found.
+        Ranks that lose a peer fail as well; they are named only if no other cause is found.
         """
         deadline = time.monotonic() + FINAL_MESSAGE_S
         while not self._own_failures() and not self._ended_silently() and time.monotonic() < deadline:
@@ -96,7 +96,7 @@ class SpawnedRanks(WorkerProcesses):
             self._answers[number], self.values[number] = message["error"], message["value"]
 
     def _own_failures(self) -> dict[int, str]:
-        """Tracebacks of the ranks that did not fail because of a lost peer."""
+        """Return the tracebacks of ranks that failed for a reason other than a lost peer."""
         return {rank: text for rank, text in self._tracebacks().items() if "RankLostError" not in text}
 
     def _tracebacks(self) -> dict[int, str]:

@@ -1,4 +1,4 @@
-"""StepMetrics: the numbers that an observer receives with each step."""
+"""StepMetrics: the metrics that an observer receives with each step."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -10,20 +10,20 @@ _MEMORY_INTERVAL_S = 0.1
 
 
 class StepMetrics:
-    """Measures the steps of one model runner."""
+    """Metrics of the steps of one model runner."""
 
     def __init__(self, num_pages: int) -> None:
-        """``num_pages``: pages of the KV cache."""
+        """``num_pages``: number of pages of the KV cache."""
         self._num_pages = num_pages
         self._started = self._memory_due = 0.0
         self._memory: dict[str, float] = {}
 
     def start(self) -> None:
-        """A step is launched."""
+        """Start the timer of a step, at its launch."""
         self._started = time.perf_counter()
 
     def of(self, plan: StepPlan, accepted: Mapping[str, Sequence[int]] | None) -> dict[str, float]:
-        """Metrics of the step that ends; ``accepted``: as :meth:`.ModelRunner.finish`'s."""
+        """Return the metrics of the step that ends; ``accepted`` as in :meth:`.ModelRunner.finish`."""
         metrics = {
             "batch_size": float(len(plan.scheduled)),
             "num_tokens": float(plan.num_tokens),
@@ -37,7 +37,7 @@ class StepMetrics:
         return metrics | self._memory_metrics()
 
     def _memory_metrics(self) -> dict[str, float]:
-        """Resident bytes of this process, at most a tenth of a second old; empty where the system does not say."""
+        """Return the resident bytes of this process, at most 0.1 s old; empty if the system does not report them."""
         now = time.monotonic()
         if now > self._memory_due:
             resident = resident_bytes()

@@ -1,4 +1,4 @@
-"""StepMode: how a step may run, given who observes it."""
+"""StepMode: how a step may run, given its observer and hooks."""
 
 from enum import StrEnum
 
@@ -10,10 +10,10 @@ from tapscope.core.observe import StepObserver
 
 
 class StepMode(StrEnum):
-    """Chosen for each step, after the observer has applied the plan's epoch."""
+    """Execution mode, chosen for each step after the observer has applied the plan's epoch."""
 
     CLEAN = "clean"
-    """Nothing observes the step: a captured graph without taps may run."""
+    """The step is not observed: a captured graph without taps may run."""
     TAPPED = "tapped"
     """The observer is armed: a graph captured with its taps may run."""
     EAGER = "eager"
@@ -31,13 +31,13 @@ class StepModes:
         ]
         self._seen: tuple[str, int] | None = None
         self._has_foreign = False
-        self._bare_since = -1  # number of the next hook of the process when no module had any
+        self._bare_since = -1  # the process's next hook id when no module had hooks
 
     def has_foreign(self, tap_state: str = "") -> bool:
-        """Whether anyone but an observer has a hook on a module or on all: only the call of a module runs it.
+        """Return whether any hook, on a module or global, is not an observer's; only a call of the module runs it.
 
-        An observer's hooks have the attribute ``tapscope_tap``. Hooks are looked at again when one was registered in
-        this process or ``tap_state`` has changed, and while one is foreign.
+        An observer's hooks have the attribute ``tapscope_tap``. Hooks are checked again if a hook was registered in
+        this process, if ``tap_state`` has changed, or if the last check found a foreign hook.
         """
         if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
             return True
@@ -49,13 +49,16 @@ class StepModes:
         return self._has_foreign
 
     def choose(self, observer: StepObserver | None) -> StepMode:
-        """The mode of a step now; an armed observer's hooks cannot be distinguished from other hooks."""
+        """Return the mode of a step now.
+
+        An armed observer's step is TAPPED even with other hooks, which :meth:`has_foreign` detects.
+        """
         if observer is not None and observer.armed:
             return StepMode.TAPPED
         global_hooks = torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks
         if global_hooks:
             return StepMode.EAGER
-        if self._bare_since != RemovableHandle.next_id:  # hooks were registered since none were there
+        if self._bare_since != RemovableHandle.next_id:  # hooks were registered since the last check without hooks
             if any(self._hooks):
                 return StepMode.EAGER
             self._bare_since = RemovableHandle.next_id

@@ -1,8 +1,8 @@
-"""TorchrunRanks: ranks that torchrun, or a launcher that sets the same variables, has started.
+"""TorchrunRanks: ranks started by torchrun, or by a launcher that sets the same variables.
 
 RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT give the rank and the rendezvous, LOCAL_RANK the GPU. Plans are sent over
-ZMQ as between spawned ranks; the address of rank 0 is shared through torch's store. Nothing is authenticated: with
-more than one machine the network must be trusted.
+ZMQ as between spawned ranks; rank 0 publishes its address in torch's store. Nothing is authenticated: with more than
+one machine the network must be trusted.
 """
 
 import logging
@@ -36,7 +36,7 @@ _ENDED = "has ended; see the output of its launcher"
 
 
 class TorchrunRanks(SpawnedRanks):
-    """The other ranks of an engine whose processes a launcher started."""
+    """The other ranks of an engine whose processes were started by a launcher."""
 
     def __init__(
         self, config: EngineConfig, model_config: ModelConfig, observer: ObserverFactory | None, heartbeat: Heartbeat
@@ -62,11 +62,11 @@ class TorchrunRanks(SpawnedRanks):
 
     @property
     def sentinels(self) -> list[int]:
-        """Descriptors that become readable when a process on this machine has ended."""
+        """File descriptors that become readable when a process on this machine has ended."""
         return list(self._sentinels.values())
 
     def connect(self) -> TensorParallel:
-        """Publish the address of rank 0, join the others, watch those on this machine; raises RankLostError."""
+        """Publish rank 0's address, join the process group and watch ranks on this machine; raises RankLostError."""
         store = self._env.store(self._config)
         for rank in self.peers:
             Heartbeat.create(heartbeat_path(self.folder, rank))
@@ -99,7 +99,7 @@ class TorchrunRanks(SpawnedRanks):
         return self._diagnosis(number) or _ENDED
 
     def check(self) -> None:
-        """Raise RankLostError when a rank has failed or ended, or its connection was lost."""
+        """Raise RankLostError if a rank has failed or ended, or its connection was lost."""
         super().check()
         if self._ended.poll(0):
             self.raise_lost(None)
@@ -121,7 +121,7 @@ class TorchrunRanks(SpawnedRanks):
 
 
 def run_worker_rank(config: EngineConfig, model_config: ModelConfig, observer: ObserverFactory | None) -> None:
-    """On rank 0 return immediately; on the others run :func:`worker_loop` until rank 0 closes, then raise SystemExit.
+    """Return immediately on rank 0; on other ranks run :func:`worker_loop` until rank 0 closes, then raise SystemExit.
 
     Raises ConfigError, RankLostError; other errors are reported to rank 0 and raised.
     """
@@ -155,7 +155,7 @@ def run_worker_rank(config: EngineConfig, model_config: ModelConfig, observer: O
 
 
 def _shared_folder(store: Any, rank: int) -> Path | None:
-    """Directory in which rank 0 watches this process's heartbeat; None where they share no file system."""
+    """Return the directory in which rank 0 watches this process's heartbeat; None without a shared file system."""
     text = store.get("folder").decode()
     folder = Path(text) if text and heartbeat_path(Path(text), rank).exists() else None
     store.set(_pid_key(rank), str(0 if folder is None else os.getpid()))
@@ -178,7 +178,7 @@ def _pid_key(rank: int) -> str:
 
 
 def _sentinel_of(pid: int) -> int | None:
-    """A descriptor that becomes readable when the process has ended; None where the system does not support it."""
+    """Return a file descriptor that becomes readable when the process has ended; None if the system lacks pidfd."""
     try:
         return os.pidfd_open(pid) if pid else None
     except (AttributeError, OSError):

@@ -1,4 +1,4 @@
-"""What one rank does with weights between two steps, at rank 0's commands; each returns an error text or None."""
+"""Commands of rank 0 that change a rank's weights between two steps; each returns an error message or None."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from tapscope.engine.execution.model_runner import ModelRunner
 
 
 def change_weights(runner: ModelRunner, message: Message) -> str | None:
-    """Check or load the weights of a folder, or those received from a trainer. The same on every rank."""
+    """Check or load the weights of a folder, or those received from a trainer, on every rank alike."""
     change = runner.load_weights if message["apply"] else runner.check_weights
     source: WeightSource | None = runner.received if message["folder"] is None else Path(message["folder"])
     assert source is not None, "rank 0 has let this rank receive weights"
@@ -49,7 +49,7 @@ def join_group(runner: ModelRunner, message: Message) -> str | None:
 
 
 def leave_group(runner: ModelRunner, message: Message) -> str | None:
-    """Leave the process group of a trainer; a rank that could not join it has nothing to leave."""
+    """Leave the process group of a trainer; a no-op on a rank that could not join."""
     group = runner.weight_groups.pop(message["group"], None)
     if group is not None:
         group.close()
@@ -57,7 +57,7 @@ def leave_group(runner: ModelRunner, message: Message) -> str | None:
 
 
 def receive_weights(runner: ModelRunner, message: Message) -> str | None:
-    """Receive tensors from a trainer, without loading them; without names forget those received."""
+    """Receive tensors from a trainer, without loading them; an empty list of names discards those received."""
     runner.received = None
     if not message["names"]:
         return None
@@ -80,13 +80,13 @@ def change_memory(runner: ModelRunner, message: Message) -> str | None:
                 runner.memory.resume(message["tags"])
                 if not runner.memory.released:
                     runner.recapture_graphs()
-    except (OSError, RuntimeError) as error:  # no space left for the weights; no memory to resume with
+    except (OSError, RuntimeError) as error:  # no disk space to save weights, or no memory to resume
         done = "released" if message["release"] else "resumed"
         return f"the memory of {', '.join(message['tags'])} cannot be {done}: {error}"
     return None
 
 
 def digest_weights(runner: ModelRunner, message: Message) -> list[Any]:
-    """Digests of this rank's parts of the weights; raises UsageError. A query: its value goes to rank 0."""
+    """Return digests of this rank's shards of the weights, as a query's value for rank 0; raises UsageError."""
     with runner.heartbeat.during(Activity.LOADING):
         return [list(shard) for shard in model_digests(runner.model, message["names"])]
