@@ -40,23 +40,23 @@ class AdapterReader:
 
     def read(self, adapter: PeftAdapter, weights: AdapterWeights) -> dict[str, AdapterMatrices]:
         """Read the matrices of each adapted target, by path; raises CheckpointError for unsupported modules."""
-        found: dict[str, AdapterMatrices] = {}
+        adapted: dict[str, AdapterMatrices] = {}
         each: dict[tuple[str, str], dict[str, _Matrix]] = {}
         for given in weights.names:
             path = renamed(given, self._model.checkpoint_prefixes)
             if (target := self._targets.get(path)) is not None and not target.stack:
-                found[path] = self._linear(weights, given, target, adapter)
+                adapted[path] = self._linear(weights, given, target, adapter)
             elif (owner := self._experts.get(path.replace(_WRAPPED, ""))) is not None:
                 name = _wrapped_stack(owner[1], given, adapter, weights)
-                found[f"{owner[0]}.{name}"] = self._stack(weights, given, owner, name, adapter)
+                adapted[f"{owner[0]}.{name}"] = self._stack(weights, given, owner, name, adapter)
             elif (one := self._matrix(path)) is not None:
                 experts, name, matrix = one
                 each.setdefault((experts, name), {})[given] = matrix
             else:
                 raise self._refusal(path, weights.where(given))
         for (experts, name), matrices in each.items():
-            found[f"{experts}.{name}"] = self._matrices(weights, matrices, experts, name, adapter)
-        return found
+            adapted[f"{experts}.{name}"] = self._matrices(weights, matrices, experts, name, adapter)
+        return adapted
 
     def _refusal(self, path: str, where: str) -> CheckpointError:
         """Return the error for a module that cannot be adapted."""
@@ -98,12 +98,12 @@ class AdapterReader:
         stored, _, number = head.rpartition(".")
         if stored not in self._experts or not number.isdecimal():
             return None
-        found, experts = self._experts[stored]
+        experts_path, experts = self._experts[stored]
         if int(number) >= experts.config.num_experts:
             return None
         for name, parts in experts.stacks.items():
             if part in parts:
-                return found, name, _Matrix(int(number), list(parts).index(part))
+                return experts_path, name, _Matrix(int(number), list(parts).index(part))
         return None
 
     def _matrices(

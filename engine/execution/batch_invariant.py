@@ -103,8 +103,8 @@ def _by_rows(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     rows = input.reshape(-1, input.shape[-1])
-    if (found := _kernels(rows)) is not None:
-        output: Tensor = found.matmul.invariant_linear(rows, weight, bias)
+    if (triton_kernels := _kernels(rows)) is not None:
+        output: Tensor = triton_kernels.matmul.invariant_linear(rows, weight, bias)
         return output.view(*input.shape[:-1], len(weight))
     output = _by_rows(lambda block: functional.linear(block, weight, bias), rows)
     return output.view(*input.shape[:-1], len(weight))
@@ -116,8 +116,8 @@ def _kernels(states: Tensor) -> Kernels | None:
 
 
 def _grouped_linear(input: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    if (found := _kernels(input)) is not None and is_one_launch(len(input)):
-        output: Tensor = found.matmul.grouped_invariant_linear(input, weight, ends)
+    if (triton_kernels := _kernels(input)) is not None and is_one_launch(len(input)):
+        output: Tensor = triton_kernels.matmul.grouped_invariant_linear(input, weight, ends)
         return output
     output = input.new_zeros(len(input), weight.shape[1])
     start = 0
@@ -160,8 +160,8 @@ def _attend_one(
     query: Tensor, keys: Tensor, values: Tensor, diagonal: int, spec: AttentionSpec, _: StepMasks | None = None
 ) -> Tensor:
     """Compute `attend_one` in float32; key 0 is at a multiple of KEYS."""
-    if query.shape[-1] <= MAX_HEAD_DIM and (found := _kernels(query)) is not None:
-        return _attend_copied(found.prefill, query, keys, values, diagonal + len(query), spec)
+    if query.shape[-1] <= MAX_HEAD_DIM and (triton_kernels := _kernels(query)) is not None:
+        return _attend_copied(triton_kernels.prefill, query, keys, values, diagonal + len(query), spec)
     padding = (0, 0, 0, 0, 0, -len(keys) % KEYS)
     k, v = (functional.pad(x.float(), padding).transpose(0, 1) for x in (keys, values))
     parts = []

@@ -96,12 +96,14 @@ class CUDAGraphManager:
         """
         device = cache.device
         extra = {name: torch.zeros(max_rows, width, dtype=dtype, device=device) for name, width in extra_widths.items()}
-        how: dict[str, Any] = {"numerics": numerics, "stream": stream}
-        decode = DecodeGraphs(model, buffers, buckets(max_rows), max_request_rows=max_request_rows, extra=extra, **how)
+        shared: dict[str, Any] = {"numerics": numerics, "stream": stream}
+        decode = DecodeGraphs(
+            model, buffers, buckets(max_rows), max_request_rows=max_request_rows, extra=extra, **shared
+        )
         prefill: PrefillGraphs | None = None
         if config.cuda_graphs == "all" and why_no_prefill_graphs(model, cache, extra_widths) is None:
             most = min(max_prefill_tokens(model), max_tokens, model.config.max_positions)
-            prefill = PrefillGraphs(model, buffers, prefill_buckets(most), **how)
+            prefill = PrefillGraphs(model, buffers, prefill_buckets(most), **shared)
         if config.tp > 1:
             model.tp.capture_collectives(apart=is_observed or prefill is not None)
         return cls(model.tp, decode, prefill)

@@ -104,7 +104,7 @@ class DecodeGraphs:
         """Maximum number of rows per request in a step."""
         self._extra = dict(extra or {})
         self._graphs: dict[int, CapturedGraph] = {}
-        self._tapped: dict[str, dict[int, CapturedGraph | None]] = {}  # tap set -> rows -> graph, the latest last
+        self._tapped: dict[str, dict[int, CapturedGraph | None]] = {}  # by tap set in LRU order, then rows
         self._pool: Any = None
         self._stream: Any = stream
         self._without_memory: set[int] = set()  # buckets whose capture ran out of memory
@@ -207,8 +207,8 @@ class DecodeGraphs:
                 graph = torch.cuda.CUDAGraph()
                 # Each graph has its own pool: after all its graphs are destroyed, a pool cannot be captured into again.
                 # Relaxed mode permits the calls that libraries make when they initialize.
-                how: dict[str, Any] = {"stream": self._stream, "capture_error_mode": "relaxed"}
-                with gc_paused(), self._model.tp.rehearsal(), torch.cuda.graph(graph, **how):
+                options: dict[str, Any] = {"stream": self._stream, "capture_error_mode": "relaxed"}
+                with gc_paused(), self._model.tp.rehearsal(), torch.cuda.graph(graph, **options):
                     hidden = self._decode(self._inputs(size), observer)
                     with self._numerics():
                         self._model.head(hidden[:_MAX_LOGIT_ROWS])
@@ -253,7 +253,7 @@ class DecodeGraphs:
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with (
-            gc_paused(),  # the collector would free graphs of earlier engines, which CUDA forbids during a capture
+            gc_paused(),  # a collection could free other engines' graphs, which CUDA forbids during a capture
             torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"),
         ):
             inputs = self._inputs(size)

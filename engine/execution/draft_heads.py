@@ -83,10 +83,10 @@ def _eagle(folder: Path, target: ModelConfig, setting: str, *, is_eagle3: bool) 
         raise ConfigError(f"{setting}: its architecture is {architecture!r}; supported: {', '.join(known)}")
     head = ModelConfig.read(folder, architecture="LlamaForCausalLM")
     for what in ("hidden_size", "vocab_size"):
-        found, wanted = getattr(head, what), getattr(target, what)
-        if found != wanted:
-            unlike = f"its {what} is {found}, but the target's is {wanted}"
-            raise ConfigError(f"{setting}: {unlike}; use a head of this target")
+        head_size, target_size = getattr(head, what), getattr(target, what)
+        if head_size != target_size:
+            mismatch = f"its {what} is {head_size}, but the target's is {target_size}"
+            raise ConfigError(f"{setting}: {mismatch}; use a head of this target")
     with open_checkpoint(folder) as checkpoint:
         names = checkpoint.names
         has_hidden_norm = any(name.endswith("hidden_norm.weight") for name in names)
@@ -120,14 +120,14 @@ def _token_ids(offsets: torch.Tensor | None, reader: ConfigReader, vocab_size: i
         return None
     if offsets.shape != (size,):
         raise reader.fail("draft_vocab_size", f"the checkpoint's d2t has shape {list(offsets.shape)}")
-    found = offsets + torch.arange(size)
-    num_ids = len(set(found.tolist()))
-    if int(found.min()) < 0 or int(found.max()) >= vocab_size or num_ids < size:
+    token_ids = offsets + torch.arange(size)
+    num_ids = len(set(token_ids.tolist()))
+    if int(token_ids.min()) < 0 or int(token_ids.max()) >= vocab_size or num_ids < size:
         raise CheckpointError(
             f"{reader.path.parent}: d2t must map {size} tokens to different ids below {vocab_size}, but maps them to "
-            f"{num_ids} from {int(found.min())} to {int(found.max())}"
+            f"{num_ids} from {int(token_ids.min())} to {int(token_ids.max())}"
         )
-    return found
+    return token_ids
 
 
 def _aux_layers(reader: ConfigReader, target: ModelConfig, setting: str) -> tuple[int, ...]:
@@ -135,10 +135,10 @@ def _aux_layers(reader: ConfigReader, target: ModelConfig, setting: str) -> tupl
     section = reader.section("eagle_config")
     given = None if section is None else section.get("eagle_aux_hidden_state_layer_ids")
     layers = target.num_layers
-    found = [2, layers // 2, layers - 3] if given is None else given
-    if not isinstance(found, list) or not found or any(type(layer) is not int for layer in found):
+    aux_layers = [2, layers // 2, layers - 3] if given is None else given
+    if not isinstance(aux_layers, list) or not aux_layers or any(type(layer) is not int for layer in aux_layers):
         raise reader.fail("eagle_config", "eagle_aux_hidden_state_layer_ids must be a list of layers")
-    found = found if given is None else [layer + 1 for layer in found]
-    if not all(0 <= layer <= layers for layer in found):
-        raise ConfigError(f"{setting}: it reads the inputs of layers {found}, but the target has {layers} layers")
-    return tuple(found)
+    aux_layers = aux_layers if given is None else [layer + 1 for layer in aux_layers]
+    if not all(0 <= layer <= layers for layer in aux_layers):
+        raise ConfigError(f"{setting}: it reads the inputs of layers {aux_layers}, but the target has {layers} layers")
+    return tuple(aux_layers)

@@ -49,10 +49,10 @@ def check_draft(config: EngineConfig, target: ModelConfig) -> None:
     draft, setting = ModelConfig.read(path), f"speculative_draft_model_path={str(path)!r}"
     if not _same_vocabulary(path, Path(config.model), draft.vocab_size, target.vocab_size):
         if draft.vocab_size == target.vocab_size:
-            found = "has different tokens than the target's"
+            difference = "has different tokens than the target's"
         else:
-            found = f"has {draft.vocab_size} tokens, but the target's has {target.vocab_size}"
-        raise ConfigError(f"{setting}: its vocabulary {found}; use a draft with the same tokenizer")
+            difference = f"has {draft.vocab_size} tokens, but the target's has {target.vocab_size}"
+        raise ConfigError(f"{setting}: its vocabulary {difference}; use a draft with the same tokenizer")
     draft.check_split(config.tp)
 
 

@@ -126,7 +126,7 @@ class HiddenStore:
         held = self._rows[item.row]
         if not item.tree:
             return _joined(held.take(item.position, len(item.tokens)))
-        (piece,) = held.pieces  # after the last row that is not in the tree
+        (piece,) = held.pieces  # the state after the last row outside the tree
         earlier = [piece.rows[0], *held.tree]
         return torch.stack([earlier[parent + 1] for parent in item.tree[-len(item.tokens) :]])
 

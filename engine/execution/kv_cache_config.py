@@ -134,7 +134,7 @@ def _state_slots(config: EngineConfig, model: CausalLM, dtype: torch.dtype) -> t
         if asked is not None:
             raise ConfigError(f"num_state_slots={asked}: {config.model} has no recurrent state; leave it out")
         return 0, 0
-    # All ranks count the bytes of the one with the most units, so that their pools are equal.
+    # Every rank uses the byte count of the rank with the most units, so that all pools are equal.
     shapes = model.state_shapes(-(-model.state_units().total // model.tp.size))
     num_bytes = slot_bytes(len(model.config.linear_layers), *shapes, dtype.itemsize)
     memory = config.kv_cache_memory_bytes

@@ -23,7 +23,7 @@ from tapscope.engine.layers.lora import (
 from tapscope.engine.models.decoder import CausalLM
 from tapscope.engine.requests.step_plan import StepPlan
 
-_RANK_MULTIPLE = 8  # rows of the padded matrices are aligned as grouped GEMMs require
+_RANK_MULTIPLE = 8  # alignment that grouped GEMMs require of the padded matrices' rows
 
 
 class LoraAdapters:

@@ -355,7 +355,7 @@ class ModelRunner:
                 launched = self._launch(plan, sample)
             return launched if ahead is None else replace(launched, set_info=ahead[0], info=ahead[1])
         except BaseException:
-            self.finish(plan)  # an observer's step must not stay open
+            self.finish(plan)  # do not leave the observer's step open
             raise
 
     def computing(self, plan: StepPlan) -> AbstractContextManager[None]:
@@ -440,8 +440,8 @@ class ModelRunner:
                 observer.close()
         finally:
             self.model.tp.disconnect()
-            if self.model.tp.size == 1:  # otherwise disconnect has, unless a lost rank keeps graphs running
-                self.release_graphs()  # the collector may not do it while the user captures a graph
+            if self.model.tp.size == 1:  # else disconnect() did, unless a lost rank keeps graphs busy
+                self.release_graphs()  # garbage collection must not, during a capture by the user
             self.memory.close()
             while self.weight_groups:
                 self.weight_groups.popitem()[1].close()

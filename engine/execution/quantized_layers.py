@@ -95,13 +95,13 @@ def _keep_experts(
         for name, slices in one.items():
             stacks.setdefault(name, []).append(slices)
     kept = {name: choice.kept_alike(matrices) for name, matrices in stacks.items()}
-    found = {name: one for name, one in kept.items() if one is not None}
-    if not found or len(found) < len(kept) or not module.down_proj.numel():
+    formats = {name: one for name, one in kept.items() if one is not None}
+    if not formats or len(formats) < len(kept) or not module.down_proj.numel():
         return
-    module.keep_quantized(found, device)
+    module.keep_quantized(formats, device)
     parts = {name: [part for slices in matrices for part in slices] for name, matrices in stacks.items()}
     every = [part for slices in parts.values() for part in slices]
-    scheme = choice.scheme(every, next(iter(found.values())))
+    scheme = choice.scheme(every, next(iter(formats.values())))
     if quantizes_inputs and scheme is not None and choice.has_scales(path, scheme, every):
         module.quantize_inputs(scheme, {name: choice.static_scales(scheme, slices) for name, slices in parts.items()})
 
@@ -135,21 +135,21 @@ class _Choice:
         if dtype is None or checkpoint.quantization is None or not all(part.into.stride(-1) == 1 for part in slices):
             return None
         try:
-            found = [checkpoint.scales(part.name, part.shape, part.index) for part in slices]
+            stored = [checkpoint.scales(part.name, part.shape, part.index) for part in slices]
             if dtype == INT4:
-                return self._kept_int4(slices, found)
+                return self._kept_int4(slices, stored)
         except CheckpointError:
             return None  # loading the weight raises the error again, after all names were checked
-        layout = ScaleLayout.of([_part(part, block) for part, (_, block) in zip(slices, found, strict=True)])
+        layout = ScaleLayout.of([_part(part, block) for part, (_, block) in zip(slices, stored, strict=True)])
         return None if layout is None or self._schemes(slices, dtype) is None else QuantizedWeight(dtype, layout)
 
     def _kept_int4(
-        self, slices: Sequence[WeightSlice], found: Sequence[tuple[torch.Tensor, tuple[int, int]]]
+        self, slices: Sequence[WeightSlice], stored: Sequence[tuple[torch.Tensor, tuple[int, int]]]
     ) -> QuantizedWeight | None:
-        checkpoint, dtypes = self.checkpoint, {scales.dtype for scales, _ in found}
+        checkpoint, dtypes = self.checkpoint, {scales.dtype for scales, _ in stored}
         reordered = [p.name for p in slices if checkpoint.feature_groups(p.name, p.shape[1]) is not None]
         self.reordered += reordered
-        layout = ScaleLayout.of([_part(part, block) for part, (_, block) in zip(slices, found, strict=True)])
+        layout = ScaleLayout.of([_part(part, block) for part, (_, block) in zip(slices, stored, strict=True)])
         is_even = all(part.into.shape[1] % 2 == 0 and (part.dim == 0 or part.start % 2 == 0) for part in slices)
         if reordered or layout is None or len(dtypes) > 1 or not is_even:
             return None

@@ -71,7 +71,7 @@ class RankEnv:
             _log.warning(
                 "custom_all_reduce has no effect with launch='external': it needs ranks that the engine starts"
             )
-        # Where rank 0 watches the others, it finds the hanging rank before the waiting ranks time out.
+        # If rank 0 watches the other ranks, it detects a hung rank before the waiting ranks time out.
         collective_s = 2 * limit if self.is_one_machine else limit
         return TensorParallel.join(store, self.rank, self.size, limit, device, self.hostname, collective_s=collective_s)
 

@@ -39,7 +39,7 @@ class SpawnedRanks(WorkerProcesses):
     def connect(self) -> TensorParallel:
         """Start the processes and connect rank 0 to them; raises ConfigError, RankLostError."""
         check_num_processes(self._config)
-        device = resolve_device(self._config, 0)  # before any process starts: a rank without a GPU would never join
+        device = resolve_device(self._config, 0)  # check first: a rank without a GPU would never join
         self.start(rank_main, self._arguments, self._config.tp - 1, "rank")
         self.watch(self._config.rank_timeout_s, self._heartbeat)
         self.wait_for_all("up")

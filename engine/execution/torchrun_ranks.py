@@ -87,7 +87,7 @@ class TorchrunRanks(SpawnedRanks):
         return tp
 
     def _on_hung(self, number: int, diagnosis: str) -> None:
-        # The launcher may end this process before it can raise.
+        # Log now: the launcher may end this process before the error is raised.
         _log.error("rank %d of %d %s", number, self._config.tp, diagnosis)
         super()._on_hung(number, diagnosis)
 

@@ -71,5 +71,5 @@ class StepStates:
         if drafts := self.draft_slots.get(requests.start):
             slots = torch.cat((slots, torch.tensor(drafts, dtype=slots.dtype, device=slots.device)))
         windows.index_copy_(0, slots, window)
-        if matrices.numel():  # some layers have windows only
+        if matrices.numel():  # some layers have only windows
             matrices.index_copy_(0, slots, matrix)

@@ -28,7 +28,7 @@ class VocabEmbedding(CheckpointModule):
         if self.tp.size == 1:
             return functional.embedding(input, self.weight)
         elsewhere = (input < self.start) | (input >= self.end)
-        if self.start == self.end:  # more ranks than blocks of the vocabulary
+        if self.start == self.end:  # this rank has no part of the vocabulary
             return self.tp.all_reduce(self.weight.new_zeros(len(input), self.shape[1]))
         local = functional.embedding((input - self.start).masked_fill(elsewhere, 0), self.weight)
         return self.tp.all_reduce(local.masked_fill(elsewhere.unsqueeze(-1), 0))

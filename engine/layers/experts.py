@@ -327,15 +327,15 @@ class Experts(CheckpointModule):
 
     def stacked_matrices(self, path: str, *, transposed: bool = False) -> list[WeightSlice]:
         """Return the slices of the layout with one tensor per parameter; ``transposed``: its matrices are [in, out]."""
-        count, shapes, found = self.config.num_experts, self.stack_shapes, []
+        count, shapes, slices = self.config.num_experts, self.stack_shapes, []
         for expert in range(count):
             for one in self.matrices(expert):
                 shape, into, dim, scales = shapes[one.stack], one.into, one.dim, one.scales
                 if transposed:
                     shape, into, dim, scales = shape[::-1], into.T, 1 - dim, None
                 name, start = f"{path}.{one.stack}", one.row + one.start
-                found.append(WeightSlice(name, (count, *shape), into, dim, start, index=expert, scales=scales))
-        return found
+                slices.append(WeightSlice(name, (count, *shape), into, dim, start, index=expert, scales=scales))
+        return slices
 
     def matrices(self, expert: int) -> list[ExpertMatrix]:
         """Return the gate, up and down matrices of ``expert``."""
@@ -449,5 +449,5 @@ def _zero_foreign(pairs: Tensor, is_foreign: Tensor | None) -> Tensor:
 
 def in_block(path: str, block: str) -> str:
     """Replace the last ``mlp`` in ``path`` with ``block``, the name of the block in the checkpoint."""
-    head, found, tail = path.rpartition(".mlp.")
-    return f"{head}.{block}.{tail}" if found else path
+    head, separator, tail = path.rpartition(".mlp.")
+    return f"{head}.{block}.{tail}" if separator else path

@@ -22,7 +22,7 @@ from tapscope.engine.layers.paged_attention import why_not_paged
 from tapscope.engine.layers.probe import ANGLE_INPUTS, WHOLE, TapProbe, is_watched
 from tapscope.engine.layers.rope import rotate, rotate_to_halves
 
-_NORM_EPS = 1e-6  # as in transformers, whatever rms_norm_eps is
+_NORM_EPS = 1e-6  # as in transformers, independent of rms_norm_eps
 
 
 class SingleChoices(NamedTuple):
@@ -116,17 +116,17 @@ class Indexer(nn.Module):
             return None
         if pools is None or why_not_paged(cache.cache) is not None:
             return None
-        found = kernels(query.device)
-        assert found is not None, "a cache whose pages kernels can read"
+        fused = kernels(query.device)
+        assert fused is not None, "a cache whose pages kernels can read"
         table, lengths = cache.page_table_of(self.entry)[:count], cache.lengths[:count]
         keys = pools[0]
-        scores = found.indexer.index_scores(query[:count].to(keys.dtype), keys, weights[:count], table, lengths)
-        return SingleChoices(*found.indexer.choose_keys(scores, table, lengths, keys.shape[1], self.index.top_k))
+        scores = fused.indexer.index_scores(query[:count].to(keys.dtype), keys, weights[:count], table, lengths)
+        return SingleChoices(*fused.indexer.choose_keys(scores, table, lengths, keys.shape[1], self.index.top_k))
 
     def _choose(self, query: Tensor, weights: Tensor, segment: Segment, cache: StepCache) -> Tensor:
         """Select positions [rows, top_k] of one request for queries [rows, heads, features], weights [rows, heads]."""
         query, keys = query.float(), cache.read(self.entry, segment)[0][:, 0].float().T
-        block, found = max(1, MAX_ELEMENTS // (query.shape[1] * keys.shape[1])), []
+        block, selected = max(1, MAX_ELEMENTS // (query.shape[1] * keys.shape[1])), []
         for first in range(0, len(query), block):
             rows = slice(first, first + block)
             scores = index_scores(query[rows], keys, weights[rows])
@@ -140,8 +140,8 @@ class Indexer(nn.Module):
                 best, ids = scores.topk(self.index.top_k, dim=-1, sorted=False)
             last = torch.iinfo(ids.dtype).max
             ids = ids.masked_fill(best == -torch.inf, last).sort(-1).values
-            found.append(ids.masked_fill(ids == last, -1))
-        return torch.cat(found)
+            selected.append(ids.masked_fill(ids == last, -1))
+        return torch.cat(selected)
 
     def _ids(self, chosen: Tensor | None, segment: Segment, cache: StepCache) -> Tensor:
         """Return ``chosen`` with "all positions" made explicit; lengths are read on the device, as in a CUDA graph."""

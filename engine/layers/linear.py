@@ -126,7 +126,7 @@ class PackedLinear(FusedLinear):
 
     def __init__(self, in_features: int, parts: dict[str, Shard], bias: bool, dtype: torch.dtype) -> None:
         super().__init__(in_features, parts, bias, dtype)
-        if all(part.count == part.total for part in parts.values()):  # the parts' shards cannot be one axis of dims
+        if all(part.count == part.total for part in parts.values()):  # dims cannot express one axis of several shards
             self.tap_ports = ("in", "out")
         self.tap_dims = {"in[input]": WHOLE} | ({"out": WHOLE} if "out" in self.tap_ports else {})
 

@@ -241,7 +241,7 @@ def lora_targets(root: nn.Module, module: nn.Module, slices: Sequence[WeightSlic
         site = _submodule(root, path)
         base_layer, lora_b = Probe(out), Probe(out, ROWS, is_optional=True)
         lora_a = Probe("t r[tp:partial]" if is_split else "t r # tp:replicated", ROWS, is_optional=True)
-        if not out:  # a packed layer's shards cannot be one axis of dims
+        if not out:  # dims cannot express one axis of a packed layer's shards
             base_layer.tap_ports = lora_b.tap_ports = ()
         site.base_layer = base_layer
         site.lora_A, site.lora_B = (nn.ModuleDict({"default": probe}) for probe in (lora_a, lora_b))

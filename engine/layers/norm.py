@@ -156,7 +156,7 @@ def add_norm(
     fused = fused_for(states, *norms) if all(each.has_kernel for each in norms) else None
     if post_norm is not None and is_watched(post_norm):  # the fused kernel does not store its output
         fused = None
-    is_one_dtype = states.dtype == residual.dtype == norm.weight.dtype  # the residual of Mamba-2 is in float32
+    is_one_dtype = states.dtype == residual.dtype == norm.weight.dtype  # Mamba-2 has a float32 residual
     if fused is not None and is_one_dtype and all(each.eps == norm.eps for each in norms):
         post_weight = None if post_norm is None else post_norm.weight
         quantized = None if quantizer is None else quantizer.offer(states)

@@ -150,12 +150,12 @@ def attend_chunks(
 
     def attend_chain(query: Tensor, keys: Tensor, values: Tensor, diagonal: int, spec: AttentionSpec) -> Tensor:
         """Split rows by chunk and call ``attend_one`` for each; key 0 is the first key of a chunk."""
-        found, length = [], diagonal + len(query)
+        parts, length = [], diagonal + len(query)
         for start in range(diagonal // size * size, length, size):
             first, end = max(start, diagonal), min(start + size, length)
             rows, seen = query[first - diagonal : end - diagonal], slice(start, end)
-            found.append(attend_one(rows, keys[seen], values[seen], first - start, spec))
-        return torch.cat(found)
+            parts.append(attend_one(rows, keys[seen], values[seen], first - start, spec))
+        return torch.cat(parts)
 
     whole = replace(spec, chunk=None)
     for segment in cache.segments[first_request:]:
@@ -184,9 +184,9 @@ def attend_branches(
     for whole, own in segment.branches():
         seen = torch.tensor([*range(base), *(base + row for row in whole)], device=keys.device)
         rows = torch.tensor([row - first for row in own], device=keys.device)
-        found = attend_one(query[rows], keys[seen], values[seen], base + len(whole) - len(own), spec)
-        output = found.new_empty(len(query), *found.shape[1:]) if output is None else output
-        output[rows] = found
+        branch_output = attend_one(query[rows], keys[seen], values[seen], base + len(whole) - len(own), spec)
+        output = branch_output.new_empty(len(query), *branch_output.shape[1:]) if output is None else output
+        output[rows] = branch_output
     assert output is not None, "a tree has a branch"
     return output
 
@@ -269,7 +269,7 @@ def _attend_padded(query: Tensor, layer: int, cache: StepCache, spec: AttentionS
     options: dict[str, Any] = {"window": spec.window, "softcap": spec.softcap, "sinks": spec.sinks}
     options["stored_scales"] = cache.scales(layer)
     single = query[:count], *pools, tables[:count], lengths[:count], spec.scale
-    num_active = cache.starts[count : count + 1]  # the first row after those of decoding requests
+    num_active = cache.starts[count : count + 1]  # the first row after those of decode requests
     _triton().decode(*single, num_active=num_active, out=output[:count], **options)
     several = query, *pools, tables[count:], cache.starts[count:], lengths[count:], spec.scale
     return _triton().prefill(*several, num_prompts=1, out=output, **options)
@@ -349,7 +349,7 @@ def attend_one(
         out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=spec.scale, enable_gqa=group > 1)
         return out[0].transpose(0, 1)
     folded = query.view(count, kv_heads, group, dim).transpose(0, 1).reshape(1, kv_heads, -1, dim)
-    if count == 1 and diagonal == len(keys) - 1:  # a decoding row; reading the cache has applied its window
+    if count == 1 and diagonal == len(keys) - 1:  # a decode row; the cache read has applied the window
         out = _attend_folded(folded, k, v, None, spec)
     else:
         out = _attend_pieces(folded, k, v, diagonal, group, spec, masks or StepMasks())

@@ -192,10 +192,10 @@ class InputQuantizer(nn.Module):
         scheme = self.scheme
         kernels = _kernels(input, scheme.dtype)
         if kernels is not None and self.fits_kernels(input):
-            found: tuple[Tensor, Tensor] = kernels.quantize.quantize(
+            quantized: tuple[Tensor, Tensor] = kernels.quantize.quantize(
                 input, scheme.dtype, scheme.group, self.input_scale, is_ue8m0=scheme.is_ue8m0
             )
-            return found
+            return quantized
         return quantize_reference(input, scheme.dtype, scheme.group, self.input_scale, is_ue8m0=scheme.is_ue8m0)
 
 
@@ -307,16 +307,16 @@ def grouped_int4_product(
     Rows [ends[e-1], ends[e]), at most ``most`` of them, are multiplied by codes[e]; without ``scale_rows`` the matrices
     are MXFP4.
     """
-    found = product_kernels(rows)
-    assert found is not None, "see runs_int4"
-    output: Tensor = found.int4.grouped_int4_linear(rows, codes, scales, zeros, scale_rows, ends, most)
+    kernels = product_kernels(rows)
+    assert kernels is not None, "see runs_int4"
+    output: Tensor = kernels.int4.grouped_int4_linear(rows, codes, scales, zeros, scale_rows, ends, most)
     return output
 
 
 def runs_int4(rows: Tensor, groups: int) -> bool:
     """Return whether :func:`grouped_int4_product` supports ``rows`` and matrices with ``groups`` groups of features."""
-    found = product_kernels(rows)
-    return found is not None and rows.stride(-1) == 1 and found.int4.why_not_int4(rows.shape[1], groups) is None
+    kernels = product_kernels(rows)
+    return kernels is not None and rows.stride(-1) == 1 and kernels.int4.why_not_int4(rows.shape[1], groups) is None
 
 
 def _kernels(input: Tensor, dtype: torch.dtype) -> Kernels | None:

@@ -112,7 +112,7 @@ def rotate_complex(states: Tensor, rotations: Tensor) -> Tensor:
 
 def rotate_both(query: Tensor, key: Tensor, rotation: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
     """Apply ``rotation`` to [tokens, heads, dim] and [tokens, kv_heads, dim], in one call if that is faster."""
-    if len(query) > _FEW_TOKENS and not query.is_cuda:  # memory-bound: concatenation would not pay
+    if len(query) > _FEW_TOKENS and not query.is_cuda:  # memory-bound: concatenation would cost more than a second call
         return rotation(query), rotation(key)
     rotated = rotation(torch.cat((query, key), dim=1))
     return rotated[:, : query.shape[1]], rotated[:, query.shape[1] :]

@@ -57,10 +57,10 @@ class Sampler:
         Logits after penalties and biases are float32, so that dtype is covered too.
         """
         with triton.compiled_ahead(self._device):
-            self._choose_in_every_way(dtype)
-        self._choose_in_every_way(dtype)  # loads the compiled kernels
+            self._launch_all_variants(dtype)
+        self._launch_all_variants(dtype)  # loads the compiled kernels
 
-    def _choose_in_every_way(self, dtype: torch.dtype) -> None:
+    def _launch_all_variants(self, dtype: torch.dtype) -> None:
         """Launch every variant of the kernels that sample from logits of ``dtype``."""
         kernel = device_draw(self._device)
         if kernel is None:
