@@ -15,7 +15,7 @@ STAGES = ("pp", "vpp")
 
 
 class Shard(Struct, frozen=True):
-    """How one dim is sharded over one mesh axis."""
+    """The sharding of one tensor axis over one mesh axis."""
 
     axis: str
     order: str | None = None
@@ -40,7 +40,7 @@ class Size(Struct, frozen=True):
 
 
 class Section(Struct, frozen=True):
-    """One of the tensors that are concatenated along an axis."""
+    """One of several tensors concatenated along an axis, such as ``gate`` in a fused gate-up projection."""
 
     name: str
     size: Size | None = None
@@ -54,13 +54,13 @@ class Dim(Struct, frozen=True):
     """One axis of a tensor."""
 
     names: tuple[str, ...]
-    """One name; several when flattened or in sections; ``("1",)`` for a singleton."""
+    """A single name; several names for a flattened axis or an axis with sections; ``("1",)`` for a singleton."""
     shards: tuple[Shard, ...] = ()
     size: Size | None = None
     """The size in the whole tensor; None if unknown."""
     sections: tuple[Section, ...] = ()
     groups: int = 0
-    """How often the sections repeat, each time with their share; 0: once on every rank."""
+    """Number of groups in which the sections are interleaved; 0: one group per rank."""
 
     def __str__(self) -> str:
         name = self.names[0] if len(self.names) == 1 else f"({'*'.join(self.names)})"
@@ -78,7 +78,7 @@ class Dims(Struct, frozen=True):
     dp: str | None = None
     """The data-parallel axis, if it is not ``dp``."""
     rows: str | None = None
-    """Port of the same module whose integers give the token row of each row."""
+    """Port of the same module whose integer values map each row of the tensor to a token row."""
 
     def __str__(self) -> str:
         declared = [f"{axis}:replicated" for axis in self.replicated]
@@ -96,15 +96,15 @@ class Dims(Struct, frozen=True):
         return tuple(name for dim in self.dims for name in dim.names if name != "1")
 
     def index(self, name: str) -> int | None:
-        """Tensor axis whose only name is ``name``, or None."""
+        """Return the index of the tensor axis whose only name is ``name``, or None."""
         return next((i for i, dim in enumerate(self.dims) if dim.names == (name,)), None)
 
     def shards(self) -> tuple[tuple[int, Shard], ...]:
-        """Every (tensor axis, shard), dims left to right, outermost shard first."""
+        """Return every (tensor axis, shard): axes from left to right, the outermost shard of an axis first."""
         return tuple((i, shard) for i, dim in enumerate(self.dims) for shard in dim.shards)
 
     def check(self, shape: tuple[int, ...]) -> None:
-        """Raise DimsError if ``shape`` has a different number of axes, or a ``1`` axis of another size."""
+        """Raise DimsError if ``shape`` has a different number of axes or an axis named ``1`` whose size is not 1."""
         if len(shape) != self.ndim:
             raise DimsError(f"dims '{self}' name {self.ndim} axes but the tensor has {len(shape)}: {tuple(shape)}")
         for dim, size in zip(self.dims, shape, strict=True):

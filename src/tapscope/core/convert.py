@@ -1,8 +1,8 @@
-"""Convert and validate plain values by type annotations, with errors that name the field, the value and what is valid.
+"""Convert and validate plain values by type annotations, with errors that name the field, the value and the valid
+range.
 
-msgspec does the work, for settings (dataclasses that validate themselves) and for JSON bodies (Structs) alike. Its
-errors name the path and the type; those raised here add the value and describe what the field accepts: ``n=0: must be
-an integer from 1 to 128``.
+msgspec converts both settings (dataclasses that validate themselves) and JSON bodies (Structs). Its errors name the
+path and the type; the errors raised here add the value and the valid range: ``n=0: must be an integer from 1 to 128``.
 """
 
 import functools
@@ -27,7 +27,7 @@ PositiveInt = Annotated[int, Meta(ge=1)]
 NonEmptyStr = Annotated[str, Meta(min_length=1)]
 
 CUSTOM: Mapping[str, bool] = {"custom": True}
-"""``metadata`` of a dataclass field that its class converts itself; :func:`convert_fields` leaves it alone."""
+"""``metadata`` of a dataclass field that the class converts itself; :func:`convert_fields` skips the field."""
 _WIDTH = 60
 _NAMES: dict[Any, str] = {bool: "true or false", type(None): "null"}
 _LISTS = (list, tuple, Sequence)
@@ -35,7 +35,7 @@ _MAPPINGS = (dict, Mapping)
 _LIMITS = ("ge", "gt", "le", "lt", "min_length", "max_length", "extra")
 _STEP = re.compile(r"\.([^.\[\]`]+)|\[(\d+|\.\.\.)\]")
 _REPR = reprlib.Repr()
-"""As :func:`repr`, without writing out a list of a million numbers of which 60 characters are shown."""
+"""Like :func:`repr`, but bounded: formatting a list of a million numbers for a 60-character message stays cheap."""
 _REPR.maxlist = _REPR.maxtuple = _REPR.maxdict = _REPR.maxstring = _REPR.maxlong = _REPR.maxother = 80
 
 
@@ -43,23 +43,23 @@ class InvalidValueError(ValueError):
     """A value does not fit its annotation."""
 
     def __init__(self, path: str, problem: str, *, is_unknown: bool = False) -> None:
-        """``path`` is the field, as ``messages[2].role``; empty for the value itself."""
+        """``path`` is the path of the field, e.g. ``messages[2].role``; empty for the value itself."""
         super().__init__(problem)
         self.path = path
         self.is_unknown = is_unknown
-        """Whether the object has no such field."""
+        """True if the error is a field that the type does not define."""
 
 
 def must_be(text: str) -> Meta:
-    """Annotation of a field: what it must be, for error messages."""
+    """Return annotation metadata with the phrase that error messages print after "must be"."""
     return Meta(extra={"must be": text})
 
 
 def convert(value: Any, to: type[T] | Any, path: str = "", *, secret: Sequence[str] = ()) -> T:
-    """``value``, made of JSON's types, as ``to``; raises InvalidValueError.
+    """Convert ``value``, parsed JSON or equivalent plain data, to the type ``to``; raises InvalidValueError.
 
-    ``path`` is the name of ``value`` in errors. Values of the ``secret`` fields are not shown in them. Integral floats
-    are integers, as in JSON; members of a Struct's object that it does not know may be null.
+    ``path`` names ``value`` in error messages. Values of fields listed in ``secret`` are redacted there. As in JSON,
+    integral floats are accepted as integers. Unknown members of an object are accepted if they are null.
     """
     repairs = {"got `float`": _with_integers, "contains unknown field": _without_unknown_nulls}
     while True:
@@ -75,9 +75,9 @@ def convert(value: Any, to: type[T] | Any, path: str = "", *, secret: Sequence[s
 
 
 def convert_fields(instance: Any, error: type[Exception], *, secret: Sequence[str] = ()) -> None:
-    """Convert the fields of a frozen dataclass in place, from ``__post_init__``; raises ``error``.
+    """Convert the fields of a frozen dataclass in place; call it from ``__post_init__``. Raises ``error``.
 
-    Fields with ``metadata=CUSTOM`` are left alone.
+    Fields with ``metadata=CUSTOM`` are skipped.
     """
     shape: Any = _shape(type(instance))  # type: ignore[arg-type]
     names = shape.__struct_fields__
@@ -91,14 +91,14 @@ def convert_fields(instance: Any, error: type[Exception], *, secret: Sequence[st
 
 @functools.cache
 def _shape(cls: type[Any]) -> type[msgspec.Struct]:
-    """A Struct with the fields of a dataclass."""
+    """Return a Struct type with the same fields as the dataclass ``cls``, without its ``CUSTOM`` fields."""
     hints = get_type_hints(cls, include_extras=True)
     known = [(each.name, hints[each.name]) for each in fields(cls) if not each.metadata.get("custom")]
     return msgspec.defstruct(cls.__name__, known, kw_only=True)
 
 
 def _with_integers(value: Any, _: Any) -> Any:
-    """A copy in which integral floats are integers."""
+    """Return a copy of ``value`` with integral floats converted to integers."""
     if isinstance(value, dict):
         return {name: _with_integers(item, _) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -107,7 +107,7 @@ def _with_integers(value: Any, _: Any) -> Any:
 
 
 def _without_unknown_nulls(value: Any, note: Any) -> Any:
-    """A copy in which objects of Structs lack the null members that these do not know."""
+    """Return a copy of ``value`` without null members that the matching Struct does not define."""
     if isinstance(value, list | tuple):
         item_note = _inner(note, "")
         return [_without_unknown_nulls(item, item_note) for item in value]
@@ -121,7 +121,7 @@ def _without_unknown_nulls(value: Any, note: Any) -> Any:
 
 
 def _explained(text: str, value: Any, to: Any, path: str, secret: Sequence[str]) -> InvalidValueError:
-    """The error for what msgspec reports as ``text``, with the value and the annotation at the path that it names."""
+    """Translate a msgspec error message into InvalidValueError, adding the value and the annotation at its path."""
     problem, _, place = text.partition(" - at ")
     note: Any = to
     for name, index in _STEP.findall(place):
@@ -143,13 +143,13 @@ def _explained(text: str, value: Any, to: Any, path: str, secret: Sequence[str])
 
 
 def shown(value: Any) -> str:
-    """``repr``, cut to a width that fits a message, and without writing out what is cut."""
+    """Return ``repr(value)`` truncated to message width, without formatting the truncated part of a large container."""
     text = _REPR.repr(value)
     return text if len(text) <= _WIDTH else f"{text[:_WIDTH]}…"
 
 
 def describe(note: Any) -> str:
-    """The valid values of an annotation, for messages: ``an integer from 1 to 128 or null``."""
+    """Describe the valid values of an annotation for messages: ``an integer from 1 to 128 or null``."""
     note, meta = _bare(note)
     origin, args = get_origin(note), get_args(note)
     if must_be := (meta.get("extra") or {}).get("must be"):
@@ -175,7 +175,7 @@ def describe(note: Any) -> str:
 
 
 def _bare(note: Any) -> tuple[Any, dict[str, Any]]:
-    """An annotation without its Meta, and what those say."""
+    """Split an annotation into the bare type and the constraints of its Meta objects."""
     meta: dict[str, Any] = {}
     while get_origin(note) is Annotated:
         for each in note.__metadata__:
@@ -186,7 +186,8 @@ def _bare(note: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def _inner(note: Any, name: str) -> Any:
-    """The annotation of field ``name``, or of the items where there is no name; None where it has none."""
+    """Return the annotation of field ``name``, or of the list items if ``name`` is empty; None if there is no
+    annotation."""
     note, _ = _bare(note)
     origin, args = get_origin(note), get_args(note)
     if origin in (Union, UnionType):
@@ -203,7 +204,7 @@ def _inner(note: Any, name: str) -> Any:
 
 @functools.cache
 def _hints(cls: type[Any]) -> dict[str, Any]:
-    """The annotations of a class; of a tagged Struct also that of its tag."""
+    """Return the annotations of a class; for a tagged Struct, the tag field is included."""
     hints = get_type_hints(cls, include_extras=True)
     if issubclass(cls, msgspec.Struct) and (field := cls.__struct_config__.tag_field) is not None:
         hints[field] = Literal[cls.__struct_config__.tag]
@@ -211,7 +212,7 @@ def _hints(cls: type[Any]) -> dict[str, Any]:
 
 
 def _field_names(note: Any) -> Iterator[str]:
-    """The fields of a Struct, or of the Structs of a union."""
+    """Yield the field names of a Struct, or of every Struct in a union."""
     note, _ = _bare(note)
     for each in get_args(note) if get_origin(note) in (Union, UnionType) else (note,):
         if isinstance(each, type) and issubclass(each, msgspec.Struct):
@@ -221,7 +222,7 @@ def _field_names(note: Any) -> Iterator[str]:
 
 
 def _plural(text: str) -> str:
-    """``an integer ≥ 0`` -> ``integers ≥ 0``; of alternatives each."""
+    """Pluralize each alternative of a description: ``an integer ≥ 0`` -> ``integers ≥ 0``."""
     return " or ".join(re.sub(r"^an? ((?:non-empty |finite |JSON )?\w+)", r"\1s", each) for each in text.split(" or "))
 
 

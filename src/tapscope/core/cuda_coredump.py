@@ -1,4 +1,4 @@
-"""CUDA core dumps: the environment variables that make a failing kernel leave one."""
+"""CUDA core dumps: the environment variables that make a failing kernel write one."""
 
 import logging
 import os
@@ -13,7 +13,7 @@ _log = logging.getLogger("tapscope")
 _SETTINGS = {
     "CUDA_ENABLE_COREDUMP_ON_EXCEPTION": "1",
     "CUDA_COREDUMP_SHOW_PROGRESS": "1",
-    # What tells where a kernel failed; memory would make it as large as the device's.
+    # Keep only the state that locates the failure; with memory, the file would be as large as device memory.
     "CUDA_COREDUMP_GENERATION_FLAGS": "skip_nonrelocated_elf_images,skip_global_memory,skip_shared_memory,"
     "skip_local_memory,skip_constbank_memory",
 }
@@ -21,12 +21,12 @@ _FILE = "CUDA_COREDUMP_FILE"
 
 
 def enable_cuda_coredumps(directory: str | os.PathLike[str], environ: MutableMapping[str, str] | None = None) -> str:
-    """Make a CUDA error of this process, or of its children, write a core dump of the GPU; returns the file's pattern.
+    """Make CUDA errors in this process and its children write a GPU core dump; return the file name pattern.
 
-    ``%h``, ``%p`` and ``%t`` stand for host, process and time. ``cuda-gdb -ex 'target cudacore FILE'`` opens the file.
-    Call it before CUDA is initialized; ``environ`` may be the environment of a process to start instead of ours.
-    Variables that are set already keep their values, see NVIDIA's CUDA-GDB manual, "GPU core dump support".
-    Raises ConfigError if the directory cannot be created.
+    In the pattern, ``%h``, ``%p`` and ``%t`` stand for host, process and time. Open a dump with ``cuda-gdb -ex 'target
+    cudacore FILE'``. Call this function before CUDA is initialized. ``environ`` may be the environment of a process to
+    be started, in place of the current one. Variables that are already set keep their values; NVIDIA's CUDA-GDB manual
+    describes them under "GPU core dump support". Raises ConfigError if the directory cannot be created.
     """
     target = os.environ if environ is None else environ
     folder = Path(directory).absolute()

@@ -17,10 +17,10 @@ _DEPRECATED_ATTRIBUTES: dict[type, Mapping[str, str]] = {}
 def renamed(
     values: Mapping[str, Any], names: Mapping[str, str], error: type[TapscopeError] = UsageError, stacklevel: int = 2
 ) -> dict[str, Any]:
-    """``values`` under their present names; ``names`` maps deprecated ones to those.
+    """Return ``values`` with deprecated names replaced by current ones; ``names`` maps deprecated to current names.
 
-    Each deprecated name found is a FutureWarning, which Python shows once for each place in a program. Raises
-    ``error`` when a value is given under both names.
+    Each deprecated name issues a FutureWarning, which Python shows once per call site. Raises ``error`` if a value is
+    given under both names.
     """
     result = dict(values)
     for old in names.keys() & result.keys():
@@ -33,7 +33,7 @@ def renamed(
 
 
 def deprecated_arguments(names: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Let a function take keyword arguments under the deprecated names, which ``names`` maps to the present ones."""
+    """Return a decorator that accepts deprecated keyword arguments; ``names`` maps deprecated to current names."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
@@ -48,7 +48,8 @@ def deprecated_arguments(names: Mapping[str, str]) -> Callable[[Callable[P, R]],
 
 
 def deprecated_fields(names: Mapping[str, str]) -> Callable[[C], C]:
-    """Let a dataclass be made and read under the deprecated names, which ``names`` maps to those of its fields."""
+    """Return a decorator for dataclasses that accepts and exposes deprecated field names; ``names`` maps them to
+    current ones."""
 
     def decorate(cls: C) -> C:
         initializer = functools.partial(setattr, cls, "__init__")
@@ -61,7 +62,7 @@ def deprecated_fields(names: Mapping[str, str]) -> Callable[[C], C]:
 
 
 def _alias(old: str, new: str) -> property:
-    """A read-only property that warns and returns the attribute ``new``."""
+    """Return a read-only property that warns and returns the attribute ``new``."""
 
     def read(instance: object) -> Any:
         warnings.warn(f"{old!r} is deprecated, use {new!r}", FutureWarning, stacklevel=2)
@@ -71,7 +72,7 @@ def _alias(old: str, new: str) -> property:
 
 
 def deprecated_attributes(names: Mapping[str, str]) -> Callable[[C], C]:
-    """Let a class be read by the deprecated names of its attributes, which ``names`` maps to the present ones."""
+    """Return a class decorator that adds deprecated attribute names; ``names`` maps them to current ones."""
 
     def decorate(cls: C) -> C:
         for old, new in names.items():
@@ -83,12 +84,13 @@ def deprecated_attributes(names: Mapping[str, str]) -> Callable[[C], C]:
 
 
 def deprecated_names_of(cls: type) -> Mapping[str, str]:
-    """Deprecated attribute -> present one, as :func:`deprecated_attributes` declared them; empty for other classes."""
+    """Return the deprecated -> current attribute names that :func:`deprecated_attributes` declared for ``cls``; may be
+    empty."""
     return _DEPRECATED_ATTRIBUTES.get(cls, {})
 
 
 def deprecated_flag(parser: argparse._ActionsContainer, old: str, new: argparse.Action) -> None:
-    """Accept the flag ``old`` in the place of ``new``, hidden from the help."""
+    """Accept the deprecated flag ``old`` as an alias of the action ``new``, hidden from the help."""
 
     class Deprecated(argparse.Action):
         def __call__(

@@ -5,7 +5,7 @@ The grammar is SGLang's, so annotations written for it keep working, with extens
     dims   = dim { " " dim } [ "#" declaration { " " declaration } ]
     dim    = "1" | name [ size ] [ mods ]
            | "(" name { "*" name } ")" [ size ] [ mods ]              axes that were flattened into one
-           | "(" name [ size ] { "+" name [ size ] } ")" [ "/" groups ] [ mods ]    tensors side by side in one axis
+           | "(" name [ size ] { "+" name [ size ] } ")" [ "/" groups ] [ mods ]    tensors concatenated along one axis
     size   = "=" whole [ "x" copies ]
     mods   = "[" mod { "," mod } "]"                                  outermost shard first
     mod    = axis [ ":" qualifier { "+" qualifier } ]
@@ -38,7 +38,7 @@ from tapscope.core.axes import Size as Size
 from tapscope.core.errors import DimsError
 
 MAX_LENGTH = 1000
-"""Characters of an annotation."""
+"""Maximum number of characters of an annotation."""
 
 _NAME = r"[A-Za-z_][A-Za-z0-9_]*"
 _SIZE = r"=[0-9]{1,18}(?:x[0-9]{1,6})?"
@@ -51,7 +51,7 @@ _DIM = re.compile(
 
 @lru_cache(maxsize=4096)
 def parse(text: str) -> Dims:
-    """Parse an annotation; raises DimsError that names the offending part."""
+    """Parse a dims annotation; raises DimsError that names the offending part."""
     if len(text) > MAX_LENGTH:
         raise DimsError(f"dims {text[:40]!r}... have {len(text)} characters; at most {MAX_LENGTH} are allowed")
     shape, _, declarations = text.partition("#")
@@ -126,7 +126,7 @@ def _parse_shard(mod: str, text: str) -> Shard:
 
 
 def _parse_declarations(words: list[str], text: str) -> tuple[tuple[str, ...], str | None, str | None]:
-    """(replicated axes, data-parallel axis, port of the row numbers)."""
+    """Parse the part after ``#``: (replicated axes, data-parallel axis, port of the row numbers)."""
     replicated: list[str] = []
     named: dict[str, str] = {}
     for word in words:

@@ -1,4 +1,4 @@
-"""Names, widths and numpy types of tensor elements, bf16 and fp8 included (through ml_dtypes)."""
+"""Names, widths and NumPy dtypes of tensor elements, including bf16 and fp8 (through ml_dtypes)."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -30,17 +30,17 @@ _TABLE: dict[str, tuple[int, str]] = {
     "uint8": (1, "U8"),
     "bool": (1, "BOOL"),
     "complex64": (8, "C64"),
-    "complex128": (16, "F64"),  # safetensors has no name for it: pairs, see safetensors_form
+    "complex128": (16, "F64"),  # not in safetensors: stored as pairs, see safetensors_form
 }
 
 NAMES: tuple[str, ...] = tuple(_TABLE)
-"""Every element type a record may have, as torch spells it."""
+"""Every dtype a record may have, in torch's spelling."""
 
 OF_SAFETENSORS = {tag: name for name, (_, tag) in _TABLE.items() if name != "complex128"}
-"""Name in safetensors files -> element type."""
+"""safetensors dtype name -> dtype."""
 
 COMPLEX = {"complex64": "float32", "complex128": "float64"}
-"""Complex element type -> the type of its two parts."""
+"""Complex dtype -> dtype of its real and imaginary parts."""
 
 _SHORT = {
     "float64": "fp64",
@@ -71,7 +71,7 @@ _EPSILON = {
 
 @lru_cache
 def smallest(name: str) -> float:
-    """The smallest positive number of a floating-point type, subnormal numbers included; 0 for other types."""
+    """Return the smallest positive value of a floating-point dtype, including subnormals; 0 for other dtypes."""
     import ml_dtypes
 
     return float(ml_dtypes.finfo(numpy_dtype(name)).smallest_subnormal) if is_float(name) else 0.0
@@ -79,8 +79,8 @@ def smallest(name: str) -> float:
 
 @lru_cache
 def numpy_dtype(name: str) -> "np.dtype[Any]":
-    """The numpy type of ``name``; raises RunCorruptError for a name this version does not know."""
-    import ml_dtypes  # only here: a recorder, which must start quickly, moves bytes and needs no arrays
+    """Return the NumPy dtype called ``name``; raises RunCorruptError for an unknown name."""
+    import ml_dtypes  # imported lazily: the recorder must start quickly and needs no arrays
     import numpy as np
 
     _lookup(name)
@@ -95,30 +95,32 @@ def _lookup(name: str) -> tuple[int, str]:
 
 
 def itemsize(name: str) -> int:
-    """Bytes of one element."""
+    """Return the number of bytes per element."""
     return _lookup(name)[0]
 
 
 def to_safetensors(name: str) -> str:
-    """The name safetensors files use, e.g. ``bfloat16`` -> ``BF16``; ``complex128`` is a pair of ``F64``."""
+    """Return the dtype name used in safetensors files: ``bfloat16`` -> ``BF16``; ``complex128`` is a pair of
+    ``F64``."""
     return _lookup(name)[1]
 
 
 def safetensors_form(name: str, shape: Sequence[int]) -> tuple[str, Sequence[int]]:
-    """Type and shape as in safetensors files: a complex128 has one more axis, for its two parts."""
+    """Return the dtype name and shape used in safetensors files; complex128 gets a last axis of size 2 for its two
+    parts."""
     return to_safetensors(name), [*shape, 2] if name == "complex128" else shape
 
 
 def short(name: str | None) -> str:
-    """Short name for display: ``bfloat16`` -> ``bf16``; integers are unchanged."""
+    """Return a short dtype name for display: ``bfloat16`` -> ``bf16``; integer dtypes are unchanged."""
     return _SHORT.get(name or "", name or "-")
 
 
 def is_float(name: str | None) -> bool:
-    """Whether arithmetic in this type rounds."""
+    """Return whether arithmetic in this dtype rounds."""
     return name in _EPSILON
 
 
 def epsilon(name: str) -> float:
-    """Distance from 1 to the next number; 0 for types that do not round."""
+    """Return the machine epsilon, the distance from 1 to the next larger number; 0 for dtypes that do not round."""
     return _EPSILON.get(name, 0.0)

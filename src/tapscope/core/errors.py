@@ -1,4 +1,4 @@
-"""Every error tapscope raises on purpose, as one tree.
+"""The hierarchy of all errors that tapscope raises on purpose.
 
     TapscopeError
     ├── UsageError               exit 2: invalid arguments
@@ -10,25 +10,25 @@
     │   ├── DimsError            a dims annotation that does not parse or fit
     │   ├── RunExistsError       the run directory is taken and --force was not given
     │   ├── ListenError          an address that cannot be listened on
-    │   ├── RequestError         a field of a served request; knows the field and a word for programs
+    │   ├── RequestError         an invalid field of a served request; carries the field and a machine-readable code
     │   └── StepError            step() nested, or closed twice
-    ├── EvaluationError          a condition that could not be decided for these values; counted, never shown to a model
-    ├── InvariantError           a bug of ours that a self-check found, with what does not add up
+    ├── EvaluationError          a condition that cannot be evaluated for these values; counted, not raised into a model
+    ├── InvariantError           a bug in tapscope found by a self-check; the message gives the inconsistent values
     ├── DataError                exit 3: data on disk cannot be used
     │   ├── RunNotFoundError     no run at this path
     │   ├── RunVersionError      written by a newer format version
-    │   ├── RunCorruptError      bytes or lines that do not add up
+    │   ├── RunCorruptError      inconsistent bytes or lines
     │   ├── CheckpointError      a model directory that is missing, truncated or unknown
-    │   └── NothingInCommonError two runs without one comparable row
-    ├── OutputError              exit 3: what a command prints cannot be written
+    │   └── NothingInCommonError two runs without any comparable row
+    ├── OutputError              exit 3: the output of a command cannot be written
     ├── OutOfMemoryError         exit 3: a step of the engine does not fit into memory; also a MemoryError
     └── LiveError                exit 4: a live peer
         ├── UnreachableError     nothing answers at this address
         ├── RecorderError        the recorder died or refused
         ├── RankLostError        a rank died or did not answer in time
-        └── OverloadedError      a server has no room for the request now; try again later
+        └── OverloadedError      a server has no capacity for the request now; retry later
 
-Each message is one sentence that says what, where and what would work.
+Each message is one sentence: what is wrong, where, and what would work.
 """
 
 
@@ -49,7 +49,7 @@ class ConfigError(UsageError):
 
 
 class MissingExtraError(UsageError, ImportError):
-    """An optional package is not installed; the message names the extra that brings it."""
+    """An optional package is not installed; the message names the extra that provides it."""
 
 
 class RuleError(UsageError):
@@ -80,7 +80,7 @@ class RequestError(UsageError):
     """A field of a request is invalid or unsupported."""
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
-        """``param`` is the field's name; ``code`` is a word that programs may rely on, as in OpenAI's errors."""
+        """``param`` is the name of the field; ``code`` is a stable identifier for programs, as in OpenAI's errors."""
         super().__init__(message)
         self.param = param
         self.code = code
@@ -105,7 +105,7 @@ class DataError(TapscopeError):
 
 
 class RunNotFoundError(DataError):
-    """There is no run at this path."""
+    """No run exists at this path."""
 
 
 class RunVersionError(DataError):
@@ -125,7 +125,7 @@ class NothingInCommonError(DataError):
 
 
 class OutputError(TapscopeError):
-    """The output of a command cannot be written: the disk is full."""
+    """The output of a command cannot be written, e.g. because the disk is full."""
 
     exit_code = 3
 
@@ -137,7 +137,7 @@ class OutOfMemoryError(TapscopeError, MemoryError):
 
 
 class LiveError(TapscopeError):
-    """A live peer failed."""
+    """Communication with a live process or server failed."""
 
     exit_code = 4
 

@@ -26,13 +26,13 @@ EXTRAS: dict[str, dict[str, str]] = {
     "otel": {"opentelemetry": "opentelemetry-exporter-otlp-proto-http"},
     "bench": _ENGINE | {"httpx": "httpx"},
 }
-"""Extra -> module -> package that brings it, as pyproject.toml declares them; smaller extras first."""
+"""Extra -> module -> package that provides the module, as in pyproject.toml; smaller extras first."""
 
 
 def require(extra: str, what: str) -> None:
-    """Raise MissingExtraError unless every package of the extra is installed; imports none of them.
+    """Raise MissingExtraError unless every package of the extra is installed; no package is imported.
 
-    ``what`` needs them, e.g. ``tapscope serve``.
+    ``what`` names the feature in the message, e.g. ``tapscope serve``.
     """
     missing = [package for module, package in EXTRAS[extra].items() if find_spec(module) is None]
     if missing:
@@ -41,7 +41,10 @@ def require(extra: str, what: str) -> None:
 
 @contextmanager
 def requiring(what: str, extra: str) -> Iterator[None]:
-    """Turn a failed import of one of the extra's packages into MissingExtraError; other failures pass through."""
+    """Context manager: turn a failed import of one of the extra's packages into MissingExtraError.
+
+    ``what`` names the feature in the message. Other import failures propagate.
+    """
     try:
         yield
     except ModuleNotFoundError as error:
@@ -52,7 +55,7 @@ def requiring(what: str, extra: str) -> Iterator[None]:
 
 
 def extra_of(error: ModuleNotFoundError) -> str | None:
-    """The smallest extra that has the module which could not be imported; None where no extra has it."""
+    """Return the smallest extra that provides the module missing from ``error``, or None."""
     module = (error.name or "").partition(".")[0]
     return next((extra for extra, modules in EXTRAS.items() if module in modules), None)
 

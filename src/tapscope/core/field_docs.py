@@ -1,4 +1,4 @@
-"""The docstrings below the fields of a class, for descriptions in schemas and reference pages."""
+"""Docstrings below the fields of a class, for descriptions in schemas and reference pages."""
 
 import ast
 import functools
@@ -9,7 +9,7 @@ from itertools import pairwise
 
 
 def field_docs(cls: type) -> dict[str, str]:
-    """Docstring of each annotated field of ``cls`` and its base classes, by name; empty if no source is available."""
+    """Return field name -> docstring for ``cls`` and its base classes; empty if the source is unavailable."""
     docs: dict[str, str] = {}
     for base in reversed(cls.__mro__[:-1]):
         docs |= _docs_of_module(base.__module__).get(base.__name__, {})
@@ -18,7 +18,7 @@ def field_docs(cls: type) -> dict[str, str]:
 
 @functools.cache
 def _docs_of_module(name: str) -> Mapping[str, dict[str, str]]:
-    """Class -> field -> docstring; each module is parsed once."""
+    """Return class -> field -> docstring; each module is parsed once."""
     try:
         body = ast.parse(inspect.getsource(sys.modules[name])).body
     except (OSError, TypeError, KeyError):

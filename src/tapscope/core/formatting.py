@@ -1,4 +1,4 @@
-"""One way to print numbers, bytes, shapes and sites, for every report and screen."""
+"""Shared formatting of numbers, sizes, shapes and sites for every report and screen."""
 
 import json
 import math
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def number(value: float | None) -> str:
-    """Two significant digits, never shortened further: ``1.9e+00``; ``0`` for zero, ``-`` for None."""
+    """Format with two significant digits, e.g. ``1.9e+00``; ``0`` for zero, ``-`` for None."""
     if value is None:
         return "-"
     if math.isnan(value) or math.isinf(value):
@@ -18,23 +18,23 @@ def number(value: float | None) -> str:
 
 
 def count(value: int) -> str:
-    """``1132`` -> ``1,132``."""
+    """Format with thousands separators: ``1132`` -> ``1,132``."""
     return f"{value:,}"
 
 
 def plural(value: int, noun: str) -> str:
-    """``1 record``, ``1,132 records``."""
+    """Format a count with its noun: ``1 record``, ``1,132 records``."""
     return f"{value:,} {noun}{'' if value == 1 else 's'}"
 
 
 def listed(items: Sequence[object], limit: int = 4) -> str:
-    """The first ``limit`` items and the number of the others: ``q, k, v, o and 3 more``."""
+    """Join the first ``limit`` items and count the rest: ``q, k, v, o and 3 more``."""
     shown = ", ".join(map(str, items[:limit]))
     return f"{shown} and {len(items) - limit:,} more" if len(items) > limit else shown
 
 
 def size(nbytes: float) -> str:
-    """Decimal units with one decimal below ten: ``58 MB``, ``1.2 GB``."""
+    """Format bytes in decimal units, with one decimal below ten: ``58 MB``, ``1.2 GB``."""
     for unit in ("B", "kB", "MB", "GB"):
         if nbytes < 1000:
             return f"{nbytes:.1f} {unit}" if nbytes < 10 and unit != "B" else f"{nbytes:.0f} {unit}"
@@ -46,26 +46,26 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 def duration(seconds: float) -> str:
-    """``1.5 s``, ``45 ms``, ``120 µs``: three digits."""
+    """Format a time with three significant digits: ``1.5 s``, ``45 ms``, ``120 µs``."""
     scale, unit = (1.0, "s") if seconds >= 1.0 or seconds == 0.0 else (1e3, "ms") if seconds >= 1e-3 else (1e6, "µs")
     value = seconds * scale
     return f"{value:,.0f} {unit}" if value >= 99.95 else f"{value:.3g} {unit}"
 
 
 def block(value: float, top: float) -> str:
-    """The height of ``value`` relative to ``top``, in eighths of a cell; ``·`` for zero."""
+    """Return the block character for ``value`` relative to ``top``, in eighths of a cell; ``·`` for zero."""
     if value <= 0 or top <= 0:
         return "·"
     return BLOCKS[min(math.floor(value / top * len(BLOCKS)), len(BLOCKS) - 1)]
 
 
 def shape(sizes: Iterable[int]) -> str:
-    """``(7, 1024)`` -> ``7×1024``; ``scalar`` for no axes."""
+    """Format a shape: ``(7, 1024)`` -> ``7×1024``; ``scalar`` for no axes."""
     return "×".join(map(str, sizes)) or "scalar"
 
 
 def site(text: str, width: int) -> str:
-    """Shorten a site and keep its layer: ``…layers.12.….o_proj:out``; without a layer, cut the middle."""
+    """Shorten a site to ``width`` but keep its layer: ``…layers.12.….o_proj:out``; without a layer, cut the middle."""
     if len(text) <= width:
         return text
     match = re.search(r"(?:^|\.)((?:(?!\d+\.)[^.:]*\.)?\d+)(?=[.:])", text)
@@ -79,7 +79,7 @@ def site(text: str, width: int) -> str:
 
 
 def middle(text: str, width: int) -> str:
-    """Cut the middle: the tail of a site identifies it."""
+    """Shorten ``text`` to ``width`` by cutting its middle; two thirds go to the tail, which identifies a site."""
     if len(text) <= width:
         return text
     if width <= 3:
@@ -89,21 +89,22 @@ def middle(text: str, width: int) -> str:
 
 
 def short(value: object, width: int = 60) -> str:
-    """``repr`` for a message, cut after ``width`` characters."""
+    """Return ``repr(value)`` for a message, truncated to ``width`` characters."""
     written = repr(value)
     return written if len(written) <= width else f"{written[:width]}…"
 
 
 _UNSAFE = "\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff"
-"""Control characters (C0, DEL, C1), line separators, marks of bidirectional text, surrogates: terminals
-interpret them, they change what a reader sees, or they cannot be encoded."""
+"""Control characters (C0, DEL, C1), line separators, bidirectional marks and surrogates. Terminals interpret them, they
+change the displayed order of text, or they cannot be encoded."""
 _is_unsafe = re.compile(f"[{_UNSAFE}]").search
 _each_unsafe = re.compile(f"[{_UNSAFE}]").sub
 
 
 def printable(text: str) -> str:
-    """The string with every character that a terminal would interpret replaced by a visible one, of equal length:
-    control characters by their Unicode control pictures (``␛`` for ESC, ``␊`` for a newline), the others by ``\ufffd``.
+    """Replace every character that a terminal would interpret by a visible one; the length is unchanged.
+
+    Control characters become Unicode control pictures (``␛`` for ESC, ``␊`` for a newline), others become ``\ufffd``.
 
     Everything printed or drawn passes through here, because names come from untrusted files.
     """
@@ -116,8 +117,8 @@ def _picture(match: re.Match[str]) -> str:
 
 
 def json_line(item: dict[str, Any]) -> str:
-    """One object on one line; numbers that are not finite become null, as JSON has none; unsafe characters (see
-    :func:`printable`) are escaped as ``\\u009b``."""
+    """Serialize an object to one line of JSON: non-finite numbers become null, unsafe characters (see
+    :func:`printable`) are escaped, e.g. as ``\\u009b``."""
     try:
         line = _ENCODE(item)
     except ValueError:
@@ -129,7 +130,7 @@ _ENCODE = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 
 
 def finite_or_none(value: Any) -> Any:
-    """``value``, with None for numbers in it that are not finite, as JSON has none; tuples become lists."""
+    """Return a copy of ``value`` for JSON: non-finite floats become None, tuples become lists."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -138,11 +139,12 @@ def finite_or_none(value: Any) -> Any:
 
 
 def did_you_mean(word: str, known: Iterable[str], synonyms: Mapping[str, str] = MappingProxyType({})) -> str:
-    """`` (did you mean diff?)`` where a known word is near, else nothing; the dashes of flags do not count.
+    """Return `` (did you mean diff?)`` if a known word is similar to ``word``, otherwise an empty string.
 
-    ``synonyms``: a word of other tools, without dashes -> what to write here; its first word must be known.
+    Leading dashes are ignored. ``synonyms`` maps a word used by other tools, without dashes, to a replacement; the
+    first word of the replacement must be in ``known``.
     """
-    import difflib  # takes a while, and few lines are wrong
+    import difflib  # imported lazily: slow to import, rarely needed
 
     bare, named = word.lstrip("-"), {each.lstrip("-"): each for each in known}
     other = synonyms.get(bare, "")

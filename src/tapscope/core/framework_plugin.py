@@ -43,11 +43,12 @@ class StepRows:
     info: StepInfo
     """The step with its grid, rows and row sets. Its token ids are ignored where ``token_ids`` is given."""
     token_ids: Any = None
-    """Integer tensor with one id per slot of the grid, on any device; None if unknown or stated in ``info``."""
+    """Integer tensor with one id per slot of the grid, on any device; None if unknown or given in ``info``."""
     tensors: Mapping[str, Any] = field(default_factory=dict)
     """Integer tensors, on any device, whose values determine the rows."""
     complete: "Callable[[StepInfo, Mapping[str, Any]], StepInfo] | None" = None
-    """Makes the step of ``info`` and the values of :attr:`tensors` (NumPy arrays), once they are on the host."""
+    """Return the final step from ``info`` and the values of :attr:`tensors` (NumPy arrays), once they are on the
+    host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,36 +58,37 @@ class ModuleFacts:
     dims: Mapping[str, str] = field(default_factory=dict)
     """Port -> dims."""
     row_sets: Mapping[str, str] = field(default_factory=dict)
-    """Port -> name of the row set of the step that its rows follow."""
+    """Port -> name of the row set of the step that contains the rows of this port."""
     forward: Callable[..., Any] | None = None
-    """The function whose parameters name the arguments of the module's ``forward``."""
+    """Function whose signature provides the names of the arguments of the module's ``forward``."""
     is_called: bool = True
-    """False for a module that only holds parameters, although it has a ``forward``."""
+    """False for a module that only holds parameters and is never called, although it defines ``forward``."""
     is_optional: bool = False
-    """Whether it is normal that it is never called, as ``tap_is_optional`` of the module itself."""
+    """True if the module may legitimately never be called, like ``tap_is_optional`` on the module itself."""
     methods: Mapping[str, str] = field(default_factory=dict)
-    """Method that the module calls itself -> NAME: what it returns is the site ``tap[NAME]`` of the module. Compiled
-    code does not record it."""
+    """Method that the module calls on itself -> NAME: the return value is the site ``tap[NAME]`` of the module. Not
+    recorded inside compiled code."""
 
 
 class FrameworkPlugin:
-    """Answers the dumper's questions about one framework. Override what torch alone cannot answer."""
+    """Framework-specific knowledge for the dumper. Override the methods that torch alone cannot answer."""
 
     name = "torch"
     """Name of the framework in ``run.json``."""
     oldest = ""
-    """Oldest version that was tested, e.g. ``0.9``; empty for any. Older versions are used with a warning."""
+    """Oldest tested version, e.g. ``0.9``; empty for any. Older versions are used with a warning."""
 
     def owns(self, model: Any) -> bool:
-        """Whether ``model`` is a model of this framework, when its class was defined in another package."""
+        """Return whether ``model`` belongs to this framework although its class is defined in another package."""
         return False
 
     def layout(self) -> ProcessLayout | None:
-        """The parallel layout of this process; None before its groups exist. Must not use a collective."""
+        """Return the parallel layout of this process; None before its process groups exist. Must not call a
+        collective."""
         return None
 
     def module_facts(self, path: str, module: Any, parent: Any) -> ModuleFacts:
-        """Facts about the module at ``path``; ``parent`` is the module that holds it, None for the root."""
+        """Return facts about the module at ``path``; ``parent`` is the enclosing module, None for the root."""
         return ModuleFacts(
             dims=dict(self.module_dims(module, parent)),
             row_sets=dict(self.module_row_sets(module)),
@@ -94,45 +96,51 @@ class FrameworkPlugin:
         )
 
     def module_dims(self, module: Any, parent: Any) -> Mapping[str, str]:
-        """Port -> dims of a parallel layer, e.g. ``{"out": "t h[tp]", "param[weight]": "h[tp] d"}``."""
+        """Return port -> dims of a parallel layer, e.g. ``{"out": "t h[tp]", "param[weight]": "h[tp] d"}``."""
         return {}
 
     def module_row_sets(self, module: Any) -> Mapping[str, str]:
-        """Port -> row set, for ports that hold only some rows of the step, e.g. ``{"out": "logits"}``."""
+        """Return port -> row set for ports that hold only some rows of the step, e.g. ``{"out": "logits"}``."""
         return {}
 
     def module_forward(self, module: Any) -> Callable[..., Any] | None:
-        """The function whose signature names the arguments, where ``forward`` takes only ``*args``."""
+        """Return a function whose signature names the arguments if ``forward`` takes only ``*args``; otherwise None."""
         return None
 
     def step_rows(
         self, model: Any, info: StepInfo, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> StepRows | None:
-        """The token rows of a call of the root module; None if the framework's batch object is not in sight.
+        """Return the token rows of a call of the root module; None if the framework's batch object is not accessible.
 
         ``info`` is the open step. The result may also set ``phase`` and ``kind`` (``dummy`` for a profiling run).
         """
         return None
 
     def module_number(self, module: Any) -> int | None:
-        """The number, from 0, of a module of a list within the whole model, where this process holds a part of the
-        list: a layer of a pipeline stage. Its sites carry this number. None: the module's place in the list."""
+        """Return the global index, from 0, of a module in a module list of which this process holds only a part.
+
+        Example: a layer of a pipeline stage. The sites of the module carry this number. None: use the local index in
+        the list.
+        """
         return None
 
     def microbatch(self, model: Any) -> int | None:
-        """The number, from 0, of the microbatch for which a schedule of the framework calls ``model`` now; None if
-        unknown. ``Dumper.micro()`` takes precedence."""
+        """Return the number, from 0, of the microbatch for which the framework's schedule calls ``model`` now.
+
+        None if unknown. ``Dumper.micro()`` takes precedence.
+        """
         return None
 
     def opaque_classes(self) -> Sequence[str]:
-        """Names of dataclasses that modules pass on, such as a batch; their fields are not captured in any model."""
+        """Return names of dataclasses passed between modules, such as a batch, whose fields are not captured in any
+        model."""
         return ()
 
     def step_modules(self, model: Any) -> Sequence[str]:
-        """Paths of modules that the host may call in place of the root: such a call is a step, as the root's is."""
+        """Return paths of modules that the host may call in place of the root; each such call is a step."""
         return ()
 
     def step_methods(self, model: Any) -> Sequence[str]:
-        """Methods of the root that the host may call in place of its forward, such as ``decode``: such a call is a
-        step, as a call of a step module is."""
+        """Return methods of the root that the host may call in place of ``forward``, such as ``decode``; each such call
+        is a step."""
         return ()

@@ -1,4 +1,4 @@
-"""Pausing Python's garbage collector, and returning free memory to the system."""
+"""Control of Python's garbage collector and of free heap memory."""
 
 import gc
 import sys
@@ -8,8 +8,11 @@ from contextlib import contextmanager
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Pause garbage collection. Records and findings are created by the hundred thousand and stay alive, so scanning
-    them costs more than creating them."""
+    """Context manager: pause garbage collection.
+
+    Records and findings are created by the hundred thousand and stay alive; scanning them costs more than creating
+    them.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -20,16 +23,21 @@ def gc_paused() -> Iterator[None]:
 
 
 def freeze() -> None:
-    """Exempt everything loaded so far from garbage collection. Scanning it (torch's modules and classes) would pause a
-    server for a tenth of a second."""
+    """Exempt all objects created so far from garbage collection.
+
+    Scanning torch's modules and classes would pause a server for a tenth of a second.
+    """
     gc.collect()
     gc.freeze()
 
 
 def trim_heap() -> None:
-    """Return free memory to the system. Of arrays up to 32 MB glibc keeps what is below anything in use, and fills
-    it badly: of a million rows 50 MB."""
-    import ctypes  # only here: the command's help needs none of it
+    """Return free heap memory to the operating system.
+
+    For arrays up to 32 MB, glibc keeps free memory below any live block, with heavy fragmentation: 50 MB after a run of
+    a million rows.
+    """
+    import ctypes  # imported lazily: not needed for the help of a command
 
     if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)  # not in musl

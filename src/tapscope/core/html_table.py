@@ -1,4 +1,4 @@
-"""HTML tables of names from files that other people wrote, for notebooks."""
+"""HTML tables for notebooks, safe for names from untrusted files."""
 
 from collections.abc import Iterable, Sequence
 from html import escape
@@ -7,7 +7,7 @@ from tapscope.core.formatting import printable
 
 
 def html_table(rows: Iterable[Sequence[str]], header: Sequence[str] = (), title: str = "") -> str:
-    """A table; markup and control characters in its cells are shown, and have no effect."""
+    """Return an HTML table; markup and control characters in cells are escaped and displayed as text."""
     head = f"<thead>{_row(header, 'th')}</thead>" if header else ""
     body = "".join(_row(row, "td") for row in rows)
     caption = f"<caption>{_text(title)}</caption>" if title else ""

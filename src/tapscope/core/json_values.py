@@ -1,4 +1,4 @@
-"""Non-tensor values and containers as leaves with a path and as the typed JSON of run-format.md."""
+"""Non-tensor values and containers as leaves with a path, and in the typed JSON form of run-format.md."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -6,19 +6,20 @@ from typing import Any
 _MAX_DEPTH = 16
 _MAX_LEAVES = 10_000
 MAX_PLAIN = 4096
-"""Maximum number of numbers or characters of a plain value that are kept."""
+"""Maximum number of list items or characters kept of a plain value."""
 _MAX_LOOKED = 1 << 22
 _MAX_KEPT = 1 << 18
 _CHARACTERS = 16
-"""Characters of a string that take the memory of one number."""
+"""Number of characters of a string that count as one number against ``_MAX_KEPT``."""
 _HARMLESS = str.maketrans("[]:", "();")
 
 
 def leaves(value: Any) -> Iterator[tuple[str, Any]]:
-    """``(path, leaf)`` of everything in dicts, lists and tuples; a list of plain values alone is one leaf.
+    """Return an iterator over ``(path, leaf)`` of nested dicts, lists and tuples; a list of only plain values is one
+    leaf.
 
-    Raises ValueError for a value that is nested too deeply or has too many parts, each counted as often as it is named:
-    a few bytes can name one list a million times.
+    Raises ValueError for a value that is nested too deeply or has too many parts. A shared part counts once per
+    reference, because a few bytes can reference one list a million times.
     """
     walk = _Walk()
     walk.into(value, "", 0)
@@ -26,7 +27,7 @@ def leaves(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 class _Walk:
-    """The leaves found, and how many more are allowed."""
+    """Recursive traversal: the leaves collected so far and the remaining budget."""
 
     def __init__(self) -> None:
         self.leaves: list[tuple[str, Any]] = []
@@ -53,7 +54,8 @@ class _Walk:
                 self.into(child, f"{path}.{name}" if path else name, depth + 1)
 
     def _keep(self, leaf: Any) -> None:
-        """Count the size of a leaf in the form that :func:`plain_value` gives."""
+        """Add the size of ``leaf``, in the form returned by :func:`plain_value`, to the budget; raises ValueError when
+        it is exceeded."""
         for item in leaf[:MAX_PLAIN] if isinstance(leaf, list | tuple) else [leaf]:
             self._kept += 1 + (min(len(item), MAX_PLAIN) // _CHARACTERS if isinstance(item, str) else 0)
         if self._kept > _MAX_KEPT:
@@ -61,7 +63,7 @@ class _Walk:
 
 
 def plain_value(leaf: Any) -> dict[str, Any]:
-    """A non-tensor leaf; a value without a JSON form is represented by its class."""
+    """Return the typed JSON form of a non-tensor leaf; a value without a JSON form is represented by its class."""
     if leaf is None:
         return {"type": "none", "value": None}
     if isinstance(leaf, bool):
@@ -78,7 +80,8 @@ def plain_value(leaf: Any) -> dict[str, Any]:
 
 
 def _item(value: Any) -> Any:
-    """Floats are strings: JSON has no infinities, and readers round decimal numbers differently."""
+    """Return a JSON value; floats become strings, because JSON has no infinities and parsers round decimals
+    differently."""
     if isinstance(value, str):
         return value[:MAX_PLAIN].encode(errors="replace").decode()
     return repr(float(value)) if isinstance(value, float) else value

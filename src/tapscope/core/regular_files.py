@@ -1,7 +1,8 @@
-"""Regular: files opened to be read, of which only the name is known: never a pipe, a device or a socket.
+"""Safe opening of regular files by name: never a pipe, a device or a socket.
 
-Opening a named pipe waits for a writer, and ``/dev/zero`` never ends. Whatever is not a regular file, or cannot be
-opened, is an OSError that names the path and the reason; nothing waits, and what is larger than its limit is not read.
+Opening a named pipe blocks until a writer opens it, and reading ``/dev/zero`` never ends. A path that is not a regular
+file, or that cannot be opened, raises OSError with the path and the reason. No call blocks, and a file larger than its
+limit is not read.
 """
 
 import errno
@@ -23,14 +24,14 @@ _KINDS = {
     stat.S_IFDIR: "a directory",
 }
 _LEFT_OVER_S = 3600
-"""A temporary file that has not changed for so long has lost its writer."""
+"""Age in seconds after which an unmodified temporary file counts as abandoned by its writer."""
 
 
 def open_regular(path: Path | str, flags: int = os.O_RDONLY) -> int:
-    """A descriptor of a regular file; raises OSError, naming the path, for anything else.
+    """Return a file descriptor of a regular file; raises OSError that names the path for anything else.
 
-    ``flags`` should have O_NOFOLLOW for a file that is written: it is ours by its name alone, and a link would have
-    another file changed. A file that they create is its user's alone.
+    ``flags`` for writing should include O_NOFOLLOW: only the file name identifies the file as ours, and following a
+    symbolic link would modify another file. A file created through ``flags`` has mode 0600.
     """
     try:
         fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
@@ -50,13 +51,13 @@ def open_regular(path: Path | str, flags: int = os.O_RDONLY) -> int:
 
 @contextmanager
 def reading(path: Path | str) -> Iterator[BinaryIO]:
-    """A regular file, open for reading; raises as :func:`open_regular`."""
+    """Context manager: open a regular file for reading; raises like :func:`open_regular`."""
     with os.fdopen(open_regular(path), "rb") as file:
         yield file
 
 
 def read_small(path: Path, limit: int) -> bytes:
-    """All of a regular file of at most ``limit`` bytes; raises OSError for a longer one, which is not read."""
+    """Read a regular file of at most ``limit`` bytes; raises OSError for a longer file, without reading it."""
     with reading(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > limit:
@@ -66,9 +67,9 @@ def read_small(path: Path, limit: int) -> bytes:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A new file, open for writing, that replaces ``path`` atomically at the end, or is removed after an exception.
+    """Context manager: write a new file that atomically replaces ``path`` on success and is removed on an exception.
 
-    Its name cannot collide with that of another writer; what killed writers of the same path left is removed. Raises
+    The temporary name is unique per writer; temporary files left by killed writers of the same path are removed. Raises
     OSError.
     """
     _remove_leftovers(path)

@@ -19,7 +19,7 @@ from msgspec import Struct
 from tapscope.core.errors import SiteError
 
 MAX_RANGE = 1_000_000
-"""Longest range of layers, steps or ranks that is written out."""
+"""Maximum length of a range of layers, steps or ranks."""
 _PORT = re.compile(r"(?P<kind>in|out|tap|param|buffer)(\[(?P<name>[^\[\]]+)\])?(?P<grad>\.grad)?")
 _CALL = re.compile(r"#(\d+)(?=(?:\.grad)?$)")
 
@@ -52,19 +52,19 @@ class Site(Struct, frozen=True, order=True):
 
     @property
     def name(self) -> str | None:
-        """The name in the brackets of the port."""
+        """The name in the brackets of the port, or None."""
         match = _PORT.fullmatch(self.port)
         assert match is not None
         return match["name"]
 
     @property
     def is_grad(self) -> bool:
-        """Whether this is the gradient of the port."""
+        """True if this site is the gradient of a port."""
         return self.port.endswith(".grad")
 
     @property
     def layer(self) -> int | None:
-        """See :func:`layer_of`: the first number in the path, as experts come after layers."""
+        """The layer number, see :func:`layer_of`: the first number in the path, because experts follow layers."""
         return layer_of(self.path)
 
     @property
@@ -83,50 +83,52 @@ def parse(text: str) -> Site:
 
 
 def split_call(site: str) -> tuple[str, int | None]:
-    """A site and the index of the call within the step, None if absent: ``cell:out#1.grad`` is
-    ``cell:out.grad`` of the second."""
+    """Split a site into the site proper and the index of the call within the step, or None.
+
+    ``cell:out#1.grad`` is ``cell:out.grad`` of the second call.
+    """
     call = _CALL.search(site)
     return (site[: call.start()] + site[call.end() :], int(call[1])) if call else (site, None)
 
 
 def module_of(site: str) -> str:
-    """The path of a site: ``model.norm`` of ``model.norm:out``; the site need not be valid."""
+    """Return the module path of a site: ``model.norm`` for ``model.norm:out``; the site need not be valid."""
     return site.rpartition(":")[0]
 
 
 def port_of(site: str) -> str:
-    """The port of a site: ``in[input]`` of ``lm_head:in[input]``."""
+    """Return the port of a site: ``in[input]`` for ``lm_head:in[input]``."""
     return site.rpartition(":")[2]
 
 
 def is_parameter(site: str) -> bool:
-    """Whether the site is a parameter, a buffer or a gradient of one, which have no token rows whatever their shape."""
+    """Return whether the site is a parameter, a buffer or a gradient of one; these never have token rows, whatever
+    their shape."""
     return port_of(site).startswith(("param[", "buffer["))
 
 
 NUMBERED_LAYER = r"(?i:layers?|blocks?|h)[_-]?(\d{1,5})"
-"""Regular expression of a layer with its number in one name: ``layer2`` (torchvision's ResNet) or ``block_3``."""
+"""Regular expression for a path component with a layer number: ``layer2`` (torchvision's ResNet) or ``block_3``."""
 _LAYER = re.compile(rf"(?:\A|\.)(?:(\d+)|{NUMBERED_LAYER}|mid|mid_block|middle_block)(?![^.])")
 
 
 @lru_cache(maxsize=65536)
 def layer_of(path: str) -> int | None:
-    """The number of the first numbered component of a dotted path, or None: 3 of ``layers.3.mlp.experts.1``, and 2 of
-    ``layer2.0.conv1``.
+    """Return the number in the first numbered component of a dotted path, or None.
 
-    The middle block of a diffusion model is a single one: the numbers of its parts (``mid_block.attentions.0``) are not
-    layers.
+    3 for ``layers.3.mlp.experts.1``, 2 for ``layer2.0.conv1``. The middle block of a diffusion model is a single block:
+    the numbers of its parts (``mid_block.attentions.0``) are not layers.
     """
     match = _LAYER.search(path)
     return None if match is None or match.lastindex is None else int(match[match.lastindex])
 
 
 class Glob:
-    """A pattern over sites: ``*`` is any run of characters, ``?`` any one; brackets stand for themselves.
+    """A pattern over sites: ``*`` matches any sequence of characters, ``?`` any single character; brackets are literal.
 
-    Without a ``:`` the pattern is about the path, and every port matches; or about the whole site, so that
-    ``*hidden_states*`` finds a port. A pattern may begin at any dot boundary of the path: ``layers.3.*`` and
-    ``model.layers.3.*`` both match ``model.layers.3.mlp:out``.
+    A pattern without ``:`` matches the path, with any port, or the whole site: ``*hidden_states*`` finds a port. A
+    pattern may begin at any dot boundary of the path: ``layers.3.*`` and ``model.layers.3.*`` both match
+    ``model.layers.3.mlp:out``.
     """
 
     __slots__ = ("_literal", "_regex", "text")
@@ -140,7 +142,7 @@ class Glob:
         # A pattern that names the root (":out") is anchored: otherwise it would match every module's port.
         if (not colon or path) and not text.startswith("*"):
             bodies += [f"*.{body}" for body in bodies]
-        self._literal = max(re.split(r"[*?]", text), key=len)  # checked first: most sites lack it
+        self._literal = max(re.split(r"[*?]", text), key=len)  # fast rejection: most sites do not contain it
         self._regex = re.compile("|".join(_translate(body) for body in bodies))
 
     def __repr__(self) -> str:
@@ -153,13 +155,13 @@ class Glob:
         return hash(self.text)
 
     def matches(self, site: Site | str) -> bool:
-        """Whether the site matches."""
+        """Return whether the pattern matches the site."""
         text = str(site)
         return self._literal in text and self._regex.fullmatch(text) is not None
 
 
 def _translate(glob: str) -> str:
-    """As a regular expression without backtracking: the first match of the part between two stars suffices."""
+    """Translate a glob to a regular expression without backtracking: the first match between two stars suffices."""
     first, *rest = (re.escape(chunk).replace(r"\?", ".") for chunk in re.split(r"\*+", glob))
     if not rest:
         return first
@@ -167,13 +169,14 @@ def _translate(glob: str) -> str:
 
 
 def describe_layers(sites: Iterable[Site | str]) -> str:
-    """The layers, for error messages: ``layers are 0-27``, or the first few paths where nothing is numbered."""
+    """Describe the layers of ``sites`` for error messages: ``layers are 0-27``, or the first paths if none is
+    numbered."""
     sites = list(sites)
     paths = sorted({module_of(str(site)) for site in sites})
     layers = sorted({layer for path in paths if (layer := layer_of(path)) is not None})
     if layers:
         return f"layers are {compact_ranges(layers)}"
-    if paths == [""]:  # explicit dumps and arguments alone
+    if paths == [""]:  # only explicit dumps and arguments
         names = sorted({str(site) for site in sites})
         return f"sites are {', '.join(names[:6])}{', ...' if len(names) > 6 else ''}"
     shown = ", ".join(path or "(root)" for path in paths[:6])
@@ -181,8 +184,11 @@ def describe_layers(sites: Iterable[Site | str]) -> str:
 
 
 def describe_sites(glob: str, sites: Iterable[Site | str]) -> str:
-    """Suggestions for a ``glob`` that matches none of ``sites``: the ports of the module that it names, else as
-    :func:`describe_modules`."""
+    """Suggest alternatives for a ``glob`` that matches none of ``sites``: the ports of its module, if that module
+    exists.
+
+    Otherwise returns the result of :func:`describe_modules`.
+    """
     names = sorted({str(site) for site in sites})
     path = module_of(glob)
     ports = [port_of(name) for name in names if path and module_of(name) == path]
@@ -192,8 +198,10 @@ def describe_sites(glob: str, sites: Iterable[Site | str]) -> str:
 
 
 def describe_modules(glob: str, sites: Iterable[Site | str]) -> str:
-    """The modules inside the first one that exists around what ``glob`` names: ``mid contains conv1, conv2``; else,
-    and where they are numbered layers, as :func:`describe_layers`."""
+    """List the children of the innermost existing module on the path of ``glob``: ``mid contains conv1, conv2``.
+
+    If the children are numbered layers, or no such module exists, returns the result of :func:`describe_layers`.
+    """
     names = {str(site) for site in sites}
     parent = re.split(r"[*?:]", glob, maxsplit=1)[0]
     while parent := parent.rpartition(".")[0]:
@@ -207,7 +215,7 @@ def describe_modules(glob: str, sites: Iterable[Site | str]) -> str:
 
 
 def compact_ranges(numbers: Iterable[int]) -> str:
-    """``[0, 1, 2, 5]`` -> ``0-2,5``."""
+    """Format integers as ranges: ``[0, 1, 2, 5]`` -> ``0-2,5``."""
     spans: list[list[int]] = []
     for number in sorted(set(numbers)):
         if spans and number == spans[-1][1] + 1:
@@ -218,7 +226,7 @@ def compact_ranges(numbers: Iterable[int]) -> str:
 
 
 def parse_ranges(text: str) -> frozenset[int]:
-    """``0-2,5`` -> {0, 1, 2, 5}; raises SiteError for anything else."""
+    """Parse integer ranges: ``0-2,5`` -> {0, 1, 2, 5}; raises SiteError for anything else."""
     numbers: set[int] = set()
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part)

@@ -1,7 +1,7 @@
-"""Temporary directories for sockets and the like, removed soon after their owner was killed.
+"""Temporary directories, e.g. for sockets, that are cleaned up even after their owner was killed.
 
-The owner holds a lock on a file in it until its process ends. Creating the next directory removes those
-whose lock is free. Only a directory whose lock file contains our marker is ever removed, whatever its name.
+The owner holds a lock on a file in the directory until its process ends. Creating a directory first removes directories
+whose lock is free. Only a directory whose lock file contains tapscope's marker is removed, whatever its name.
 """
 
 import fcntl
@@ -18,11 +18,12 @@ _held: dict[Path, int] = {}
 
 
 def make_tempdir(parent: Path | None = None) -> Path:
-    """Create a directory of mode 0700 in ``parent`` or the system's; removes abandoned ones first."""
+    """Create a directory of mode 0700 in ``parent`` or the system's temporary directory, after removing abandoned
+    ones."""
     parent = Path(tempfile.gettempdir()) if parent is None else parent
     _remove_stale(parent)
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-    unnamed = folder / f"{_LOCK}-new"  # under its name it is locked from the start
+    unnamed = folder / f"{_LOCK}-new"  # renamed once locked, so that the final name is never unlocked
     descriptor = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     os.write(descriptor, _MARKER)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -32,7 +33,7 @@ def make_tempdir(parent: Path | None = None) -> Path:
 
 
 def remove_tempdir(folder: Path) -> None:
-    """Remove a directory that :func:`make_tempdir` made here; safe to call twice."""
+    """Remove a directory that this process created with :func:`make_tempdir`; safe to call twice."""
     shutil.rmtree(folder, ignore_errors=True)
     descriptor = _held.pop(folder, None)
     if descriptor is not None:
@@ -40,7 +41,8 @@ def remove_tempdir(folder: Path) -> None:
 
 
 def remove_stale_tempdir(folder: Path) -> bool:
-    """Remove ``folder`` if :func:`make_tempdir` of this user made it and its owner has ended; return whether it was."""
+    """Remove ``folder`` if this user's :func:`make_tempdir` created it and its owner has ended; return True if
+    removed."""
     if folder in _held or not _is_abandoned(folder):
         return False
     shutil.rmtree(folder, ignore_errors=True)

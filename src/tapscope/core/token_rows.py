@@ -1,8 +1,8 @@
-"""RowReader: the token rows that a step computes, inferred from the arguments of the model's forward.
+"""RowReader: infers the token rows that a step computes from the arguments of the model's forward.
 
-Hosts that report their rows need none of this. Otherwise, the token ids and what frameworks pass next to
-them say nearly as much: positions or position ids, lengths (SGLang's ``seq_lens``, the ``cu_seqlens`` of packed
-sequences), request ids or slots, an attention mask.
+Hosts that report their rows do not need it. For others, the token ids and accompanying arguments determine the rows:
+positions or position ids, lengths (SGLang's ``seq_lens``, the ``cu_seqlens`` of packed sequences), request ids or
+slots, and an attention mask.
 """
 
 from collections.abc import Sequence
@@ -19,34 +19,37 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
-    """The arguments of a forward; None if unknown."""
+    """Arguments of a model's forward as arrays; None if unknown."""
 
     ids: Array
     """[tokens] packed, or [batch, sequence]."""
     positions: Array | None = None
-    """[tokens], [batch, sequence] or [1, sequence]; [3, tokens] where a position has three parts (M-RoPE)."""
+    """[tokens], [batch, sequence] or [1, sequence]; [3, tokens] for three-component positions (M-RoPE)."""
     lengths: Array | None = None
-    """[requests]: tokens in this step, or the length of the whole context with them (SGLang's ``seq_lens``)."""
+    """[requests]: number of tokens in this step, or length of the whole context including them (SGLang's
+    ``seq_lens``)."""
     real_lengths: Array | None = None
-    """[requests]: tokens before the padding at the end of each, which :attr:`lengths` include; None: no padding."""
+    """[requests]: lengths without the trailing padding that :attr:`lengths` includes; None: no padding."""
     names: Sequence[str] = ()
-    """Request ids, or the numbers of their slots."""
+    """Request ids, or the numbers of the requests' slots."""
     mask: Array | None = None
     """[batch, sequence or longer]: 0 where a row is padding."""
 
 
 @dataclass(slots=True)
 class RowReader:
-    """Infers the rows of consecutive steps; requests without an id are recognised by their next position."""
+    """Infers the rows of consecutive steps; requests without an id are recognized by their next position."""
 
     ends: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Generated id -> (next position, last step), of requests without an id."""
+    """Generated id -> (next position, last step), for requests without an id."""
     num_ambiguous: int = 0
-    """Number of rows that may belong to more than one request; the first one was chosen."""
+    """Number of spans that could continue more than one request; the first candidate was chosen."""
 
     def read(self, step: int, phase: str, given: Arguments, shard: tuple[int, int] = (0, 1)) -> StepInfo | None:
-        """The step, or None if its rows cannot be inferred; ``shard`` is the rank's index in the context-parallel
-        group, and the size of that group."""
+        """Return the step, or None if its rows cannot be inferred.
+
+        ``shard`` is the rank's index in the context-parallel group and the size of that group.
+        """
         ids = given.ids
         if ids.dtype.kind not in "iu" or ids.ndim not in (1, 2) or not ids.size:
             return None
@@ -71,9 +74,13 @@ class RowReader:
         return StepInfo(step=step, phase=phase, grid=grid, rows=rows, token_ids=tuple(kept.tolist()))
 
     def _zigzag(self, step: int, phase: str, given: Arguments, shard: tuple[int, int]) -> StepInfo | None:
-        """Packed sequences of which each rank of a context-parallel group holds two chunks, as far from the end as from
-        the start (Megatron's THD layout): lengths are of whole sequences, ids the rank's own, padding comes last. None
-        for other calls, and if there are positions of these ids that are not those of the two chunks."""
+        """Return the step for packed sequences in Megatron's THD layout under context parallelism, or None for other
+        calls.
+
+        Each rank holds two chunks of every sequence, at equal distance from start and end. ``lengths`` are those of
+        whole sequences, ``ids`` are local to the rank, padding comes last. Also None if the given positions do not
+        match the chunks.
+        """
         place, size = shard
         if size < 2 or given.lengths is None:
             return None
@@ -92,7 +99,7 @@ class RowReader:
             return None
         whole = [(int(end - n), 0, int(n)) for end, n in zip(np.cumsum(lengths), lengths, strict=True)]
         names = given.names if len(given.names) == len(whole) else self._names(whole, step)
-        names = ["0"] if len(whole) == 1 and given.ids.ndim == 2 else names  # as of a padded batch of one
+        names = ["0"] if len(whole) == 1 and given.ids.ndim == 2 else names  # same name as in a padded batch of one
         slots = np.cumsum([0, *(count for _, _, count in chunks)])
         ends = lengths if given.real_lengths is None else given.real_lengths.reshape(-1)
         real = [max(min(count, int(ends[number]) - first), 0) for number, first, count in chunks]
@@ -106,10 +113,11 @@ class RowReader:
         return StepInfo(step=step, phase=phase, grid=given.ids.shape, rows=rows, token_ids=tuple(kept))
 
     def _names(self, spans: "Sequence[_Span]", step: int) -> list[str]:
-        """The request that a span continues, the latest first; a new one if none expects this position."""
+        """Return the request that each span continues, most recent first; a new request if none expects this
+        position."""
         requests: list[str] = []
         waiting: dict[int, list[str]] = {}
-        for name, (end, _) in sorted(self.ends.items(), key=lambda item: -item[1][1]):  # stable: else as they came
+        for name, (end, _) in sorted(self.ends.items(), key=lambda item: -item[1][1]):  # stable sort
             waiting.setdefault(end, []).append(name)
         for _, first, count in spans:
             names = waiting.get(first, []) if first else []
@@ -121,11 +129,11 @@ class RowReader:
 
 
 _Span = tuple[int, int, int]
-"""(first slot, position there, rows) of one request."""
+"""(first slot, position at that slot, number of rows) of one request."""
 
 
 def _without_padding(spans: "list[_Span]", given: Arguments) -> "list[_Span]":
-    """The spans without the padding after each sequence."""
+    """Return the spans without the padding after each sequence."""
     if given.real_lengths is None or given.lengths is None:
         return spans
     ends = given.real_lengths.reshape(-1)[given.lengths.reshape(-1) > 0].tolist()
@@ -136,7 +144,7 @@ def _without_padding(spans: "list[_Span]", given: Arguments) -> "list[_Span]":
 
 
 def _flat(positions: Array | None, count: int) -> Array | None:
-    """One position per row; the first component of M-RoPE is the position in the text."""
+    """Return one position per row, or None on a size mismatch; for M-RoPE, the first component (text position)."""
     if positions is None:
         return None
     if positions.ndim == 2 and positions.shape[0] == 3 and positions.shape[1] == count:
@@ -146,10 +154,10 @@ def _flat(positions: Array | None, count: int) -> Array | None:
 
 
 def _spans(count: int, positions: Array | None, lengths: Array | None) -> list[_Span] | None:
-    """Spans of consecutive rows, one request each.
+    """Split the rows into spans of consecutive positions, one request each; None if the arguments are inconsistent.
 
-    A context of ``L`` tokens of which the first here is at position ``p`` has ``L - p`` rows: a whole prompt, the rest
-    after a cached prefix, or the one token of a decode step. Rows after the last request are padding.
+    A context of ``L`` tokens whose first row in this step is at position ``p`` has ``L - p`` rows: a whole prompt, the
+    rest after a cached prefix, or the single token of a decode step. Rows after the last request are padding.
     """
     if positions is None:
         return _spans_by_length(count, lengths)
@@ -171,7 +179,7 @@ def _spans(count: int, positions: Array | None, lengths: Array | None) -> list[_
 
 
 def _spans_by_length(count: int, lengths: Array | None) -> list[_Span] | None:
-    """Without positions: one token a request, or whole prompts, after which there may be padding."""
+    """Split the rows without positions: one token per request, or whole prompts, possibly followed by padding."""
     if lengths is None:
         return None
     sizes = lengths.reshape(-1).astype(np.int64)
@@ -208,12 +216,12 @@ def padded_step(
     valid: Sequence[Sequence[bool]] | Array,
     requests: Sequence[str],
 ) -> StepInfo:
-    """A step over a padded ``[batch, sequence]`` grid; rows that are not valid are padding."""
+    """Return the step for a padded ``[batch, sequence]`` grid; rows that are not ``valid`` are padding."""
     tokens, places = np.asarray(ids, np.int64), np.asarray(positions, np.int64)
     real = np.asarray(valid, bool)
     if not real.any():
         return StepInfo(step=step, phase=phase, grid=tokens.shape)
-    # A run ends where a row is padding or the next position is not the one that follows.
+    # A span ends where a row is padding or the next position is not consecutive.
     follows = np.zeros_like(real)
     follows[:, 1:] = real[:, 1:] & real[:, :-1] & (places[:, 1:] == places[:, :-1] + 1)
     starts = np.flatnonzero(real & ~follows)

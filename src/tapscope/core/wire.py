@@ -14,12 +14,12 @@ from typing import Any
 from tapscope.core.errors import RecorderError
 
 VERSION = 1
-"""Both ends must have the same version; a peer of another version is refused by name."""
+"""Protocol version; both ends must use the same version, and a mismatch is an error that names both versions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message; ``fields`` travel as JSON, ``frames`` as they are."""
+    """One message; ``fields`` are sent as JSON, ``frames`` as raw bytes."""
 
     kind: str
     fields: dict[str, Any] = field(default_factory=dict)
@@ -33,13 +33,13 @@ class Message:
 
 
 def encode(message: Message) -> list[Any]:
-    """The frames to send."""
+    """Return the frames to send for ``message``."""
     header = {"tapscope": VERSION, "kind": message.kind, **message.fields}
     return [json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode(), *message.frames]
 
 
 def decode(frames: Sequence[Any]) -> Message:
-    """The message in ``frames``; raises RecorderError for invalid bytes, or another version."""
+    """Return the message in ``frames``; raises RecorderError for invalid bytes or another version."""
     try:
         header = json.loads(bytes(frames[0]))
         version, kind = header.pop("tapscope"), header.pop("kind")

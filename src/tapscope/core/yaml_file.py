@@ -1,4 +1,4 @@
-"""YAML file: a hand-written mapping, read so that a hostile file costs one clear error and nothing else."""
+"""YAML file: safe parsing of a hand-written mapping; a hostile file causes one clear error and no other effect."""
 
 from collections.abc import Hashable
 from pathlib import Path
@@ -10,17 +10,17 @@ from tapscope.core.errors import ConfigError
 from tapscope.core.regular_files import reading
 
 MAX_BYTES = 256 * 1024
-"""Longest file accepted."""
+"""Maximum file size."""
 MAX_DEPTH = 12
-"""Deepest nesting accepted."""
+"""Maximum nesting depth."""
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file; an empty file is an empty mapping.
+    """Return the mapping in a YAML file; an empty file is an empty mapping.
 
-    Raises ConfigError, naming file and line, for a file that cannot be read, is not a mapping, is longer than
-    :data:`MAX_BYTES`, nests deeper than :data:`MAX_DEPTH`, has a key twice, or uses anchors, aliases or tags: a few
-    lines of these can stand for gigabytes, or for objects.
+    Raises ConfigError, naming file and line, if the file cannot be read, is not a mapping, exceeds :data:`MAX_BYTES` or
+    :data:`MAX_DEPTH`, repeats a key, or uses anchors, aliases or tags. Anchors, aliases and tags are rejected because a
+    few lines can expand to gigabytes or construct objects.
     """
     text = _text(path)
     try:
@@ -66,7 +66,7 @@ def _check_events(path: Path, text: str) -> None:
 
 
 def _check_keys(path: Path, node: Any) -> None:
-    """Check that every key occurs once: YAML would silently keep the last one."""
+    """Raise ConfigError if a key is not a scalar or occurs twice: YAML would silently keep the last value."""
     if isinstance(node, yaml.MappingNode):
         seen: set[Hashable] = set()
         for key, value in node.value:
