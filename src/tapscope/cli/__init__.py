@@ -1,4 +1,4 @@
-"""The `tapscope` command. Each subcommand is imported only when it is used."""
+"""The `tapscope` command. Subcommands are imported lazily."""
 
 import argparse
 import os
@@ -20,10 +20,10 @@ from tapscope.core.gc_control import gc_paused
 
 
 class Command(Protocol):
-    """One command; its docstring is its help."""
+    """Interface of a subcommand; the class docstring is the text of its ``--help``."""
 
     def prepare(self, parser: argparse.ArgumentParser) -> None:
-        """Add the command's own flags."""
+        """Add the command's own arguments to ``parser``."""
 
     def run(self, args: argparse.Namespace) -> int:
         """Run the command; returns the exit code."""
@@ -72,7 +72,7 @@ _SYNONYMS = {
     "open": "view",
     "man": "completion man",
 }
-"""Names that commands have in other tools -> ours."""
+"""Command names used by other tools -> the corresponding tapscope command."""
 
 _HEAD = """See inside a running model, and find the first tensor where two runs diverge.
 
@@ -82,7 +82,7 @@ _HEAD = """See inside a running model, and find the first tensor where two runs 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command line; returns the exit code, see :class:`ExitCode`."""
+    """Run one command line and return its exit code, see :class:`ExitCode`. ``argv`` defaults to ``sys.argv[1:]``."""
     words = list(sys.argv[1:] if argv is None else argv)
     if argv is None and completion.REQUEST in os.environ:
         completion.complete(VERBS, parser_of)
@@ -111,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser_of(name: str) -> argparse.ArgumentParser:
-    """The parser of a command."""
+    """Return the argument parser of the command ``name``."""
     return _parser(name, _command(name))
 
 
@@ -145,7 +145,7 @@ def _command(name: str) -> Command:
 
 
 def _parse(name: str, command: Command, words: list[str]) -> tuple[argparse.Namespace, ProjectSettings | None]:
-    """Parse the project's options, then those of the command line."""
+    """Parse the options of the project file followed by those of the command line."""
     parser = _parser(name, command)
     settings = project_settings.read(name, VERBS, parser)
     if settings is None:
@@ -153,7 +153,7 @@ def _parse(name: str, command: Command, words: list[str]) -> tuple[argparse.Name
     try:
         return parser.parse([*settings.words, *words]), settings
     except UsageError as error:
-        parser.parse(words)  # raises if the command line is wrong by itself
+        parser.parse(words)  # raises if the command line alone is invalid
         raise ConfigError(f"{settings.file}: [{settings.table}]: {error}") from None
 
 

@@ -1,4 +1,5 @@
-"""`tapscope bench`: a server under load, the engine relative to the machine's limits, and results over commits."""
+"""`tapscope bench`: benchmark a server under load or the engine against hardware limits; compare results across
+commits."""
 
 import argparse
 import json
@@ -101,7 +102,8 @@ class BenchCommand:
         )
 
     def run(self, args: argparse.Namespace) -> int:
-        """Measure, print, write. Exit code 4 if requests failed, 1 for a regression."""
+        """Run the measurement, print the result and write its files. Exit code 4 if requests failed, 1 for a
+        regression."""
         if args.html is not None:
             report_files.check(args)
         if args.kind == "history":
@@ -112,7 +114,7 @@ class BenchCommand:
         metadata = _metadata(args.metadata)
         _check(args)
         baseline = None if args.baseline is None else bench_baseline.read(Path(args.baseline))
-        if args.kind != "serving":  # which needs no torch
+        if args.kind != "serving":  # bench serving does not need torch
             extras.require("engine", f"tapscope bench {args.kind}")
         measured = bench_measurements.RUNS[args.kind](args)
         result = {
@@ -158,7 +160,7 @@ def _add_baseline(parser: argparse.ArgumentParser) -> None:
 
 
 def _metadata(words: list[str]) -> dict[str, str]:
-    """Metadata of the CI job's environment, then of ``--metadata``; raises UsageError."""
+    """Return metadata from the environment of the CI job, overridden by ``--metadata``; raises UsageError."""
     known = {
         "commit": os.environ.get("GITHUB_SHA") or os.environ.get("CI_COMMIT_SHA"),
         "branch": os.environ.get("GITHUB_REF_NAME") or os.environ.get("CI_COMMIT_REF_NAME"),

@@ -1,4 +1,4 @@
-"""`tapscope bench --baseline FILE`: a result relative to an earlier one."""
+"""`tapscope bench --baseline FILE`: compare a result with an earlier one."""
 
 import json
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def read(file: Path) -> "BenchResult":
-    """The result in a file of ``tapscope bench -o``; raises DataError."""
+    """Read the result in ``file``, as written by ``tapscope bench -o``; raises DataError."""
     try:
         stored = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
@@ -24,9 +24,10 @@ def read(file: Path) -> "BenchResult":
 
 
 def compare(baseline: "BenchResult", result: Mapping[str, Any], file: Path, tolerance: float) -> dict[str, Any]:
-    """Every metric of both results, as JSON values: a regression is worse by more than ``tolerance`` of the baseline.
+    """Compare every metric present in both results and return JSON values.
 
-    p99 is not compared: few requests determine it. Raises UsageError for another configuration.
+    A metric is a regression if it is worse by more than ``tolerance``, relative to the baseline. p99 metrics are
+    skipped, because few requests determine them. Raises UsageError if the configurations differ.
     """
     from tapscope.dashboard.model.bench_result import METRICS
 
@@ -50,7 +51,7 @@ def compare(baseline: "BenchResult", result: Mapping[str, Any], file: Path, tole
 
 
 def lines(compared: Mapping[str, Any]) -> list[str]:
-    """The comparison as text."""
+    """Format the comparison as lines of text."""
     count = compared["num_regressions"]
     summary = f"{count} of {len(compared['metrics'])} metrics are worse by more than {compared['tolerance']:.3g}"
     text = ["", f"baseline  {compared['file']}: {summary}"]

@@ -1,4 +1,4 @@
-"""`tapscope bench history`: results over commits as lines, JSON or HTML."""
+"""`tapscope bench history`: results across commits as text, JSON or HTML."""
 
 import argparse
 from dataclasses import asdict, replace
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def write_result(file: Path, result: dict[str, Any]) -> None:
-    """Write the HTML report of one result of `tapscope bench`; raises OutputError."""
+    """Write the HTML report of a single `tapscope bench` result; raises OutputError."""
     from tapscope.dashboard.model.bench_history import BenchTable
     from tapscope.dashboard.model.bench_result import BenchFiles, StoredResult, bench_results
 
@@ -53,7 +53,7 @@ def write_result(file: Path, result: dict[str, Any]) -> None:
 
 
 def lines(history: "BenchHistory", compared: "BenchComparison | None", *, everything: bool) -> list[str]:
-    """The history and the comparison as text."""
+    """Format the history and the comparison as lines of text; ``everything`` includes changes within the noise band."""
     shown = history.commits[-SHOWN_COMMITS:]
     width = max(len(each.label) for each in shown) + 2
     text = [history.summary, "", f"{'commit':<{width}}{'date':<22}{'results':>8}  branch"]

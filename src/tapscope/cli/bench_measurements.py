@@ -1,4 +1,4 @@
-"""The measurements of `tapscope bench`: settings from its flags, and results."""
+"""The measurements of `tapscope bench`, configured by its flags."""
 
 import argparse
 import asyncio
@@ -29,7 +29,7 @@ _OUTPUT_LEN = 64
 def _items(
     args: argparse.Namespace, tokenizer: "Tokenizer | None", count: int | None, *, seed: int
 ) -> "list[BenchmarkRequest]":
-    """``count`` requests of the dataset; None: all that its file has."""
+    """Return ``count`` requests of the selected dataset; None: all requests of its file."""
     from tapscope.engine.bench import workload
 
     items = _unadapted_items(args, tokenizer, count, seed=seed)
@@ -75,7 +75,7 @@ def _adapter_names(args: argparse.Namespace) -> list[str]:
 
 
 def _workload(args: argparse.Namespace, items: "Sequence[BenchmarkRequest]") -> dict[str, Any]:
-    """The workload, for the result."""
+    """Return the workload parameters for the JSON result."""
     names = {
         "sharegpt": ["dataset_path", "output_len"],
         "openai": ["dataset_path", "output_len"],
@@ -108,7 +108,8 @@ def _serving(args: argparse.Namespace) -> dict[str, Any]:
     wanted = load_generator.LoadSettings(
         url=url, model=model, is_chat=args.chat, rate=args.rate, max_concurrency=args.max_concurrency,
         seed=args.seed, turn_delay_s=args.turn_delay, timeout_s=args.timeout, headers=headers, extra=extra,
-        # SGLang and tapscope select an adapter by model:adapter; vLLM, which has no /get_server_info, by its name alone
+        # SGLang and tapscope select an adapter as MODEL:ADAPTER. vLLM, which has no /get_server_info, uses the bare
+        # name.
         adapter_models={name: f"{model}:{name}" if info else name for name in args.lora},
     )  # fmt: skip
     if warmup:
@@ -134,7 +135,7 @@ def _serving(args: argparse.Namespace) -> dict[str, Any]:
 def _warmup(
     args: argparse.Namespace, items: "Sequence[BenchmarkRequest]", tokenizer: "Tokenizer | None"
 ) -> "list[BenchmarkRequest]":
-    """Requests that are not measured: random prompts, which the measured ones share no prefix with."""
+    """Return unmeasured warm-up requests: random prompts that share no prefix with the measured prompts."""
     from tapscope.engine.bench import workload
 
     writer = workload.PromptGenerator(args.seed - 1, tokenizer, as_text=args.chat)
@@ -146,7 +147,7 @@ def _warmup(
 def _shares(
     folder: Path | None, machine: dict[str, Any], timings: "list[RequestTiming]", seconds: float
 ) -> dict[str, Any]:
-    """Throughput relative to the limit of the machine, if the server runs on this machine."""
+    """Return throughput relative to the hardware limit; empty if the server runs on another machine."""
     if folder is None or not machine:
         return {}
     from tapscope.engine.bench.model_cost import ModelCost
@@ -172,7 +173,7 @@ def _machine(folder: Path) -> dict[str, Any]:
 
 
 def _local(path: Any) -> Path | None:
-    """The checkpoint that the server reports, if it runs on this machine."""
+    """Return the checkpoint directory that the server reports, or None if it does not exist on this machine."""
     return Path(path) if isinstance(path, str) and (Path(path) / "config.json").is_file() else None
 
 
@@ -222,7 +223,8 @@ def _latency(args: argparse.Namespace) -> dict[str, Any]:
 
 @contextmanager
 def _profiled(args: argparse.Namespace, llm: "LLM") -> Iterator[dict[str, Any]]:
-    """With ``--profile``, torch's profiler on every rank; afterwards the yielded dict has the paths of the traces."""
+    """Context manager: with ``--profile``, run torch's profiler on every rank; the yielded dict then receives the trace
+    paths."""
     members: dict[str, Any] = {}
     if args.profile:
         llm.engine.start_profile()
@@ -233,7 +235,8 @@ def _profiled(args: argparse.Namespace, llm: "LLM") -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def _offline(args: argparse.Namespace) -> "Iterator[tuple[LLM, ModelCost, MachineLimits, dict[str, Any]]]":
-    """A loaded model, its costs, the machine's limits, and their description for the result."""
+    """Context manager: yield a loaded model, its cost model, the hardware limits, and their description for the
+    result."""
     from tapscope.engine import LLM
     from tapscope.engine.bench.machine_limits import MachineLimits
     from tapscope.engine.bench.model_cost import ModelCost
@@ -256,4 +259,4 @@ RUNS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "batch": _batch,
     "latency": _latency,
 }
-"""Measurements by the first word after `tapscope bench`."""
+"""Kind of benchmark, the first argument of `tapscope bench` -> measurement function."""

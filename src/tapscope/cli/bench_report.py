@@ -1,4 +1,4 @@
-"""Results of `tapscope bench` as lines of text."""
+"""Text output of `tapscope bench`."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ _TIMES = (("ttft_ms", "TTFT"), ("tpot_ms", "TPOT"), ("itl_ms", "ITL"), ("e2e_ms"
 
 
 def lines(result: dict[str, Any]) -> list[str]:
-    """The result of one benchmark."""
+    """Format the result of one benchmark as lines of text."""
     text = {"serving": _serving, "batch": _batch, "latency": _latency}[result["kind"]](result)
     text += [f"profile   {trace}" for trace in result.get("profile", ())]
     return text + (bench_baseline.lines(result["baseline"]) if "baseline" in result else [])
@@ -101,7 +101,7 @@ def _memory(shares: dict[str, Any], machine: dict[str, Any]) -> str:
 
 
 def _size(value: float) -> str:
-    """With the prefix giga, or tera from 1000 giga on."""
+    """Format with an SI prefix: giga, or tera from 1e12."""
     return f"{value / 1e12:.3g} T" if value >= 1e12 else f"{value / 1e9:.3g} G"
 
 

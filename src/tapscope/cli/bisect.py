@@ -1,4 +1,5 @@
-"""`tapscope bisect`: which modules' weights, dtype, attention or kernels must be switched for the outputs to agree."""
+"""`tapscope bisect`: find the modules whose weights, dtype, attention or kernels must be switched for the outputs to
+agree."""
 
 import argparse
 import sys
@@ -21,10 +22,10 @@ _SEARCH = (
     "baseline", "model", "reference", "reference_dtype", "reference_attention", "reference_kernel",
     "dtype", "attention", "kernel", "output",
 )  # fmt: skip
-"""Flags that say what is searched."""
+"""Flags that define the search; a state file is only valid for the same values."""
 _DTYPES = ("float32", "bfloat16", "float16")
 _UNITS = {"weights": "differing module", "dtype": "block", "attention": "attention module", "kernels": "module"}
-"""What is switched -> the modules that are candidates."""
+"""Kind of switch -> noun for the candidate modules."""
 
 
 class BisectCommand:
@@ -100,7 +101,7 @@ class BisectCommand:
         compare_flags.add_flags(parser)
 
     def run(self, args: argparse.Namespace) -> int:
-        """Search and print; returns the exit code."""
+        """Run the search and print the modules; returns the exit code."""
         extras.require("hf", "tapscope bisect")
         from tapscope.bisect import BisectState, bisect
         from tapscope.comparator import compare_open_runs
@@ -109,7 +110,7 @@ class BisectCommand:
         _check_flags(args)
         options = structs.replace(compare_flags.options_of(args), sites=(args.output,))
         work = prompts.of_run(Path(args.baseline))
-        if not (args.map or args.strip_prefix):  # otherwise it may have another name there
+        if not (args.map or args.strip_prefix):  # with a map or prefix, the baseline may use another name
             with open_run(args.baseline) as baseline:
                 baseline.select([args.output])
         ids = [list(map(int, prompt)) for prompt in work.prompts]
@@ -120,7 +121,7 @@ class BisectCommand:
                 with Dumper(model, f"{folder}/run", keep="off", rules=rules) as dumper:
                     try:
                         reference.generate(model, ids, work, dumper)
-                    except (RuntimeError, TypeError, ValueError) as error:  # such as an attention with no such dtype
+                    except (RuntimeError, TypeError, ValueError) as error:  # e.g. attention lacks the dtype
                         reason = reference.reason(error)
                         raise DataError(f"{args.model} cannot compute this: {reason}") from None
                 yield f"{folder}/run"
@@ -150,7 +151,7 @@ class BisectCommand:
 
 
 _Switched = Callable[[frozenset[str]], AbstractContextManager[object]]
-"""Paths -> a context inside which these modules are switched."""
+"""Module paths -> context manager inside which these modules are switched."""
 
 
 def _check_flags(args: argparse.Namespace) -> None:
@@ -184,7 +185,10 @@ def _write(args: argparse.Namespace, what: str, modules: Sequence[str], num_cand
 def _switch(
     args: argparse.Namespace, model: Any, computed: Callable[[Any], AbstractContextManager[str]]
 ) -> tuple[str, list[str], _Switched]:
-    """The kind of switch, the candidates, and how to apply one. ``computed``: runs the tokens with a model."""
+    """Return the kind of switch, the candidate modules and a function that applies a switch.
+
+    ``computed`` is a context manager factory that runs the recorded tokens through a model.
+    """
     from tapscope import bisect
 
     if args.reference is not None:
@@ -207,11 +211,11 @@ def _switch(
 def _kernels(
     args: argparse.Namespace, model: Any, computed: Callable[[Any], AbstractContextManager[str]]
 ) -> tuple[list[str], _Switched]:
-    """The modules that call the kernels, and how they are switched."""
+    """Return the modules that call the kernels and a function that switches them."""
     from tapscope.kernel_switch import find_kernels, switched_kernels
 
     if "" not in sys.path:
-        sys.path.append("")  # the user's kernels may be in the current directory, as with python -m
+        sys.path.append("")  # like python -m, allow kernels defined in the current directory
     kernels = find_kernels(args.kernel, args.reference_kernel)
     with switched_kernels(model, kernels, frozenset()) as callers, computed(model):
         pass

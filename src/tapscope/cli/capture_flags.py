@@ -1,4 +1,4 @@
-"""Flags that `dump` and `serve` share, and their settings."""
+"""Flags shared by `dump` and `serve`, and the settings derived from them."""
 
 import argparse
 import json
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def add_model_flags(parser: argparse.ArgumentParser, *, nargs: str | None = None) -> None:
-    """Add the checkpoint, its dtype and its parallelism."""
+    """Add the flags for the checkpoint, its dtype and its parallelism."""
     parser.add_argument("model", metavar="MODEL", nargs=nargs, help="directory of a Hugging Face checkpoint")
     parser.add_argument(
         "--dtype",
@@ -36,8 +36,10 @@ _ENGINE_FLAGS = ("dtype", "kv_cache_dtype", "quantization_param_path", "dp", "tp
 
 
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """The settings of the flags of :func:`add_model_flags` and of ``--set``; raises ConfigError, also for a name
-    that is set twice."""
+    """Return the engine settings given by the flags of :func:`add_model_flags` and by ``--set``.
+
+    Raises ConfigError, also for a name that is set twice.
+    """
     settings: dict[str, Any] = {name: getattr(args, name) for name in _ENGINE_FLAGS if hasattr(args, name)}
     given: dict[str, str] = {}
     for text in args.set:
@@ -54,12 +56,12 @@ def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
         try:
             settings[name] = json.loads(value)
         except ValueError:
-            settings[name] = value  # a word
+            settings[name] = value  # not JSON: a plain string
     return settings
 
 
 def add_kv_flags(parser: "argparse._ActionsContainer") -> None:
-    """Add the dtype and the scales of the KV cache."""
+    """Add the flags for the dtype and the scales of the KV cache."""
     choices = ("auto", "bfloat16", "float16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2")
     text = "dtype of the KV cache; fp8 means fp8_e4m3 (default: auto, as in the checkpoint, else --dtype)"
     parser.add_argument("--kv-cache-dtype", default="auto", choices=choices, metavar="DTYPE", help=text)
@@ -80,23 +82,23 @@ _SPECULATIVE = {
     "speculative_ngram_min_match_window_size": ("N", int, "shortest match in tokens (default: 2)"),
     "speculative_ngram_max_match_window_size": ("N", int, "longest match in tokens (default: 12)"),
 }
-"""Setting -> metavar, type and help of its flag, under SGLang's names."""
+"""Setting -> (metavar, type, help) of its flag; SGLang's names."""
 
 
 def add_speculative_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the settings of speculative decoding."""
+    """Add the flags for speculative decoding."""
     group = parser.add_argument_group("speculative decoding")
     for name, (metavar, kind, text) in _SPECULATIVE.items():
         group.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=metavar, default=None, help=text)
 
 
 def speculative_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """The settings of speculative decoding that were given."""
+    """Return the speculative-decoding settings that were given on the command line."""
     return {name: value for name in _SPECULATIVE if (value := getattr(args, name)) is not None}
 
 
 def add_adapter_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the settings of LoRA adapters, under SGLang's names and vLLM's."""
+    """Add the flags for LoRA adapters, under the names used by SGLang and vLLM."""
     group = parser.add_argument_group("LoRA adapters")
     text = "PEFT adapters to load; requests select them as MODEL:NAME"
     group.add_argument("--lora-paths", "--lora-modules", nargs="+", metavar="NAME=DIR", default=None, help=text)
@@ -109,14 +111,14 @@ def add_adapter_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def adapter_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """The settings of LoRA adapters that were given."""
+    """Return the LoRA settings that were given on the command line."""
     names = ("lora_paths", "max_loras_per_batch", "max_lora_rank")
     given = {name: value for name in names if (value := getattr(args, name)) is not None}
     return given | ({"enable_lora": True} if args.enable_lora else {})
 
 
 def add_selection_flags(parser: argparse.ArgumentParser, *, keep: str, against: bool = True) -> None:
-    """Add the selection of sites and the capture level, with ``against`` also the live comparison."""
+    """Add the flags for site selection and capture level; with ``against``, also those for the live comparison."""
     parser.add_argument(
         "--site", action="append", default=[], metavar="GLOB", help="capture only matching sites (repeatable)"
     )
@@ -153,7 +155,7 @@ def _add_live_comparison_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def rules(args: argparse.Namespace) -> dict[str, Any]:
-    """``keep`` and ``rules`` of a DumperConfig; raises UsageError or SiteError."""
+    """Return ``keep`` and ``rules`` for a DumperConfig; raises UsageError or SiteError."""
     if "" in (*args.site, *args.skip):
         raise UsageError("--site and --skip: an empty pattern selects nothing; '*' selects every site")
     skipped = [f"{glob}=off" for glob in args.skip]
@@ -170,7 +172,8 @@ def rules(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def config(args: argparse.Namespace, **settings: Any) -> "DumperConfig":
-    """The DumperConfig of the flags. Also enables CUDA core dumps, for this process and its children."""
+    """Build the DumperConfig from the flags. Side effect: enables CUDA core dumps for this process and its children if
+    requested."""
     from tapscope.dumper import DumperConfig
 
     against = {"against": None if args.against is None else os.path.abspath(args.against)}
@@ -184,5 +187,5 @@ def config(args: argparse.Namespace, **settings: Any) -> "DumperConfig":
 
 
 def checkpoint_name(model: str | Path) -> str:
-    """Last part of the model's path, for the names of runs."""
+    """Return the last component of the model path, used to name runs."""
     return Path(model).resolve().name

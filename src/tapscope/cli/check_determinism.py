@@ -1,4 +1,4 @@
-"""`tapscope check-determinism`: run the same steps twice and compare their bits."""
+"""`tapscope check-determinism`: run the same steps twice and compare the recorded values bit for bit."""
 
 import argparse
 import json
@@ -64,7 +64,7 @@ class CheckDeterminismCommand:
         )
 
     def run(self, args: argparse.Namespace) -> int:
-        """Run, compare and print; returns the exit code."""
+        """Run the workload repeatedly, compare and print; returns the exit code."""
         if args.runs < 2:
             raise UsageError(f"--runs {args.runs}: must be at least 2")
         if bool(args.command) == bool(args.model):
@@ -98,7 +98,7 @@ def _run_command(args: argparse.Namespace, paths: list[Path]) -> None:
         place = {"TAPSCOPE_DIR": str(path.parent), "TAPSCOPE_EXP_NAME": path.name}
         path.parent.mkdir(parents=True, exist_ok=True)
         output.flush()
-        try:  # its stdout becomes stderr: ours is for the result
+        try:  # redirect the command's stdout to stderr: stdout is reserved for the result
             code = subprocess.run(words, env=os.environ | settings | place, stdout=2, check=False).returncode
         except OSError as error:
             raise UsageError(f"--command {words[0]}: {error.strerror}") from None

@@ -1,4 +1,4 @@
-"""`tapscope compact`: the records of a run as Parquet."""
+"""`tapscope compact`: convert the records of a run to Parquet."""
 
 import argparse
 from pathlib import Path
@@ -23,7 +23,7 @@ class CompactCommand:
         parser.add_argument("--json", action="store_true", help="one JSON object per rank")
 
     def run(self, args: argparse.Namespace) -> int:
-        """Compact, and print the savings."""
+        """Compact the run and print the space saved."""
         from tapscope.core.formatting import plural, size
         from tapscope.run_format.compact import compact_run
         from tapscope.run_format.manifest import rank_dirs

@@ -1,4 +1,4 @@
-"""Flags of a comparison, shared by `diff` and `view`."""
+"""Comparison flags shared by `diff`, `view` and other commands."""
 
 import argparse
 from pathlib import Path
@@ -144,7 +144,7 @@ def _add_judgement(parser: argparse.ArgumentParser) -> None:
 
 
 def row_count(text: str) -> int:
-    """The value of ``--top``."""
+    """Parse the value of ``--top``, an integer of at least 1; for argparse."""
     if not text.isdecimal() or not (value := int(text)):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of rows; give 1 or more")
     return value
@@ -158,7 +158,7 @@ def _numbers(text: str) -> frozenset[int]:
 
 
 def options_of(args: argparse.Namespace) -> "CompareOptions":
-    """The CompareOptions of the flags; raises ConfigError for an invalid tolerance, map file, dims or mesh."""
+    """Build the CompareOptions from the flags; raises ConfigError for an invalid tolerance, map file, dims or mesh."""
     from tapscope.comparator import CompareOptions
     from tapscope.comparator.options import fail_on
     from tapscope.comparator.options.map_file import read_maps
@@ -198,7 +198,7 @@ def options_of(args: argparse.Namespace) -> "CompareOptions":
 
 
 def changed_flags(args: argparse.Namespace) -> list[str]:
-    """The flags of :func:`add_flags` that are not at their defaults, as on the command line."""
+    """Return the flags of :func:`add_flags` whose values differ from the defaults, e.g. ``--rtol``."""
     parser = argparse.ArgumentParser()
     add_flags(parser)
     defaults = vars(parser.parse_args([]))

@@ -1,4 +1,4 @@
-"""`tapscope completion`: shell completion, by argcomplete, and the manual page."""
+"""`tapscope completion`: shell completion (through argcomplete) and the manual page."""
 
 import argparse
 import os
@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from tapscope.cli import output
 
 REQUEST = "_ARGCOMPLETE"
-"""The environment variable by which the shell's hook asks for completions."""
+"""Environment variable that the shell hook sets to request completions."""
 SHELLS = ("bash", "zsh", "fish")
 MAN = "man"
 
@@ -23,13 +23,13 @@ class CompletionCommand:
     """
 
     def prepare(self, parser: argparse.ArgumentParser) -> None:
-        """Add the shell."""
+        """Add the shell argument."""
         parser.add_argument(
             "shell", choices=(*SHELLS, MAN), metavar="SHELL", help=f"one of {', '.join(SHELLS)}, or {MAN}"
         )
 
     def run(self, args: argparse.Namespace) -> int:
-        """Print the code, or the page."""
+        """Print the completion code or the manual page."""
         if args.shell == MAN:
             from tapscope.cli import VERBS, parser_of
             from tapscope.cli.man_page import man_page
@@ -43,10 +43,10 @@ class CompletionCommand:
 
 
 def complete(verbs: Mapping[str, object], parser_of: Callable[[str], argparse.ArgumentParser]) -> None:
-    """Answer the shell's request and exit: commands for the first word, else the options of the command.
+    """Answer a completion request of the shell and exit.
 
-    ``parser_of`` makes the parser of one command. The shell gives the line and the cursor in ``COMP_LINE`` and
-    ``COMP_POINT``.
+    Completes command names for the first word and options of the command afterwards. ``parser_of`` builds the parser of
+    one command. The shell passes the command line and cursor position in ``COMP_LINE`` and ``COMP_POINT``.
     """
     import argcomplete
 
@@ -59,7 +59,8 @@ def complete(verbs: Mapping[str, object], parser_of: Callable[[str], argparse.Ar
         parser.add_argument("--version", action="store_true")
     elif complete_words[1] in verbs:
         parser = parser_of(complete_words[1])
-        os.environ[REQUEST] = "2"  # argcomplete skips this many words less one: the program; the command is its name
+        # argcomplete skips N - 1 words, here the program; the command then takes the place of the program name.
+        os.environ[REQUEST] = "2"
     else:
         sys.exit(1)
     argcomplete.autocomplete(parser, always_complete_options=False)

@@ -44,7 +44,7 @@ class ConvertCommand:
         parser.add_argument("--json", action="store_true", help="one JSON object, with the ratio of every weight")
 
     def run(self, args: argparse.Namespace) -> int:
-        """Convert, and print what was written. Raises UsageError, CheckpointError, OutputError."""
+        """Convert the checkpoint and print a summary. Raises UsageError, CheckpointError or OutputError."""
         from tapscope.comparator.facts import sqnr_of
         from tapscope.comparator.report.sqnr_ranking import SiteSqnr, ranking_lines
         from tapscope.core.errors import UsageError

@@ -1,4 +1,4 @@
-"""`tapscope ctl`: control a running dumper over HTTP (by address) or over ZMQ (by run directory)."""
+"""`tapscope ctl`: control a running dumper, over HTTP (by address) or ZeroMQ (by run directory)."""
 
 import argparse
 import http.client
@@ -84,7 +84,7 @@ class CtlCommand:
         return ExitCode.OK
 
     def _request(self, args: argparse.Namespace) -> dict[str, Any] | str | None:
-        """The body of a POST request, the glob of ``sites``, or None."""
+        """Return the body of a POST request, the glob of ``sites``, or None."""
         _check_flags(args)
         if args.verb == "inject":
             if not args.words:
@@ -118,14 +118,14 @@ def _check_flags(args: argparse.Namespace) -> None:
 
 
 def control_of(where: str) -> Callable[[str, dict[str, Any] | None], Any]:
-    """Requests to the recorder at ``[HOST:]PORT``, or of the run directory ``where``."""
+    """Return a function that sends requests to the recorder at ``[HOST:]PORT`` or of the run directory ``where``."""
     if Path(where).is_dir() and not where.isdigit():
         return lambda verb, body: ask_run(Path(where), verb, body)
     return lambda verb, body: ask_http(where, verb, body, os.environ.get(_TOKEN_VARIABLE))
 
 
 def ask_run(run: Path, verb: str, content: dict[str, Any] | str | None) -> Any:
-    """The response of the recorder of a run over ZeroMQ; raises TapscopeError."""
+    """Send a request to the recorder of ``run`` over ZeroMQ and return the response; raises TapscopeError."""
     with extras.requiring(f"tapscope ctl RUN {verb}", "capture"):
         from tapscope.dumper.control.control_client import ControlClient
         from tapscope.dumper.pipeline.recorder_process import find
@@ -143,7 +143,7 @@ def ask_run(run: Path, verb: str, content: dict[str, Any] | str | None) -> Any:
 
 
 def ask_http(address: str, verb: str, content: dict[str, Any] | str | None, token: str | None) -> Any:
-    """The response of the server at an address over HTTP; raises TapscopeError."""
+    """Send a request to the server at ``address`` over HTTP and return the response; raises TapscopeError."""
     address = address.removeprefix("http://").rstrip("/")
     host, _, port = address.rpartition(":")
     if not (port.isascii() and port.isdigit() and 1 <= int(port) <= 65535) or "/" in host:
@@ -162,7 +162,7 @@ def ask_http(address: str, verb: str, content: dict[str, Any] | str | None, toke
         raise _http_refusal(error, url) from None
     except (OSError, ValueError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
-        reason = getattr(reason, "strerror", None) or reason  # without the number
+        reason = getattr(reason, "strerror", None) or reason  # without the errno
         text = (
             f"no response from {address}: {reason}; is the server running? (tapscope serve; a run directory works too)"
         )
@@ -182,7 +182,7 @@ def _refusal(status: int, text: str) -> Exception:
 
 
 _NOT_APPLIED = {
-    "pending": "from its next step",  # it has not begun one since
+    "pending": "from its next step",  # the rank has not started a step since
     "disk": "is not recorded: its recorder could not write (see: tapscope info RUN)",
     "stopped": "is not recorded: its recorder has ended",
     "closed": "has closed its Dumper",
@@ -190,11 +190,12 @@ _NOT_APPLIED = {
     "silent": "does not respond",
     "missing": "has not joined",
 }
-"""What ranks that have not applied a change do."""
+"""Status of a rank that has not applied a change -> wording for the report."""
 
 
 def _captured(answer: dict[str, Any]) -> str:
-    """The response to ``capture`` in words: per rank, the first step or the released steps; then what did not match."""
+    """Format the response to ``capture``: per rank, the first step or the released steps; then rules without a
+    match."""
     past = answer.get("past")
     num_steps = past or answer["config"]["capture_steps"]
     ranks_by_state: dict[str, list[int]] = {}

@@ -1,4 +1,4 @@
-"""The only writer of stderr: notes, warnings, errors, progress, and the meaning of exit codes."""
+"""All output to stderr (notes, warnings, errors, progress), and the exit codes."""
 
 import sys
 import time
@@ -21,22 +21,22 @@ class ExitCode(IntEnum):
     LIVE = 4
     INTERRUPTED = 130
     PIPE_CLOSED = 141
-    """The reader closed the pipe, as in `| head`; the code of a command killed by SIGPIPE."""
+    """The reader closed the pipe, e.g. `| head`; equals the exit code of a process killed by SIGPIPE."""
 
 
 _quiet = False
 _PROGRESS_S = 60.0
-"""Seconds between two progress lines if stderr is not a terminal."""
+"""Interval in seconds between progress lines when stderr is not a terminal."""
 
 
 def configure(*, quiet: bool) -> None:
-    """Set by main from the flags."""
+    """Apply ``--quiet``; called by main."""
     global _quiet
     _quiet = quiet
 
 
 def note(text: str) -> None:
-    """Print a note, such as the next command; silent with --quiet."""
+    """Print a note, e.g. the suggested next command; suppressed by --quiet."""
     if not _quiet:
         _write(text)
 
@@ -47,13 +47,13 @@ def warn(text: str) -> None:
 
 
 def error(text: str) -> None:
-    """Print an error in one line: what, where, and what would work."""
+    """Print a one-line error: what is wrong, where, and what would work."""
     _write(f"tapscope: error: {text}")
 
 
 @contextmanager
 def progress(total: int, label: str) -> Iterator[Callable[[int], None]]:
-    """A transient bar on a terminal, nothing elsewhere; yields ``advance(n)``."""
+    """Context manager: show a transient progress bar if stderr is a terminal; yields ``advance(n)``."""
     if _quiet or not sys.stderr.isatty():
         yield lambda n: None
         return
@@ -67,8 +67,10 @@ def progress(total: int, label: str) -> Iterator[Callable[[int], None]]:
 
 @contextmanager
 def byte_progress(label: str) -> Iterator[Callable[[int, int, int, int], None]]:
-    """A transient bar with sites, bytes, rate and remaining time on a terminal, otherwise a line per minute; yields
-    ``show(sites done, all sites, bytes done, all bytes)``."""
+    """Context manager: show progress in sites and bytes; yields ``show(sites done, all sites, bytes done, all bytes)``.
+
+    On a terminal a transient bar with rate and remaining time, otherwise one line per minute.
+    """
     if _quiet:
         yield lambda *done: None
         return
@@ -90,14 +92,14 @@ def byte_progress(label: str) -> Iterator[Callable[[int, int, int, int], None]]:
 
 
 class _ProgressLines:
-    """Prints one progress line per minute."""
+    """Prints at most one progress line per minute."""
 
     def __init__(self, label: str) -> None:
         self._label, self._begin = label, time.monotonic()
         self._next = self._begin + _PROGRESS_S
 
     def show(self, num: int, total: int, nbytes: int, num_bytes: int) -> None:
-        """Print a line if a minute has passed since the last one."""
+        """Print a line if a minute has passed since the last line."""
         now = time.monotonic()
         if now < self._next:
             return
@@ -109,6 +111,9 @@ class _ProgressLines:
 
 
 def _write(text: str) -> None:
-    """Control characters made visible; lines after the first are indented, so that no name can pass for a message."""
+    """Write to stderr with control characters made visible.
+
+    Lines after the first are indented, so that a name with a newline cannot imitate a message.
+    """
     output.flush()
     print("\n  ".join(map(printable, text.split("\n"))), file=sys.stderr, flush=True)

@@ -88,7 +88,7 @@ class DiffCommand:
         )
 
     def run(self, args: argparse.Namespace) -> int:
-        """Compare, write the files, print, and return the exit code."""
+        """Compare the runs, write the report files, print the result and return the exit code."""
         report_files.check(args)
         options = structs.replace(
             compare_flags.options_of(args), explain_floor=tuple(args.explain_floor), jobs=args.jobs, ray=args.ray
@@ -123,7 +123,7 @@ def _compare(baseline: Run, target: Run, options: CompareOptions) -> Comparison:
 
 
 def _check_explained(report: Report, globs: Sequence[str]) -> None:
-    """Raise ConfigError for a glob of ``--explain-floor`` that names no site with a modelled floor."""
+    """Raise ConfigError for a ``--explain-floor`` glob that matches no site with a modeled noise floor."""
     explained = {finding.site for finding in report.findings if finding.floor_effects}
     for glob in globs:
         if any(map(Glob(glob).matches, explained)):

@@ -41,8 +41,8 @@ class DumpCommand:
         capture_flags.add_selection_flags(parser, keep="full")
 
     def run(self, args: argparse.Namespace) -> int:
-        """Capture, then print a summary and the next command."""
-        with _closing_log_off():  # _report says the same
+        """Capture, print the generated text and the suggested next command."""
+        with _closing_log_off():  # _report prints the same information
             outputs = record(args, prompts.workload(args))
         for request, new in outputs.items():
             output.write_line(f"{request}: {json.dumps(new, ensure_ascii=False)}")
@@ -60,7 +60,7 @@ def _closing_log_off() -> Iterator[None]:
 
 
 def add_workload_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the backend, its adapter and requests, and speculative decoding."""
+    """Add the flags for backend, adapter, requests and speculative decoding."""
     parser.add_argument(
         "--backend",
         choices=("engine", "hf"),
@@ -76,14 +76,14 @@ def add_workload_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def record(args: argparse.Namespace, work: prompts.Workload) -> dict[str, str]:
-    """Run the model and record it into ``args.out``; returns the text of each request."""
+    """Run the model and record it into ``args.out``; returns request id -> generated text."""
     extras.require("hf" if args.backend == "hf" else "engine", f"--backend {args.backend}")
     from tapscope.dumper.pipeline.recorder_process import require_free
 
     config = capture_flags.config(args)
     require_free(args.out, force=args.force)
     capture_with = _with_transformers if args.backend == "hf" else _with_engine
-    signal.signal(signal.SIGTERM, _interrupt)  # sent by CI at a time limit; ends the capture in order
+    signal.signal(signal.SIGTERM, _interrupt)  # sent by CI on timeout; close the run cleanly
     try:
         return capture_with(args, config, work)
     except KeyboardInterrupt:
@@ -105,7 +105,7 @@ def _with_engine(args: argparse.Namespace, config: "DumperConfig", work: prompts
         raise UsageError(f"{args.model} has no tokenizer.json to encode the prompts; give token ids: --input-ids 1,2,3")
     experts = _experts(args, work)
     one_by_one = any(work.forced) or bool(experts)
-    settings = {"logits": "all", "prefix_cache": False} | capture_flags.engine_settings(args)  # every row is captured
+    settings = {"logits": "all", "prefix_cache": False} | capture_flags.engine_settings(args)  # every row is computed
     settings |= capture_flags.speculative_settings(args)
     adapter = _adapter_name(args)
     settings |= {"lora_paths": {adapter: args.lora}, "max_loras_per_batch": 1} if adapter else {}
@@ -134,7 +134,7 @@ def _with_engine(args: argparse.Namespace, config: "DumperConfig", work: prompts
 
 
 def _experts(args: argparse.Namespace, work: prompts.Workload) -> "Mapping[str, RoutedExperts]":
-    """Expert ids of --experts-from by request; raises UsageError, DataError, CheckpointError."""
+    """Return request id -> expert ids of --experts-from; raises UsageError, DataError or CheckpointError."""
     path = getattr(args, "experts_from", None)
     if path is None:
         return {}
@@ -152,7 +152,7 @@ def _experts(args: argparse.Namespace, work: prompts.Workload) -> "Mapping[str, 
 
 
 def _adapter_name(args: argparse.Namespace) -> str:
-    """Name under which the adapter of --lora is recorded: that of its directory."""
+    """Return the name under which the adapter of --lora is recorded: its directory name."""
     return "" if args.lora is None else capture_flags.checkpoint_name(args.lora).replace("=", "-")
 
 
@@ -169,7 +169,7 @@ def _say_what_was_kept(path: Path) -> None:
 
 
 def _discard_if_empty(path: Path) -> None:
-    """Remove the run of a call that failed before its first step, so that the corrected call can use the directory."""
+    """Remove a run that failed before its first step, so that a corrected command can use the same directory."""
     from tapscope.run_format.directory import clear_run
     from tapscope.sources import open_run
 

@@ -1,4 +1,4 @@
-"""Versions and kernels, as `tapscope info --env` prints them for bug reports."""
+"""Package versions and kernel backends, printed by `tapscope info --env` for bug reports."""
 
 import platform
 from importlib import metadata
@@ -20,7 +20,7 @@ PACKAGES = (
 
 
 def environment() -> dict[str, str]:
-    """Name -> version or state; imports none of the packages but numpy (for the native kernels)."""
+    """Return name -> version or state, without importing any of the packages except numpy (for the native kernels)."""
     from tapscope.kernels.native import backend
 
     kind, why = backend()

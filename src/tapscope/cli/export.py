@@ -1,4 +1,4 @@
-"""`tapscope export`: the records of a run as files of other tools."""
+"""`tapscope export`: write the records of a run in the formats of other tools."""
 
 import argparse
 import shlex
@@ -11,7 +11,7 @@ from tapscope.core.errors import DataError
 
 SCHEMA = "tapscope.export/1"
 _TABLES = ("csv", "tensorboard", "wandb")
-"""Formats that hold statistics instead of tensors."""
+"""Formats that contain statistics instead of tensors."""
 
 
 class ExportCommand:
@@ -43,7 +43,7 @@ class ExportCommand:
         parser.add_argument("--json", action="store_true", help="one JSON object")
 
     def run(self, args: argparse.Namespace) -> int:
-        """Export, and print what was written. Raises DataError when no record has anything to export."""
+        """Export the records and print a summary. Raises DataError if no record can be exported."""
         from tapscope.core.formatting import plural, size
         from tapscope.kernels.native import filled
         from tapscope.sources import open_run

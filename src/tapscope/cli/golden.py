@@ -1,4 +1,4 @@
-"""`tapscope golden`: record the sketches of a run in one small file, and check later runs against it."""
+"""`tapscope golden`: store the sketches of a run in one small file and check later runs against it."""
 
 import argparse
 from pathlib import Path

@@ -33,7 +33,7 @@ class InfoCommand:
         parser.add_argument("--json", action="store_true", help="one JSON object per line")
 
     def run(self, args: argparse.Namespace) -> int:
-        """Print the report of the run."""
+        """Print the report of the run, or the environment with ``--env``."""
         if args.env:
             return _print_environment(args.json)
         if args.path is None:

@@ -42,7 +42,7 @@ class LsCommand:
         parser.add_argument("--json", action="store_true", help="one JSON object per line")
 
     def run(self, args: argparse.Namespace) -> int:
-        """Print the list. Exit code 0 even if the run is empty, with a note."""
+        """Print the records. Exit code 0 even if the run is empty; a note reports it."""
         from tapscope.kernels.native import fill, filled
         from tapscope.render.anomalies import anomalous
         from tapscope.sources import open_run
@@ -51,7 +51,7 @@ class LsCommand:
             raise UsageError(f"--limit {args.limit}: must be at least 1")
         with open_run(with_pattern(args.path, args)) as run:
             records = select(run, args)
-            if args.anomalies or args.sort == "max":  # which only the values show, if statistics are missing
+            if args.anomalies or args.sort == "max":  # compute missing statistics from the values
                 records = filled(run, records)
             if args.anomalies:
                 records = anomalous(records)
@@ -67,7 +67,11 @@ class LsCommand:
 
 
 def _order(records: "Records", sort: str) -> Any:
-    """Indices, largest first for max (non-finite before all) and size; by step, rank and seq otherwise."""
+    """Return record indices in display order.
+
+    ``max`` and ``size``: largest first (``max``: non-finite before all others). ``seq``: by step, rank and sequence
+    number.
+    """
     import numpy as np
 
     if sort == "size":
@@ -86,7 +90,7 @@ def _note_hidden(args: argparse.Namespace, path: Any, total: int, shown: int, an
 
 
 def _table(records: "list[Record]") -> None:
-    """Columns as wide as their longest cell, without truncation."""
+    """Print a table without truncation; each column is as wide as its longest cell."""
     rows = [_cells(record) for record in records]
     if not rows:
         return

@@ -1,4 +1,4 @@
-"""The manual page tapscope(1), made from the commands' own help."""
+"""The manual page tapscope(1), generated from the help of the commands."""
 
 import argparse
 import re
@@ -20,16 +20,16 @@ EXIT_CODES = {
 
 
 class Verb(Protocol):
-    """A command's entry in the list of commands."""
+    """Entry of a command in the command list."""
 
     @property
     def summary(self) -> str:
-        """What the command does, in one line."""
+        """One-line description of the command."""
         ...
 
 
 def man_page(verbs: Mapping[str, Verb], parser_of: Callable[[str], argparse.ArgumentParser]) -> str:
-    """The page as roff: a section for each command with its description and options."""
+    """Return the page in roff, with a section per command for its description and options."""
     lines = [
         f'.TH TAPSCOPE 1 "" "tapscope {__version__}" "User Commands"',
         ".SH NAME",
@@ -80,7 +80,7 @@ def _help(action: argparse.Action) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Text that roff does not interpret."""
+    """Escape ``text`` for roff."""
     text = text.replace("\\", r"\e").replace("-", r"\-")
     text = re.sub(r"[^\x00-\x7f]", lambda match: rf"\[u{ord(match[0]):04X}]", text)
     return rf"\&{text}" if text.startswith((".", "'")) else text

@@ -1,4 +1,4 @@
-"""`tapscope map`: show how the sites of two runs match, and propose a map for those that do not."""
+"""`tapscope map`: show how the sites of two runs match and propose a map file for unmatched sites."""
 
 import argparse
 import os
@@ -45,7 +45,7 @@ class MapCommand:
         compare_flags.add_flags(parser)
 
     def run(self, args: argparse.Namespace) -> int:
-        """Propose, print, and return the exit code."""
+        """Propose a map, print or write it, and return the exit code."""
         from tapscope.comparator.matching.map_proposal import to_json
         from tapscope.comparator.propose_map import propose_map
 

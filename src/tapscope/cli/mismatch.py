@@ -1,4 +1,4 @@
-"""`tapscope mismatch`: a trainer's log-probabilities against the rollout's."""
+"""`tapscope mismatch`: compare the log-probabilities of a trainer with those of the rollout."""
 
 import argparse
 from typing import TYPE_CHECKING
@@ -50,7 +50,7 @@ class MismatchCommand:
         compare_flags.add_flags(parser)
 
     def run(self, args: argparse.Namespace) -> int:
-        """Compare and print; returns the exit code of diff."""
+        """Compare the runs and print the result; exit codes as in diff."""
         from tapscope.comparator.mismatch import mismatch
 
         options = compare_flags.options_of(args)

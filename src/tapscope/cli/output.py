@@ -1,4 +1,4 @@
-"""The only writer of stdout: stdout is data."""
+"""All output to stdout, which is reserved for data."""
 
 import os
 import sys
@@ -18,68 +18,73 @@ _color = "auto"
 
 
 def configure(*, color: str) -> None:
-    """Set by main from ``--color auto|always|never``."""
+    """Apply ``--color auto|always|never``; called by main."""
     global _color
     _color = color
 
 
 def write_line(text: str) -> None:
-    """Write one line, with control characters made visible; raises OutputError if it cannot be written, and
-    BrokenPipeError if the reader closed the pipe."""
+    """Write one line with control characters made visible.
+
+    Raises OutputError if stdout cannot be written, and BrokenPipeError if the reader closed the pipe.
+    """
     with _writing():
         sys.stdout.write(printable(text) + "\n")
 
 
 def write_lines(text: str) -> None:
-    """Write several lines, each as :func:`write_line`."""
+    """Write several lines, each like :func:`write_line`."""
     for line in text.split("\n"):
         write_line(line)
 
 
 def write_json(item: dict[str, Any]) -> None:
-    """Write one JSON object on one line; non-finite numbers become null. Raises as :func:`write_line`."""
+    """Write a JSON object on one line; non-finite numbers become null. Raises like :func:`write_line`."""
     write_line(json_line(item))
 
 
 def is_terminal() -> bool:
-    """Whether stdout is a terminal."""
+    """Return whether stdout is a terminal."""
     return sys.stdout.isatty()
 
 
 def is_plain() -> bool:
-    """Whether lines are written without color and layout, to a file or another program: then rich, the slowest import
-    of all, is not needed."""
+    """Return whether output needs no color or layout, i.e. goes to a file or pipe: then rich, a slow import, is not
+    loaded."""
     return not (is_terminal() or is_coloured())
 
 
 def is_coloured() -> bool:
-    """Whether to color: ``--color``, for ``auto`` the environment, else whether stdout is a terminal."""
+    """Return whether to use color: from ``--color``; with ``auto`` from the environment, otherwise whether stdout is a
+    terminal."""
     if _color != "auto":
         return _color == "always"
     return not os.environ.get("NO_COLOR") and (is_terminal() or bool(os.environ.get("FORCE_COLOR")))
 
 
 def settle_environment() -> None:
-    """Set ``--color`` in the environment, for libraries that only read that."""
+    """Export the value of ``--color`` to NO_COLOR, for libraries that only read the environment."""
     if _color == "never":
         os.environ["NO_COLOR"] = "1"
-    elif _color == "always" or not os.environ.get("NO_COLOR"):  # which has no effect if it is empty
+    elif _color == "always" or not os.environ.get("NO_COLOR"):  # an empty NO_COLOR has no effect
         os.environ.pop("NO_COLOR", None)
 
 
 def plain_width() -> int:
-    """Columns of output that is not a terminal."""
+    """Return the width in columns of output to a file or pipe."""
     return _given_width() or 100
 
 
 def report_width() -> int:
-    """Columns of a report of long names: the terminal's; in a file or pipe as many as they need, so that a search
-    finds them, unless ``COLUMNS`` is set."""
+    """Return the width in columns of a report with long names.
+
+    The terminal's width; in a file or pipe unlimited, so that full names can be searched, unless ``COLUMNS`` is set.
+    """
     return screen_width() if is_terminal() else _given_width() or _UNCUT
 
 
 def screen_width() -> int:
-    """Columns of the terminal, as ``shutil.get_terminal_size`` finds them, but without loading its compressors."""
+    """Return the terminal width in columns, like ``shutil.get_terminal_size`` but without importing shutil."""
     if given := _given_width():
         return given
     try:
@@ -89,13 +94,14 @@ def screen_width() -> int:
 
 
 def _given_width() -> int:
-    """The value of ``COLUMNS``; 0 if it is not a number."""
+    """Return the value of ``COLUMNS``, or 0 if it is not a number."""
     given = os.environ.get("COLUMNS", "")
     return int(given) if given.isascii() and given.isdecimal() and len(given) < 8 else 0
 
 
 def console() -> "Console":
-    """A rich console on stdout: the terminal's width, :func:`plain_width` elsewhere; markup is off."""
+    """Return a rich console on stdout: terminal width, or :func:`plain_width` for a file or pipe; markup is
+    disabled."""
     from rich.console import Console as RichConsole
 
     class Console(RichConsole):
@@ -122,7 +128,7 @@ def console() -> "Console":
 
 
 def flush() -> None:
-    """Flush everything written so far, before anything is written on stderr; raises OutputError."""
+    """Flush stdout, called before anything is written to stderr; raises OutputError."""
     try:
         with _writing():
             sys.stdout.flush()
@@ -142,5 +148,6 @@ def _writing() -> Iterator[None]:
 
 
 def abandon() -> None:
-    """The reader closed the pipe (`| head`), or the disk is full: discard the rest, without a traceback at exit."""
+    """Discard all further output after the reader closed the pipe (`| head`) or the disk is full, without a traceback
+    at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

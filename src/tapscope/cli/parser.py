@@ -1,4 +1,4 @@
-"""Parser: argparse with one-sentence errors and suggestions for mistyped flags."""
+"""Parser: argparse with one-sentence errors and suggestions for misspelled flags."""
 
 import argparse
 import re
@@ -21,15 +21,15 @@ _SYNONYMS |= {
     "max-tokens": "--max-new-tokens",
 }
 _SYNONYMS |= {"tensor-parallel-size": "--tp", "tp-size": "--tp", "data-parallel-size": "--dp", "dp-size": "--dp"}
-"""Names of flags in other tools, without dashes -> ours; suggested only where the command has the flag."""
+"""Flag names used by other tools, without dashes -> tapscope's flag; suggested only if the command has that flag."""
 _EXPECTED = {"int": "expected an integer", "float": "expected a number"}
 
 
 class Parser(argparse.ArgumentParser):
-    """The parser of one command. Errors are a UsageError of one sentence, without the usage text."""
+    """Argument parser of one command. An error raises UsageError with one sentence, without the usage text."""
 
     def __init__(self, name: str, description: str) -> None:
-        """``description``: the docstring of the command; its examples begin with ``$``, its tables with two spaces."""
+        """``description`` is the docstring of the command; examples begin with ``$``, tables with two spaces."""
         description = re.sub(r"^ {4}", "", description.rstrip(), flags=re.MULTILINE)
         super().__init__(
             prog=f"tapscope {name}",
@@ -40,14 +40,14 @@ class Parser(argparse.ArgumentParser):
         )
 
     def parse(self, words: Sequence[str]) -> argparse.Namespace:
-        """Parse ``words``, flags and positionals in any order. Raises UsageError, and SystemExit for ``--help``."""
+        """Parse ``words``, flags and positionals in any order. Raises UsageError; ``--help`` raises SystemExit."""
         args, unknown = self.parse_known_intermixed_args(words)
         if unknown:
             self.error(self._unknown(unknown))
         return args
 
     def error(self, message: str) -> NoReturn:
-        """Raise argparse's error as a UsageError."""
+        """Raise UsageError with argparse's ``message``, plus suggestions."""
         if wrong := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message):
             message += did_you_mean(wrong[1], re.findall(r"[\w.-]+", wrong[2]))
         message = re.sub(
@@ -68,29 +68,30 @@ class Parser(argparse.ArgumentParser):
 
 
 class _Formatter(argparse.HelpFormatter):
-    """As wide as the terminal; wraps prose and leaves examples, which are indented, as they are.
+    """Help formatter with the width of the terminal; wraps prose but keeps indented examples unchanged.
 
-    Argparse creates one per flag and would import shutil, which takes 2 ms.
+    argparse creates a formatter per flag; its default would import shutil, which takes 2 ms.
     """
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, width=output.screen_width() - 2)
 
     def _format_usage(self, *args: Any) -> str:
-        """Wraps also within a group of exclusive flags, which argparse leaves on one line (Python before 3.13)."""
+        """Format the usage; unlike argparse before Python 3.13, also wrap inside a group of mutually exclusive
+        flags."""
         lines = super()._format_usage(*args).split("\n")
         return "\n".join(self._wrap_group(line) if len(line) > self._width else line for line in lines)
 
     def _wrap_group(self, line: str) -> str:
-        """Breaks after ``|`` only."""
-        from textwrap import wrap  # as argparse, only where help is printed
+        """Wrap ``line`` only after ``|``."""
+        from textwrap import wrap  # imported lazily like in argparse: only help needs it
 
         indent, text = line[: -len(line.lstrip())], re.sub(r"(?<!\|) ", "\0", line.strip())
         wrapped = wrap(text, self._width, initial_indent=indent, subsequent_indent=f"{indent} ", break_on_hyphens=False)
         return "\n".join(wrapped).replace("\0", " ")
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        """Consecutive lines without indentation are one paragraph."""
+        """Fill paragraphs: consecutive lines without indentation are one paragraph."""
         blocks: list[str] = []
         for is_prose, group in groupby(text.splitlines(), lambda line: bool(line) and not line.startswith(" ")):
             lines = list(group)

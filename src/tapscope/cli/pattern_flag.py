@@ -1,11 +1,11 @@
-"""--pattern: how the tensor files of a directory are named."""
+"""--pattern: the naming scheme of the tensor files in a directory."""
 
 import argparse
 from pathlib import Path
 
 
 def add_pattern_flag(parser: argparse.ArgumentParser) -> None:
-    """Add the flag."""
+    """Add ``--pattern`` to ``parser``."""
     parser.add_argument(
         "--pattern",
         metavar="PATTERN",
@@ -15,5 +15,5 @@ def add_pattern_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def with_pattern(path: str | Path, args: argparse.Namespace) -> str:
-    """The path of a run with the pattern of its files."""
+    """Return the path of a run with the pattern of ``--pattern`` appended, if given."""
     return str(path) if args.pattern is None else f"{str(path).rstrip('/')}/{args.pattern}"

@@ -1,11 +1,11 @@
-"""Defaults of a project: `tapscope.toml`, or `[tool.tapscope]` of `pyproject.toml`, one table per command.
+"""Project defaults: `tapscope.toml`, or `[tool.tapscope]` in `pyproject.toml`, with one table per command.
 
     [diff]
     skip = ["*:in[*]"]
     rtol = 1e-3
 
-The keys are the long options without dashes. Options of the command line come after them: they replace a value, and
-add to a repeatable one.
+The keys are long options without dashes. Options on the command line override these values; for a repeatable option
+they are appended.
 """
 
 import argparse
@@ -18,21 +18,22 @@ from tapscope.core.errors import ConfigError
 from tapscope.core.formatting import did_you_mean
 
 VARIABLE = "TAPSCOPE_CONFIG"
-"""Environment variable: the file to read, or empty for none."""
+"""Environment variable with the path of the settings file; empty disables project settings."""
 
 
 class ProjectSettings(NamedTuple):
-    """The options of one command that the project's file sets."""
+    """The options of one command as set in the project file."""
 
     file: Path
     table: str
-    """As in ``[tool.tapscope.diff]``."""
+    """Name of the table, e.g. ``tool.tapscope.diff``."""
     words: tuple[str, ...]
-    """As on a command line: ``--skip=*:in[*]``."""
+    """The options as command-line arguments, e.g. ``--skip=*:in[*]``."""
 
 
 def read(verb: str, verbs: Mapping[str, object], parser: argparse.ArgumentParser) -> ProjectSettings | None:
-    """The defaults of ``verb``, or None without a file or table; raises ConfigError for an invalid one."""
+    """Return the defaults for the command ``verb``, or None without a file or table; raises ConfigError for invalid
+    settings."""
     if (file := _file()) is None:
         return None
     tables, prefix = _tables(file)
@@ -48,7 +49,8 @@ def read(verb: str, verbs: Mapping[str, object], parser: argparse.ArgumentParser
 
 
 def _file() -> Path | None:
-    """The file that `TAPSCOPE_CONFIG` names, else the nearest one upwards from the working directory."""
+    """Return the file named by `TAPSCOPE_CONFIG`, or the nearest settings file in the working directory and its
+    parents."""
     if (named := os.environ.get(VARIABLE)) is not None:
         if named and not Path(named).is_file():
             raise ConfigError(f"{VARIABLE}={named}: no such file")
@@ -62,7 +64,7 @@ def _file() -> Path | None:
 
 
 def _tables(file: Path) -> tuple[dict[str, Any], str]:
-    """The tables by command, and the prefix of their names in the file."""
+    """Return command -> table of options, and the prefix of table names in the file."""
     import tomllib
 
     try:
@@ -78,7 +80,8 @@ def _tables(file: Path) -> tuple[dict[str, Any], str]:
 
 
 def words_of(where: str, options: Mapping[str, Any], parser: argparse.ArgumentParser) -> tuple[str, ...]:
-    """Options as words of a command line. Raises ConfigError for an unknown one or a value of the wrong type."""
+    """Convert options to command-line arguments. Raises ConfigError for an unknown option or a value of the wrong
+    type."""
     flags = _flags(parser)
     words: list[str] = []
     for key, value in options.items():
@@ -90,7 +93,7 @@ def words_of(where: str, options: Mapping[str, Any], parser: argparse.ArgumentPa
 
 
 def _flags(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
-    """The long options by their names without dashes."""
+    """Return the long options of ``parser`` by name without dashes."""
     flags = {flag: action for action in parser._actions for flag in action.option_strings if flag.startswith("--")}
     return {flag[2:]: action for flag, action in flags.items() if flag != "--help"}
 

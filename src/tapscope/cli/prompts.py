@@ -1,4 +1,4 @@
-"""The requests of a capture: prompts from flags or a file, or the tokens of another run."""
+"""The requests of a capture: prompts from flags or a file, or the recorded tokens of another run."""
 
 import argparse
 import re
@@ -13,17 +13,17 @@ _MAX_NEW = 8
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests to run with greedy decoding."""
+    """Requests to run with greedy decoding; one entry per request in every field."""
 
     prompts: tuple[str | tuple[int, ...], ...]
     request_ids: tuple[str, ...]
     max_new_tokens: tuple[int, ...]
     forced: tuple[tuple[int, ...], ...]
-    """Forced tokens of each request; empty for free running."""
+    """Token ids to force as outputs of each request; empty: use the generated tokens."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """``--prompt``, ``--prompts``, ``--input-ids``, ``--max-new-tokens``, ``--tokens-from``."""
+    """Add ``--prompt``, ``--prompts``, ``--input-ids``, ``--max-new-tokens`` and ``--tokens-from``."""
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="prompt text (repeatable)")
     parser.add_argument("--prompts", type=Path, metavar="FILE", help="text file with one prompt per line")
     parser.add_argument(
@@ -39,7 +39,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def workload(args: argparse.Namespace) -> Workload:
-    """The requests of the flags. Raises UsageError, or as :func:`tapscope.open_run`."""
+    """Return the requests defined by the flags. Raises UsageError, and the errors of :func:`tapscope.open_run`."""
     prompts = [*args.prompt, *_lines(args.prompts), *map(_ids, args.input_ids)]
     if args.tokens_from is not None:
         if prompts:
@@ -72,7 +72,8 @@ def _ids(text: str) -> tuple[int, ...]:
 
 
 def of_run(path: Path) -> Workload:
-    """The requests of a recorded run, with its tokens forced. Raises as :func:`tapscope.open_run`, and DataError."""
+    """Return the requests of a recorded run with its tokens forced. Raises DataError and the errors of
+    :func:`tapscope.open_run`."""
     from tapscope.sources import open_run
 
     with open_run(path) as run:
@@ -85,6 +86,6 @@ def of_run(path: Path) -> Workload:
         if sorted(known) != list(range(len(known))):
             raise DataError(f"request {request} of {path} lacks some positions; its tokens cannot be replayed")
         forced.append(tuple(known[position] for position in range(len(prompt), len(known))))
-    # The last token of a request is sampled, but never an input: one more new token than forced ones.
+    # The last token of a request is sampled but never an input: generate one token more than the forced ones.
     counts = tuple(len(tokens_) + 1 for tokens_ in forced)
     return Workload(tuple(tuple(p) for p in prompts.values()), tuple(prompts), counts, tuple(forced))

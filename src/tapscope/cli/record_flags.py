@@ -1,4 +1,4 @@
-"""Flags that select records of a run."""
+"""Flags that select the records of a run."""
 
 import argparse
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ def add_selection_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def numbers(args: argparse.Namespace, name: str) -> frozenset[int] | None:
-    """The parsed value of ``--layers``, ``--steps`` or ``--ranks``; None when not given. Raises RuleError."""
+    """Return the parsed value of ``--layers``, ``--steps`` or ``--ranks``, or None if not given. Raises RuleError."""
     text = getattr(args, name)
     if text is None:
         return None
@@ -39,9 +39,9 @@ def numbers(args: argparse.Namespace, name: str) -> frozenset[int] | None:
 
 
 def select(run: "Run", args: argparse.Namespace) -> "Records":
-    """The records that the flags select, by rank and then in order; created on access.
+    """Return the records selected by the flags, ordered by rank and sequence; record objects are created on access.
 
-    Raises RuleError when a glob, a layer, a step or a rank matches nothing, or when nothing matches all of them.
+    Raises RuleError if a glob, layer, step or rank matches no record, or if no record matches all flags.
     """
     layers, steps, ranks = (numbers(args, name) for name in ("layers", "steps", "ranks"))
     _check_known(run, "step", steps, {step for _, step in run.records.per_step()} | set(run.steps))
@@ -63,7 +63,7 @@ def _check_known(run: "Run", noun: str, wanted: frozenset[int] | None, known: se
 
 @contextmanager
 def _named(flag: str) -> Iterator[None]:
-    """Add the flag to the error of an invalid pattern or list."""
+    """Context manager: prefix the error for an invalid pattern or list with the name of the flag."""
     try:
         yield
     except SiteError as error:

@@ -1,4 +1,4 @@
-"""`tapscope dump --experts-from RUN`: the expert ids that a run recorded, by request and position."""
+"""`tapscope dump --experts-from RUN`: read the recorded expert ids of a run, by request and position."""
 
 import re
 from pathlib import Path
@@ -16,13 +16,14 @@ if TYPE_CHECKING:
     from tapscope.run_format.run import Run
 
 _CHOICES = re.compile(r"\.(experts:in\[top_k_index\]|(gate|router):out\[2\])$")
-"""Sites with expert ids [tokens, k] in transformers and in the engine."""
+"""Sites with expert ids [tokens, k], in transformers and in the engine."""
 
 
 def read_experts(path: Path, num_layers: int, top_k: int) -> "dict[str, RoutedExperts]":
-    """Request -> expert ids [positions, layers, k], -1 where the run has none; the latest visit of a position counts.
+    """Return request -> expert ids [positions, layers, k]; -1 marks positions without a record.
 
-    Raises DataError for a run without expert ids, or with those of another model.
+    If a position was computed several times, the latest visit counts. Raises DataError if the run has no expert ids or
+    was recorded with another model.
     """
     from tapscope.engine.requests.per_token_outputs import RoutedExperts
 
@@ -48,7 +49,8 @@ def read_experts(path: Path, num_layers: int, top_k: int) -> "dict[str, RoutedEx
 
 
 def _chosen(run: "Run") -> "list[Record]":
-    """One record with values for each step and layer, in order of steps: routers are equal on all ranks."""
+    """Return one record with values per step and layer, ordered by step; any rank will do, as routers are equal on all
+    ranks."""
     chosen: dict[tuple[int, int, int | None], Record] = {}
     for record in run.records:
         is_whole = record.entry is not None and record.rows is None and record.slice is None

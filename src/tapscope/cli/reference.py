@@ -1,4 +1,4 @@
-"""A reference run with transformers: greedy, all requests in one left-padded batch, with step information."""
+"""Reference run with transformers: greedy decoding, all requests in one left-padded batch, with step information."""
 
 import importlib.util
 from collections.abc import Sequence
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 def load(model: str, dtype: str, adapter: Path | None = None, attention: str = "eager") -> Any:
-    """The model as transformers builds it, with a PEFT adapter; raises CheckpointError.
+    """Load the model with transformers, optionally with a PEFT adapter; raises CheckpointError.
 
-    ``attention``: the ``attn_implementation`` of transformers.
+    ``attention`` is the ``attn_implementation`` of transformers.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -31,7 +31,7 @@ def load(model: str, dtype: str, adapter: Path | None = None, attention: str = "
         loaded = AutoModelForCausalLM.from_pretrained(
             model, dtype=dtype, attn_implementation=attention, local_files_only=True
         )
-    except Exception as error:  # noqa: BLE001 - whatever transformers, safetensors or json make of a bad directory
+    except Exception as error:  # noqa: BLE001 - a bad directory raises various errors in transformers
         raise CheckpointError(f"transformers cannot load {model}: {reason(error)}") from None
     if adapter is not None:
         _add_adapter(loaded, adapter)
@@ -39,7 +39,7 @@ def load(model: str, dtype: str, adapter: Path | None = None, attention: str = "
 
 
 def _add_adapter(model: Any, adapter: Path) -> None:
-    """Insert the adapter's modules with PEFT, under the names of the adapted ones; raises as :func:`load`."""
+    """Insert the adapter's modules with PEFT, under the names of the adapted modules; raises like :func:`load`."""
     if importlib.util.find_spec("peft") is None:
         raise UsageError("--lora with --backend hf needs the package peft")
     try:
@@ -49,12 +49,12 @@ def _add_adapter(model: Any, adapter: Path) -> None:
 
 
 def reason(error: Exception) -> str:
-    """The first line of an error's text, or its type if it has none."""
+    """Return the first line of the error message, or the type of the error if the message is empty."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def encode(model: str, prompts: Sequence[str | Sequence[int]]) -> list[list[int]]:
-    """Token ids of every prompt; strings require a tokenizer in the checkpoint."""
+    """Return the token ids of every prompt; string prompts require a tokenizer in the checkpoint."""
     if all(not isinstance(prompt, str) for prompt in prompts):
         return [list(map(int, prompt)) for prompt in prompts]
     from transformers import AutoTokenizer
@@ -78,9 +78,9 @@ def encode(model: str, prompts: Sequence[str | Sequence[int]]) -> list[list[int]
 def generate(
     model: Any, prompts: list[list[int]], work: Workload, dumper: "Dumper", adapter: str = ""
 ) -> dict[str, list[int]]:
-    """Run the workload; returns the new tokens of each request. Finished requests' rows count as padding.
+    """Run the workload and return the new token ids of each request. Rows of finished requests count as padding.
 
-    ``adapter``: name of the model's LoRA adapter, for the record.
+    ``adapter`` is the name of the model's LoRA adapter for the step information.
     """
     import torch
 
@@ -88,7 +88,7 @@ def generate(
 
     batch = _Batch(prompts, work, _stop_ids(model))
     cache: Any = None
-    parameters = signature(model.forward).parameters  # transformers renamed both in 5.24; cache_params: Mamba's
+    parameters = signature(model.forward).parameters  # transformers 5.24 renamed both; Mamba uses cache_params
     cache_name = next((name for name in ("cache_params", "cache") if name in parameters), "past_key_values")
     while any(batch.live):
         ids, positions, valid = batch.next_inputs()
@@ -110,7 +110,7 @@ def generate(
 
 
 class _Batch:
-    """The left-padded batch in progress; ``mask`` covers all inputs so far."""
+    """State of the left-padded batch; ``mask`` covers all inputs so far."""
 
     def __init__(self, prompts: list[list[int]], work: Workload, stops: frozenset[int]) -> None:
         self._prompts = prompts
@@ -122,7 +122,7 @@ class _Batch:
         self.new: list[list[int]] = [[] for _ in prompts]
 
     def next_inputs(self) -> tuple[list[list[int]], list[list[int]], list[list[bool]]]:
-        """Ids, positions and validity ``[batch, sequence]`` of the next step; extends the mask."""
+        """Return token ids, positions and validity ``[batch, sequence]`` of the next step, and extend the mask."""
         if not self.mask[0]:
             pads = [self._width - len(p) for p in self._prompts]
             ids = [[0] * pad + p for pad, p in zip(pads, self._prompts, strict=True)]
@@ -137,7 +137,7 @@ class _Batch:
         return ids, positions, valid
 
     def accept(self, sampled: list[int]) -> None:
-        """Append one token per request: the forced one while there are any, else the sampled one."""
+        """Append one token per request: the next forced token if any is left, otherwise the sampled token."""
         for i, token in enumerate(sampled):
             if not self.live[i]:
                 continue
@@ -154,7 +154,7 @@ def _stop_ids(model: Any) -> frozenset[int]:
 
 
 def decode(model: str, tokens: dict[str, list[int]]) -> dict[str, str]:
-    """Text of the new tokens; their ids without a tokenizer."""
+    """Return the text of the new tokens; without a tokenizer, the token ids."""
     from tokenizers import Tokenizer
 
     file = Path(model) / "tokenizer.json"

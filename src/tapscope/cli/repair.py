@@ -32,7 +32,7 @@ class RepairCommand:
         parser.add_argument("--json", action="store_true", help="one JSON object per rank")
 
     def run(self, args: argparse.Namespace) -> int:
-        """Repair, and report what was done."""
+        """Repair the run and report the changes."""
         from tapscope.run_format.repair import repair_run
 
         done = repair_run(Path(args.path), check=args.check)

@@ -1,4 +1,4 @@
-"""`tapscope replay`: run the target's modules on the baseline's inputs."""
+"""`tapscope replay`: run the target's modules on the inputs recorded in the baseline."""
 
 import argparse
 from typing import TYPE_CHECKING
@@ -45,7 +45,7 @@ class ReplayCommand:
         compare_flags.add_flags(parser)
 
     def run(self, args: argparse.Namespace) -> int:
-        """Replay and print; returns the exit code."""
+        """Replay the modules and print the verdicts; returns the exit code."""
         extras.require("hf", "tapscope replay")
         from tapscope.replay import replay
 

@@ -1,4 +1,4 @@
-"""Reports of `tapscope diff` and `tapscope show` as files: HTML, Markdown and JUnit XML."""
+"""Report files of `tapscope diff` and `tapscope show`: HTML, Markdown and JUnit XML."""
 
 import argparse
 from pathlib import Path
@@ -16,14 +16,14 @@ _FORMATS = ("html", "markdown", "junit")
 
 
 def add_flags(group: argparse._ArgumentGroup) -> None:
-    """Add the flags for files."""
+    """Add the flags for report files."""
     group.add_argument("--html", metavar="FILE", type=Path, help="also write a self-contained HTML report")
     group.add_argument("--markdown", metavar="FILE", type=Path, help="also write a pull-request comment")
     group.add_argument("--junit", metavar="FILE", type=Path, help="also write JUnit XML, one test case per site")
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raise MissingExtraError or OutputError before anything is compared."""
+    """Raise MissingExtraError or OutputError before the comparison starts if a report file could not be written."""
     if args.html is not None:
         extras.require("web", "--html")
     for name in _FORMATS:
@@ -33,7 +33,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def write(args: argparse.Namespace, comparison: "Comparison", runs: "tuple[Run, Run]") -> None:
-    """Write the files that were asked for; raises OutputError."""
+    """Write the requested report files; raises OutputError."""
     if all(getattr(args, name) is None for name in _FORMATS):
         return
     from tapscope.dashboard.model.diff import HashedSteps, diff_view
@@ -58,7 +58,7 @@ def write(args: argparse.Namespace, comparison: "Comparison", runs: "tuple[Run, 
 
 
 def save(file: Path, text: str) -> None:
-    """Replace the file atomically; raises OutputError."""
+    """Write ``text`` to ``file`` atomically; raises OutputError."""
     try:
         with replacing(file) as out:
             out.write(text.encode(errors="backslashreplace"))

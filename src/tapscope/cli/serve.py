@@ -1,4 +1,4 @@
-"""`tapscope serve`: the engine over HTTP, with dumper control on the same port."""
+"""`tapscope serve`: serve the engine over HTTP, with the dumper's control API on the same port."""
 
 import argparse
 import os
@@ -64,12 +64,12 @@ class ServeCommand:
         Guard.of(host, token_of(None), flag=f"--listen {args.listen}")
         out = args.out or Path("runs") / f"{capture_flags.checkpoint_name(args.model)}-{time.strftime('%Y%m%d-%H%M%S')}"
         engine = _engine_config(args, out)
-        if engine.dp > 1:  # a larger tp than the model's heads has its own error
+        if engine.dp > 1:  # tp larger than the number of heads has its own error
             check_num_processes(engine)
         require_free(out, force=args.force)
         config = capture_flags.config(args)
         if settings.request_log is not None:
-            RequestLog(settings.request_log).close()  # reported before the model is loaded, as is a port in use
+            RequestLog(settings.request_log).close()  # fail before loading the model, as for a port in use
         if settings.otlp_traces_endpoint is not None:
             RequestTraces(settings.otlp_traces_endpoint, args.model).close()
         listener = listen(host, port, backlog=BACKLOG)
@@ -92,7 +92,7 @@ class ServeCommand:
 
 
 def _observe(model: Any, info: "RankInfo", **settings: Any) -> "StepObserver":
-    """The dumper; imports torch, so it is called after the HTTP process has started."""
+    """Create the dumper. The import of torch is deferred until after the HTTP process has started."""
     from tapscope.dumper import make_observer
 
     return make_observer(model, info, **settings)
@@ -133,7 +133,7 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _engine_config(args: argparse.Namespace, out: Path) -> "EngineConfig":
-    """The engine's settings; raises ConfigError."""
+    """Build the engine configuration from the flags; raises ConfigError."""
     from tapscope.engine.params.engine_config import EngineConfig
 
     given = {"logits": "observed", "profile_dir": str(out.absolute() / "profile")}

@@ -1,4 +1,4 @@
-"""The HTTP process of `tapscope serve`: the engine's and the dumper's routes. Started by `tapscope serve`."""
+"""Entry point of the HTTP process that `tapscope serve` starts: the routes of the engine and of the dumper."""
 
 import asyncio
 from pathlib import Path
@@ -15,7 +15,7 @@ from tapscope.engine.server.http_server import Extras, http_server_main
 
 
 class _Recorder:
-    """The recorder of the run that the engine's process opens; it stays the same when the run is changed."""
+    """Connection to the recorder of the current run; the object outlives a change of the run."""
 
     def __init__(self, run: Path, state: AppState) -> None:
         self._first = self._run = run
@@ -32,7 +32,8 @@ class _Recorder:
         return self._client
 
     def metrics(self, accept: str) -> bytes:
-        """The recorder's metrics in the format that ``accept`` names; empty if the recorder does not respond."""
+        """Return the recorder's metrics in the format requested by ``accept``; empty if the recorder does not
+        respond."""
         try:
             status, content = self().call("state")
         except TapscopeError:
@@ -40,7 +41,7 @@ class _Recorder:
         return exposition(content, accept) if status == 200 else b""
 
     async def reopen(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        """After the recorder ended: make every rank continue in a new run with a new recorder."""
+        """After the recorder has ended, make every rank continue in a new run with a new recorder."""
         if self._reopening.locked():
             return 409, {"error": "another reset is in progress; try again in a second"}
         async with self._reopening:
@@ -49,7 +50,7 @@ class _Recorder:
                 self._require_ended()
                 run = next_run(self._first, body)
                 first, *others = self._state.client.replicas
-                answers = [await first.call("reopen", run=str(run))]  # its rank 0 starts the recorder of all
+                answers = [await first.call("reopen", run=str(run))]  # its rank 0 starts the recorder for all replicas
                 answers += await asyncio.gather(*(replica.call("reopen", run=str(run)) for replica in others))
             except TapscopeError as error:
                 return 400 if isinstance(error, ConfigError) else 503, {"error": str(error)}
@@ -58,7 +59,7 @@ class _Recorder:
         return 200, {"epoch": 0, "run": str(run), "ranks": ranks}
 
     def _require_ended(self) -> None:
-        """Raise UnreachableError if there is a recorder that does not respond."""
+        """Raise UnreachableError if a recorder process still exists but does not respond."""
         try:
             control_client(self._run)
         except RecorderError:
@@ -67,7 +68,7 @@ class _Recorder:
 
 
 def extras(given: dict[str, Any], state: AppState) -> Extras:
-    """The dumper's routes and metrics, for the run that serve named."""
+    """Return the dumper's routes and metrics for the run named by `tapscope serve`."""
     recorder = _Recorder(Path(given["run"]), state)
     guard = Guard.of(given["host"], token_of(None))
 

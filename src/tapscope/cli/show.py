@@ -1,4 +1,4 @@
-"""`tapscope show`: one tensor, its statistics and values."""
+"""`tapscope show`: print one tensor with its statistics and values."""
 
 import argparse
 import re
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 SCHEMA = "tapscope.show/1"
 _CHOICES = ("step", "rank", "occurrence", "micro", "pass_", "model")
-"""Members of a key that flags choose."""
+"""Key fields that can be selected by flags."""
 _MARGIN = 4
-"""Columns shown on either side of the one that a link names."""
+"""Number of columns shown on either side of the column named by a link."""
 _PLOT_LINES = 16
 MAX_SLICE_ROWS = 64
-"""Rows of a slice printed as text; --json prints all."""
+"""Maximum number of rows of a slice printed as text; --json prints all rows."""
 
 
 class ShowCommand:
@@ -64,7 +64,7 @@ class ShowCommand:
         parser.add_argument("--json", action="store_true", help="one JSON object")
 
     def run(self, args: argparse.Namespace) -> int:
-        """Print the tensor, or write its page."""
+        """Print the tensor, or write its HTML page."""
         report_files.check(args)
         given = [f"--{name}" for name in ("slice", "plot", "html") if getattr(args, name)]
         if len(given) > 1 or (args.json and given not in ([], ["--slice"])):
@@ -98,7 +98,7 @@ class ShowCommand:
 
 
 def _follow_link(args: argparse.Namespace) -> None:
-    """Replace a link by the site, step and rank that it names, and by the slice of its row."""
+    """Replace a link in ``args`` by the site, step and rank it encodes, and by a slice around its index."""
     if not re.search(r"/.+@\d+\.\d+(\[[\d,]*\])?$", args.site):
         return
     from tapscope.dashboard.model.permalink import parse_permalink
@@ -122,7 +122,7 @@ def _write_html(run: "Run", record: "Record", file: Path) -> None:
 
 
 def find(run: "Run", args: argparse.Namespace) -> "list[Record]":
-    """Matching records, first the one to show; raises RuleError that lists existing sites."""
+    """Return the matching records, the one to show first; raises RuleError that lists existing records."""
     site, call = split_call(args.site)
     candidates = run.select([site])
     exact = [record for record in candidates if record.key.site == site]
@@ -137,7 +137,7 @@ def find(run: "Run", args: argparse.Namespace) -> "list[Record]":
 
 
 def _is_output(record: "Record") -> bool:
-    """Whether it is a module's output: the name of a module means its output, not the input that fired first."""
+    """Return whether the record is a module output: a module name selects its output, although inputs fire first."""
     return re.match(r"out(\[|$)", port_of(record.key.site)) is not None
 
 
@@ -157,7 +157,7 @@ def _have(records: "list[Record]") -> str:
 
 
 def _describe_choice(matches: "list[Record]") -> str:
-    """Which record is shown out of several, and the flags that choose another."""
+    """Describe which of several matching records is shown, and the flags that select another."""
     from tapscope.render.record_notes import flags
 
     key = matches[0].key
@@ -202,7 +202,7 @@ def _print(run: "Run", record: "Record", rows: "RowMap | None", firings: int, ph
 
 
 def _print_plot(run: "Run", record: "Record") -> None:
-    """The heat map of the values, where they were kept, and the site over all steps and ranks."""
+    """Print a heat map of the values, if they were recorded, and the site's statistics over all steps and ranks."""
     from rich.text import Text
 
     from tapscope.dashboard.browse_source import RunSource
@@ -233,7 +233,8 @@ def _around(digest: "Digest", width: int) -> Any:
 
 
 def parse_index(text: str, ndim: int) -> tuple[Any, ...]:
-    """``"0,:8"`` as a numpy index of ints, slices and one ``...``; raises UsageError."""
+    """Parse ``"0,:8"`` to a NumPy index of ints, slices and at most one ``...``, expanded to ``ndim`` axes; raises
+    UsageError."""
     index = tuple(_parse_part(part.strip(), text) for part in text.split(","))
     if sum(part is Ellipsis for part in index) > 1:
         raise UsageError(f"--slice {text!r}: '...' may be used once")
@@ -286,7 +287,7 @@ def _show_slice(run: "Run", record: "Record", args: argparse.Namespace) -> None:
 
 
 def _print_slice(picked: Any, at: list[Any]) -> None:
-    """One line per innermost row, labelled by coordinates in the whole tensor."""
+    """Print one line per innermost row, labeled with its coordinates in the whole tensor."""
     import numpy as np
 
     from tapscope.render.record_text import value_text

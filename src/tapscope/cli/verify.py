@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 SCHEMA = "tapscope.verify/1"
 _MAX_DAMAGED = 5
-_SLOW_BYTES = 4_000_000_000  # bytes that take seconds to read
+_SLOW_BYTES = 4_000_000_000  # reading more takes several seconds
 
 
 class VerifyCommand:
@@ -33,7 +33,7 @@ class VerifyCommand:
         )
 
     def run(self, args: argparse.Namespace) -> int:
-        """Print the report."""
+        """Verify the run and print the report."""
         from tapscope.sources import open_run
 
         with open_run(args.path) as run:
@@ -47,7 +47,7 @@ class VerifyCommand:
 
 
 def report_of(run: "Run") -> "Report":
-    """Verify an open run with the native hash and a progress bar."""
+    """Verify an open run with the native hash and a progress bar; returns the report."""
     from tapscope.core.formatting import size
     from tapscope.kernels.native import digest_of
     from tapscope.run_format.verify import verify_run
@@ -60,7 +60,7 @@ def report_of(run: "Run") -> "Report":
 
 
 def payload_sentence(report: "Report") -> str:
-    """The amounts read and compared."""
+    """Summarize how many payloads were read and compared."""
     kept = sum(rank.num_with_values for rank in report.ranks)
     sketches = sum(rank.num_sketches for rank in report.ranks)
     hashed = sum(rank.num_hashed for rank in report.ranks)

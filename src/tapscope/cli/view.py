@@ -50,13 +50,13 @@ class ViewCommand:
         compare_flags.add_flags(parser)
 
     def run(self, args: argparse.Namespace) -> int:
-        """Open the browser; raises UsageError without a terminal or without Textual."""
+        """Open the browser; raises UsageError without a terminal, MissingExtraError without Textual."""
         if args.target is None and (flags := compare_flags.changed_flags(args)):
             raise UsageError(f"{flags[0]} applies to two runs; use: tapscope view {args.path} TARGET {flags[0]} ...")
         if not (sys.stdin.isatty() and sys.stdout.isatty()):
             raise UsageError(f"view requires a terminal; without one, use: tapscope {_without_terminal(args)}")
         extras.require("tui", "tapscope view")
-        if not sys.stderr.isatty():  # Textual draws there
+        if not sys.stderr.isatty():  # Textual draws on stderr
             raise UsageError("view draws on stderr, which is redirected; start it without 2>")
         from tapscope.dashboard.app import browse, diff
         from tapscope.dashboard.capture_control import CaptureControl
@@ -87,7 +87,7 @@ def _is_address(path: str) -> bool:
 
 
 def _without_terminal(args: argparse.Namespace) -> str:
-    """The command that prints what the terminal would show."""
+    """Return the command that prints equivalent information without a terminal."""
     if args.target:
         return shlex.join(["diff", args.path, args.target])
     if args.live or _is_address(args.path):
@@ -96,7 +96,7 @@ def _without_terminal(args: argparse.Namespace) -> str:
 
 
 def _run_of(address: str) -> str:
-    """The directory of the run that a live job records; raises UsageError if it is not on this machine."""
+    """Return the run directory recorded by a live job; raises UsageError if it is not on this machine."""
     from tapscope.dashboard.capture_control import CaptureControl
 
     run = CaptureControl(control_of(address)).state().run

@@ -51,7 +51,7 @@ class WebCommand:
         parser.add_argument("--password-file", metavar="FILE", type=Path, help="file whose first line is the password")
 
     def run(self, args: argparse.Namespace) -> int:
-        """Serve until it is interrupted."""
+        """Serve until interrupted."""
         if not args.paths and not args.benchmarks:
             raise UsageError("tapscope web: missing argument: PATH, or --benchmarks DIR; see: tapscope web --help")
         extras.require("web", "tapscope web")
@@ -89,7 +89,7 @@ class WebCommand:
 
 
 def _seconds(text: str) -> float:
-    """``30m``, ``8h``, ``2d``; raises UsageError."""
+    """Parse a duration such as ``30m``, ``8h`` or ``2d`` to seconds; raises UsageError."""
     match = re.fullmatch(r"(\d{1,6})([smhd])", text)
     seconds = int(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]] if match else 0
     if not 1 <= seconds <= _MAX_LINK_S:

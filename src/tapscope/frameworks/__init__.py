@@ -1,6 +1,6 @@
-"""Framework plugins: how vLLM, SGLang, Megatron-core and transformers describe their models, batches and processes.
+"""Framework plugins: models, batches and process layouts of vLLM, SGLang, Megatron-core and transformers.
 
-A plugin of your own derives from :class:`FrameworkPlugin`; see :mod:`tapscope.core.framework_plugin`.
+To write a plugin, derive from :class:`FrameworkPlugin`; see :mod:`tapscope.core.framework_plugin`.
 """
 
 from tapscope.core.framework_plugin import FrameworkPlugin, ModuleFacts, ProcessLayout, StepRows

@@ -16,46 +16,47 @@ from tapscope.dumper import Dumper
 
 SCHEDULER = "scheduler"
 _TABLES = ("timesteps", "sigmas", "alphas_cumprod")
-"""Attributes of a scheduler that say how much noise each step removes."""
+"""Scheduler attributes that define the noise schedule."""
 
 
 class DiffusersPlugin(FrameworkPlugin):
-    """Models of diffusers, and the scheduler of a pipeline that is captured by :func:`capture`."""
+    """Plugin for diffusers models and for the scheduler of a pipeline captured by :func:`capture`."""
 
     name = "diffusers"
     oldest = "0.30"
 
     def owns(self, model: Any) -> bool:
-        """Whether it stands for a scheduler."""
+        """Return whether ``model`` is the module wrapper of a scheduler."""
         return isinstance(model, Scheduler)
 
     def step_modules(self, model: Any) -> Sequence[str]:
-        """The noise schedule, which is set before the first step."""
+        """Return the ``schedule`` submodule of a scheduler: the noise schedule is set before the first step."""
         return ("schedule",) if isinstance(model, Scheduler) else ()
 
     def step_methods(self, model: Any) -> Sequence[str]:
-        """``encode`` and ``decode`` of a VAE, which pipelines call in place of its forward."""
+        """Return ``encode`` and ``decode`` of a VAE, which pipelines call in place of ``forward``."""
         return tuple(name for name in ("encode", "decode") if callable(getattr(model, name, None)))
 
 
 class Schedule(nn.Module):
-    """The tables of a scheduler as the outputs of a module."""
+    """A module whose outputs are the noise schedule tables of a scheduler."""
 
     def __init__(self, scheduler: Any) -> None:
         super().__init__()
         self._scheduler = scheduler
 
     def forward(self) -> dict[str, torch.Tensor]:
-        """Timesteps [steps], sigmas and cumulative alphas [noise levels], as far as the scheduler has them."""
+        """Return timesteps [steps], sigmas and cumulative alphas [noise levels]; tables the scheduler does not have are
+        omitted."""
         tables = {name: getattr(self._scheduler, name, None) for name in _TABLES}
         return {name: table for name, table in tables.items() if isinstance(table, torch.Tensor)}
 
 
 class Scheduler(nn.Module):
-    """A scheduler as a module: its ``step`` is the forward, its tables are the outputs of ``schedule``."""
+    """A module wrapper of a scheduler: ``forward`` calls ``step``; the submodule ``schedule`` outputs the tables."""
 
     def __init__(self, scheduler: Any, metric: Callable[[str, float], None]) -> None:
-        """``metric`` records a number for the current step."""
+        """``metric`` records a named number for the current step."""
         super().__init__()
         self.schedule = Schedule(scheduler)
         self._step = scheduler.step
@@ -63,12 +64,12 @@ class Scheduler(nn.Module):
         self._index = 0
 
     def begin(self) -> None:
-        """The schedule has been set."""
+        """Reset the index and record the schedule; called after ``set_timesteps``."""
         self._index = 0
         self.schedule()
 
     def forward(self, model_output: Any, timestep: Any, sample: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call ``scheduler.step``, and record the index and the timestep as metrics."""
+        """Call ``scheduler.step``, recording the step index and the timestep as metrics."""
         self._metric("noise_index", self._index)
         self._metric("timestep", float(timestep))
         self._index += 1
@@ -77,7 +78,7 @@ class Scheduler(nn.Module):
 
 @contextmanager
 def capture(pipeline: Any, out: str | Path, *, force: bool = False, **settings: Any) -> Iterator[Dumper]:
-    """Capture a diffusers pipeline: its models under the names of its components, and its scheduler.
+    """Context manager: capture a diffusers pipeline, its models under their component names and its scheduler.
 
     ::
 
@@ -86,7 +87,7 @@ def capture(pipeline: Any, out: str | Path, *, force: bool = False, **settings: 
 
     Each call of an encoder, of the denoiser, of ``scheduler.step`` and of the VAE is a step. Steps of the scheduler
     have the metrics ``noise_index`` (from 0) and ``timestep``. ``settings`` are those of :class:`Dumper`. Raises
-    ConfigError for an object that is not a pipeline, and what :meth:`Dumper.open` raises.
+    ConfigError if ``pipeline`` has no components, and the errors of :meth:`Dumper.open`.
     """
     components = getattr(pipeline, "components", None)
     if not isinstance(components, dict):
@@ -104,7 +105,10 @@ def capture(pipeline: Any, out: str | Path, *, force: bool = False, **settings: 
 
 @contextmanager
 def _watched(scheduler: Any, module: Scheduler) -> Iterator[None]:
-    """``scheduler.step`` and ``set_timesteps`` go through the module; pipelines read their signatures."""
+    """Context manager: route ``scheduler.step`` and ``set_timesteps`` through ``module``.
+
+    Signatures are preserved, because pipelines inspect them.
+    """
     plain = {name: getattr(scheduler, name) for name in ("step", "set_timesteps") if hasattr(scheduler, name)}
 
     def step(*args: Any, **kwargs: Any) -> Any:

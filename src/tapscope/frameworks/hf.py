@@ -1,4 +1,4 @@
-"""transformers: what shapes do not tell about its models; ``TapscopeCallback`` for its Trainer."""
+"""transformers: facts about its models that shapes do not reveal, and ``TapscopeCallback`` for its Trainer."""
 
 import re
 from collections.abc import Sequence
@@ -11,26 +11,27 @@ from tapscope.core.framework_plugin import FrameworkPlugin, ModuleFacts
 _HEADS = frozenset({"lm_head", "embed_out"})
 _LOGITS = "logits"
 _WITH_METHODS = "Gemma3nTextAltUp"
-"""Class whose methods are called in place of its forward."""
+"""Class whose methods are called in place of ``forward``."""
 _BY_LAYER = "_adapter_list."
-"""In paths of Zamba2's shared blocks: they hold the adapters of all layers, and each layer calls its own."""
+"""Path component in Zamba2's shared blocks, which hold the adapters of all layers; each layer calls only its own."""
 _ADAPTER = re.compile(r"\blora_\w+\.")
-"""In paths of PEFT: an adapter's modules are not called while another one is active, or if they adapt a parameter."""
+"""Path component of PEFT adapter modules. An adapter is not called while another is active, or if it adapts a bare
+parameter."""
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "OptimizedModule")
 
 
 class TransformersPlugin(FrameworkPlugin):
-    """Models of transformers, also inside the wrappers of PEFT, DDP and FSDP.
+    """Plugin for transformers models, including models wrapped by PEFT, DDP or FSDP.
 
-    As for every PyTorch model, token rows come from the arguments (``input_ids``, ``attention_mask``,
-    ``past_key_values``, ``logits_to_keep``) and dims from the placements of DTensor parameters.
+    As for every PyTorch model, token rows are inferred from the arguments (``input_ids``, ``attention_mask``,
+    ``past_key_values``, ``logits_to_keep``), and dims from the placements of DTensor parameters.
     """
 
     name = "transformers"
     oldest = "4.52"
 
     def owns(self, model: Any) -> bool:
-        """Whether it is a model of transformers, or a wrapper around one."""
+        """Return whether ``model`` is a transformers model or a wrapper around one."""
         inner = model
         while type(inner).__name__ in _WRAPPERS and hasattr(inner, "module"):
             inner = inner.module
@@ -38,15 +39,19 @@ class TransformersPlugin(FrameworkPlugin):
         return any(each.__module__.startswith("transformers.configuration") for each in type(config).__mro__)
 
     def step_modules(self, model: Any) -> Sequence[str]:
-        """The model inside a wrapper, which ``generate()`` of a PEFT model calls in place of the wrapper; and the parts
-        of a multimodal model, such as its vision tower, which a host may call to cache their outputs."""
+        """Return submodules that the host may call in place of the root.
+
+        These are the model inside a wrapper, which ``generate()`` of a PEFT model calls directly, and the parts of a
+        multimodal model, such as the vision tower, which a host may call to cache their outputs.
+        """
         inside = [(path, module) for path, module in model.named_modules() if path]
         parts = [path for path, module in inside if _is_model(module)]
         heads = [path for path, module in inside if _has_head(module)]
-        return tuple(dict.fromkeys([*heads, *(parts if len(parts) > 1 else ())]))  # one part: the decoder of an LM
+        return tuple(dict.fromkeys([*heads, *(parts if len(parts) > 1 else ())]))  # a single part: an LM's decoder
 
     def module_facts(self, path: str, module: Any, parent: Any) -> ModuleFacts:
-        """``generate()`` asks for the logits of the last position only; some modules are used without being called."""
+        """Return facts about a module: logits are computed for the last position only, and some modules are never
+        called."""
         is_optional = (
             _BY_LAYER in path
             or _ADAPTER.search(path) is not None
@@ -61,10 +66,13 @@ class TransformersPlugin(FrameworkPlugin):
 
 
 def _is_in_function(path: str, module: Any, parent: Any) -> bool:
-    """Whether it is a causal convolution, whose weights go to a function or kernel, or what that may include: the
-    activation after it, and the step sizes of Mamba."""
-    is_beside = path.rpartition(".")[2] in ("act", "dt_proj")
-    conv: Any = getattr(parent, "conv1d", None) if is_beside else module
+    """Return whether the module is fused into a function or kernel call and therefore may not be called.
+
+    True for a causal convolution, whose weights are passed to a function or kernel, and for parts the kernel may
+    include: the activation after it and Mamba's step-size projection ``dt_proj``.
+    """
+    is_fused_part = path.rpartition(".")[2] in ("act", "dt_proj")
+    conv: Any = getattr(parent, "conv1d", None) if is_fused_part else module
     return type(conv).__name__ == "Conv1d" and conv.groups == conv.in_channels > 1
 
 
@@ -77,7 +85,7 @@ def _has_head(module: Any) -> bool:
 
 
 def __getattr__(name: str) -> Any:
-    """``TapscopeCallback``, which needs transformers, is imported when it is asked for."""
+    """Import ``TapscopeCallback`` lazily, because it needs transformers."""
     if name != "TapscopeCallback":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:

@@ -1,4 +1,4 @@
-"""TapscopeCallback: one step of a transformers Trainer is one step of a run."""
+"""TapscopeCallback: records each update of a transformers Trainer as one step of a run."""
 
 import contextlib
 from pathlib import Path
@@ -17,41 +17,41 @@ class TapscopeCallback(TrainerCallback):  # type: ignore[misc]
         trainer.add_callback(TapscopeCallback("run", keep="stats", grads=True, params=True))
 
     A step covers forward, backward and optimizer of one update; with gradient accumulation, each forward is a
-    microbatch. Values of the parameters are those after the update, gradients those that the optimizer used. A call of
-    the model between two updates, as for evaluation, is a step of its own. ``settings`` are those of :class:`Dumper`.
+    microbatch. Parameters are recorded after the update, gradients as used by the optimizer. A model call between two
+    updates, e.g. for evaluation, is a separate step. ``settings`` are those of :class:`Dumper`.
     """
 
     def __init__(self, out: str | Path, *, force: bool = False, **settings: Any) -> None:
         self._out, self._force, self._settings = out, force, settings
         self.dumper: Dumper | None = None
-        """Open while the training runs."""
+        """The open dumper during training, otherwise None."""
         self._stack = contextlib.ExitStack()
         self._micro = contextlib.ExitStack()
         self._number = 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Open the run; raises as :meth:`Dumper.open`."""
-        self.on_train_end(args, state, control)  # of a training that raised
+        """Open the run; raises like :meth:`Dumper.open`."""
+        self.on_train_end(args, state, control)  # close a previous training that raised
         self.dumper = Dumper(model, self._out, force=self._force, **self._settings).open()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """An update begins."""
+        """Begin a step for the next update."""
         if self.dumper is not None:
             self._end()
             self._stack.enter_context(self.dumper.step(phase="train"))
             self._begin_micro(0)
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """One forward and backward of several."""
+        """Begin the next microbatch of a gradient accumulation."""
         if self.dumper is not None:
             self._begin_micro(self._number + 1)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The update is over."""
+        """End the step of the update."""
         self._end()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Close the run; with ``strict`` backpressure, raises RecorderError when anything was lost."""
+        """Close the run; with ``strict`` backpressure, raises RecorderError if any record was lost."""
         self._end()
         dumper, self.dumper = self.dumper, None
         if dumper is not None:

@@ -1,4 +1,5 @@
-"""What the entry points for servers share: whether the environment asks for a capture, and errors of ours in a host."""
+"""Shared by the server entry points: whether the environment requests a capture, and containment of tapscope's
+errors."""
 
 import contextlib
 import logging
@@ -9,22 +10,25 @@ from tapscope.core.errors import RecorderError
 
 _log = logging.getLogger("tapscope")
 reported: set[str] = set()
-"""Errors that were logged; each is logged once."""
+"""Operations whose failure was logged; each is logged once."""
 
 
 def is_wanted() -> bool:
-    """Whether ``TAPSCOPE_ENABLED`` or ``TAPSCOPE_CONTROL`` is set; costs no import."""
+    """Return whether ``TAPSCOPE_ENABLED`` or ``TAPSCOPE_CONTROL`` is set; imports nothing."""
     return any(os.environ.get(name, "").strip() for name in ("TAPSCOPE_ENABLED", "TAPSCOPE_CONTROL"))
 
 
 @contextlib.contextmanager
 def guarded(host: str, what: str) -> Iterator[None]:
-    """Log an error of ours once and go on; ``strict`` backpressure is meant to stop the server."""
+    """Context manager: log an exception of ``what`` once and continue, so that the host is not affected.
+
+    RecorderError propagates: ``strict`` backpressure is meant to stop the server.
+    """
     try:
         yield
     except RecorderError:
         raise
-    except Exception as error:  # noqa: BLE001 - the server must go on
+    except Exception as error:  # noqa: BLE001 - the server must continue
         if what not in reported:
             reported.add(what)
             _log.error("tapscope: %s failed (%s: %s); %s continues", what, type(error).__name__, error, host)

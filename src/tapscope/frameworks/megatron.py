@@ -1,4 +1,4 @@
-"""Megatron-core: its process groups, dims of its modules, and rows of packed sequences."""
+"""Megatron-core: process groups, dims of modules, and token rows of packed sequences."""
 
 import re
 from collections.abc import Mapping
@@ -66,7 +66,8 @@ DIMS: dict[str, dict[str, str]] = {
     "linear_fc2": {"in[input_]": "s b f[tp]", "out[0]": "SEQ", "param[weight]": "o f[tp]"},
     "output_layer": {"in[input_]": "SEQ", "out[0]": "LOGITS", "param[weight]": "v[tp] h"},
 }
-"""Last part of a module's path -> port -> dims; capitals depend on the configuration."""
+"""Last component of a module path -> port -> dims. Words in capitals are placeholders that depend on the
+configuration."""
 
 _ALIKE = {"k_layernorm": "q_layernorm"} | dict.fromkeys(
     ("input_layernorm", "pre_mlp_layernorm", "final_layernorm", "pre_cross_attn_layernorm", "cross_attention"), "norm"
@@ -75,34 +76,35 @@ _CAPITALS = re.compile(r"[A-Z][A-Z0-9]+")
 
 
 class MegatronPlugin(FrameworkPlugin):
-    """Models of megatron.core: tensor and sequence parallelism, packed sequences (THD)."""
+    """Plugin for megatron.core models: tensor and sequence parallelism, packed sequences (THD)."""
 
     name = "megatron"
     oldest = "0.12"
 
     def layout(self) -> ProcessLayout | None:
-        """Sizes and ranks of the groups in ``megatron.core.parallel_state``."""
+        """Return sizes and ranks of the groups in ``megatron.core.parallel_state``."""
         return layout_of(_STATE)
 
     def module_facts(self, path: str, module: Any, parent: Any) -> ModuleFacts:
-        """Dims by the module's name; those of experts are left to the comparison, which knows their rows."""
+        """Return dims by module name; dims of experts are left to the comparator, which knows their rows."""
         if ".experts." in path or ".local_experts." in path:
             return ModuleFacts()
         last = path.rpartition(".")[2]
         dims = DIMS.get("layer" if last.isdecimal() else _ALIKE.get(last, last), {})
         words = _words(module, parent)
         spelt = {port: _spelt(text, words) for port, text in dims.items()}
-        # A router returns weights and flags of the chosen experts; a near tie shows in the scores of all of them.
+        # A router returns weights and flags of the chosen experts only; detecting a near tie needs the logits of all
+        # experts.
         methods = {"gating": "logits"} if last == "router" and callable(getattr(module, "gating", None)) else {}
         return replace(super().module_facts(path, module, parent), dims=spelt, methods=methods)
 
     def module_number(self, module: Any) -> int | None:
-        """A layer knows its number in the whole model, from 1."""
+        """Return the global index of a layer, from its 1-based ``layer_number``."""
         number = getattr(module, "layer_number", None)
         return number - 1 if isinstance(number, int) and number > 0 else None
 
     def microbatch(self, model: Any) -> int | None:
-        """Megatron's schedules write the number into the layers of the decoder."""
+        """Return the microbatch number that Megatron's schedules store in the decoder layers."""
         while hasattr(model, "module"):
             model = model.module
         layers = getattr(getattr(model, "decoder", None), "layers", ())
@@ -112,9 +114,10 @@ class MegatronPlugin(FrameworkPlugin):
     def step_rows(
         self, model: Any, info: StepInfo, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> StepRows | None:
-        """Rows of packed sequences, also where each context-parallel rank holds two chunks of every sequence.
+        """Return the rows of packed sequences, including the context-parallel layout with two chunks of every sequence
+        per rank.
 
-        None for padded batches, whose rows the arguments tell.
+        None for padded batches, whose rows are inferred from the arguments.
         """
         packed = kwargs.get("packed_seq_params")
         bounds, padded = (getattr(packed, name, None) for name in ("cu_seqlens_q", "cu_seqlens_q_padded"))
@@ -129,23 +132,24 @@ class MegatronPlugin(FrameworkPlugin):
 
 
 def _packed_rows(outline: StepInfo, values: Mapping[str, Any], *, shard: tuple[int, int]) -> StepInfo:
-    """The step with the rows between the bounds; unknown rows if they are not bounds of these token ids.
+    """Return the step with the rows delimited by ``values["bounds"]``; without rows if the bounds do not fit the token
+    ids.
 
-    ``padded`` are the bounds of the sequences with the padding after each, where they have any.
+    ``values["padded"]``, if present, are the bounds including the padding after each sequence.
     """
     ids, bounds = (np.asarray(values[name], np.int64) for name in ("ids", "bounds"))
     lengths, padded = np.diff(bounds.reshape(-1)), np.diff(np.reshape(values.get("padded", bounds), -1))
     padded = padded if padded.shape == lengths.shape else lengths
     step = RowReader().read(
         outline.step, outline.phase, Arguments(ids=ids, lengths=padded, real_lengths=lengths), shard
-    )  # training: no sequence continues later
+    )  # in training, no sequence continues in a later step
     if step is None:
         return structs.replace(outline, grid=())
     return structs.replace(outline, grid=step.grid, rows=step.rows, token_ids=step.token_ids)
 
 
 def _words(module: Any, parent: Any) -> dict[str, str]:
-    """The values of the words in capitals."""
+    """Return the replacement for each placeholder in :data:`DIMS`."""
     configs = [getattr(each, "config", None) for each in (module, parent)]
     config = next((each for each in configs if hasattr(each, "sequence_parallel")), None)
     is_sequence_parallel = bool(getattr(config, "sequence_parallel", False))

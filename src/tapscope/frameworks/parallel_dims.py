@@ -1,4 +1,4 @@
-"""Dims of tensor-parallel layers, as vLLM and SGLang build them: SGLang's layers began as vLLM's."""
+"""Dims of tensor-parallel layers in vLLM and SGLang, whose layer classes share an origin."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -9,13 +9,14 @@ SUMMAND = "t h[tp:partial]"
 
 
 def without_adapter(module: Any) -> Any:
-    """The layer that a LoRA layer wraps, and calls only in parts; any other module as it is."""
+    """Return the base layer of a LoRA wrapper, which is only partially called; any other module is returned
+    unchanged."""
     is_wrapper = any(each.__name__ == "BaseLayerWithLoRA" for each in type(module).__mro__)
     return getattr(module, "base_layer", module) if is_wrapper else module
 
 
 def layer_dims(module: Any, parent: Any, default_tp: Callable[[], int]) -> Mapping[str, str]:
-    """Port -> dims of one module; ``default_tp`` gives the group's size where a layer does not store its own."""
+    """Return port -> dims of one module; ``default_tp`` returns the group size if the layer does not store it."""
     module = without_adapter(module)
     kinds = {each.__name__ for each in type(module).__mro__}
     tp = _tp(module, default_tp)
@@ -59,7 +60,8 @@ def _column(module: Any, kinds: set[str]) -> dict[str, str]:
 
 
 def _qkv_sizes(module: Any) -> tuple[int, ...]:
-    """Features of q, k and v over all ranks; ``output_sizes`` of the layer counts copied key heads several times."""
+    """Return the total features of q, k and v over all ranks; the layer's ``output_sizes`` counts replicated KV heads
+    repeatedly."""
     heads, kv, size = (getattr(module, name, None) for name in ("total_num_heads", "total_num_kv_heads", "head_size"))
     if not (heads and kv and size):
         return ()
@@ -87,7 +89,7 @@ def _embedding(module: Any) -> dict[str, str]:
 
 
 def _experts(module: Any) -> dict[str, str]:
-    """Stacked experts; under expert parallelism each rank holds some of them whole."""
+    """Return dims of stacked experts; under expert parallelism each rank holds a subset of whole experts."""
     if getattr(module, "use_ep", False) or (getattr(module, "ep_size", None) or 1) > 1:
         return {"param[w13_weight]": "e[ep] (gate+up) h", "param[w2_weight]": "e[ep] h i"}
     if (getattr(module, "tp_size", None) or 1) == 1:
@@ -96,7 +98,7 @@ def _experts(module: Any) -> dict[str, str]:
 
 
 def _sibling(parent: Any, kind: str, default_tp: Callable[[], int]) -> Any:
-    """A sharded layer of this kind next to the module."""
+    """Return a tensor-parallel layer of class ``kind`` among the children of ``parent``, or None."""
     for child in map(without_adapter, parent.children()):
         if any(each.__name__ == kind for each in type(child).__mro__) and _tp(child, default_tp) > 1:
             return None if getattr(child, "gather_output", False) else child
@@ -104,7 +106,7 @@ def _sibling(parent: Any, kind: str, default_tp: Callable[[], int]) -> Any:
 
 
 def _in_attention(module: Any, parent: Any, qkv: Any) -> dict[str, str]:
-    """Of the modules between qkv_proj and o_proj: rotary embedding, norms of single heads, the attention itself."""
+    """Return dims of modules between qkv_proj and o_proj: rotary embedding, per-head norms and the attention."""
     heads, kv, size = (getattr(qkv, name, None) for name in ("total_num_heads", "total_num_kv_heads", "head_size"))
     copies = getattr(qkv, "num_kv_head_replicas", 1)
     many = f"={kv * size}x{copies}" if copies > 1 and kv and size else ""
@@ -124,7 +126,7 @@ def _in_attention(module: Any, parent: Any, qkv: Any) -> dict[str, str]:
 
 
 def named_forward(module: Any) -> Callable[..., Any] | None:
-    """The reference implementation of a custom op, whose ``forward`` passes on ``*args`` only."""
+    """Return ``forward_native`` of a custom op, whose ``forward`` only forwards ``*args``; None for other modules."""
     kinds = {each.__name__ for each in type(module).__mro__}
     native = getattr(module, "forward_native", None)
     return native if kinds & {"CustomOp", "MultiPlatformOp"} and callable(native) else None

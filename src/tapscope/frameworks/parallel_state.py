@@ -1,4 +1,4 @@
-"""The process layout that a Megatron-style ``parallel_state`` module describes by one function per axis."""
+"""Process layout from a Megatron-style ``parallel_state`` module with one getter function per axis."""
 
 import sys
 from collections.abc import Mapping
@@ -13,11 +13,12 @@ AXES = {
     "cp": "context_parallel",
     "ep": "expert_model_parallel",
 }
-"""Axis -> what ``get_<...>_rank`` and ``get_<...>_world_size`` call it."""
+"""Axis -> name used in ``get_<...>_rank`` and ``get_<...>_world_size``."""
 
 
 def layout_of(module: str, axes: Mapping[str, str] = AXES) -> ProcessLayout | None:
-    """The layout; None when the module was not imported or its groups do not exist. Before that, Megatron returns 0."""
+    """Return the layout, or None if the module is not imported or its groups do not exist yet; Megatron then returns
+    0."""
     state = sys.modules.get(module)
     mesh, coords = {}, {}
     for axis, name in axes.items():
@@ -28,7 +29,7 @@ def layout_of(module: str, axes: Mapping[str, str] = AXES) -> ProcessLayout | No
 
 
 def call(state: Any, function: str) -> Any:
-    """The result of a function of the module; None when it is missing or raises, as without groups it does."""
+    """Call a function of the module; returns None if it is missing or raises, as it does without groups."""
     try:
         return getattr(state, function)()
     except Exception:  # noqa: BLE001 - missing groups raise many kinds of errors

@@ -1,4 +1,4 @@
-"""SGLang: captures its model runners, and describes its models and batches; ``sglang_server`` starts a server."""
+"""SGLang: capture of its model runners, and the plugin for its models and batches; see also ``sglang_server``."""
 
 import functools
 import importlib
@@ -24,42 +24,46 @@ _guarded = functools.partial(guarded, "SGLang")
 
 
 class SGLangPlugin(FrameworkPlugin):
-    """Models and batches of sglang.srt."""
+    """Plugin for models and batches of sglang.srt."""
 
     name = "sglang"
     oldest = "0.4"
 
     def layout(self) -> ProcessLayout | None:
-        """Sizes and ranks of the groups in ``sglang.srt.distributed.parallel_state``."""
+        """Return sizes and ranks of the groups in ``sglang.srt.distributed.parallel_state``."""
         return layout_of(_STATE, _AXES)
 
     def module_dims(self, module: Any, parent: Any) -> Mapping[str, str]:
-        """Of linears, embeddings, attention and gated activations that are split over tensor-parallel ranks."""
+        """Return dims of tensor-parallel linears, embeddings, attention and gated activations."""
         dims = layer_dims(module, parent, _tp_size)
         return {"out[next_token_logits]": dims["out"]} if type(module).__name__ == "LogitsProcessor" and dims else dims
 
     def module_row_sets(self, module: Any) -> Mapping[str, str]:
-        """Logits are computed for the last row of each request; the root returns those of its logits processor."""
+        """Return the row set of logits, computed only for the last row of each request.
+
+        The root returns the output of its logits processor.
+        """
         has_logits = type(module).__name__ == "LogitsProcessor" or hasattr(module, "logits_processor")
         return {"out[next_token_logits]": _LOGITS} if has_logits else {}
 
     def module_forward(self, module: Any) -> Callable[..., Any] | None:
-        """Custom ops name their arguments in ``forward_native``."""
+        """Return ``forward_native`` of custom ops, which names the arguments."""
         return named_forward(module)
 
     def opaque_classes(self) -> Sequence[str]:
-        """Modules pass the whole batch on."""
+        """Return the batch classes, which modules pass along whole."""
         return ("ForwardBatch", "LogitsMetadata")
 
     def step_rows(
         self, model: Any, info: StepInfo, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> StepRows | None:
-        """Rows of the requests in the call's ``ForwardBatch``; None if it does not say how many rows each has."""
+        """Return the rows of the requests in the call's ``ForwardBatch``; None if it lacks the number of rows per
+        request."""
         batch = next((each for each in (*args, *kwargs.values()) if _is_batch(each)), None)
         ids = kwargs.get("input_ids", args[0] if args else None)
         if batch is None:
             return None
-        if _says(batch, "is_idle"):
+        if _is_mode(batch, "is_idle"):
             return StepRows(info=replace(info, kind="dummy"))
         names, spans = _names(batch), _spans(batch)
         if names is None or spans is None or len(names) != len(spans):
@@ -70,17 +74,17 @@ class SGLangPlugin(FrameworkPlugin):
             slot += count
             last.append(slot - 1)
         firsts = [first for first, _ in spans]
-        phase = "decode" if _says(batch, "is_decode") else "mixed" if any(firsts) else "prefill"
+        phase = "decode" if _is_mode(batch, "is_decode") else "mixed" if any(firsts) else "prefill"
         grid = (int(ids.shape[0]),) if getattr(ids, "ndim", 0) == 1 else (slot,)
         step = replace(info, phase=phase, grid=grid, rows=tuple(rows), row_sets={_LOGITS: tuple(last)})
         return StepRows(info=step, token_ids=ids)
 
 
 def register() -> None:
-    """Capture the model runners of this process if the environment asks for it (see ``tapscope.frameworks.host``).
+    """Capture the model runners of this process if the environment requests it (see ``tapscope.frameworks.host``).
 
-    SGLang has no entry point for plugins: call this at the top of the script that creates an ``Engine``. The processes
-    that SGLang spawns import the script again, and so call it, too.
+    SGLang has no plugin entry point: call this function at the top of the script that creates an ``Engine``. Processes
+    spawned by SGLang import the script again and therefore call it as well.
     """
     if not is_wanted():
         return
@@ -98,7 +102,8 @@ def register() -> None:
 
 
 def _load_model(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``ModelRunner.load_model`` that also attaches the dumper. A call of the model is a step, logits included."""
+    """Wrap ``ModelRunner.load_model`` to attach the dumper after loading. Each call of the model, including logits, is
+    a step."""
 
     def load_model(runner: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(runner, *args, **kwargs)
@@ -126,13 +131,13 @@ def _is_batch(value: Any) -> bool:
     return type(value).__name__ == "ForwardBatch" and hasattr(value, "forward_mode")
 
 
-def _says(batch: Any, question: str) -> bool:
+def _is_mode(batch: Any, question: str) -> bool:
     ask = getattr(batch.forward_mode, question, None)
     return bool(ask()) if callable(ask) else False
 
 
 def _names(batch: Any) -> list[str] | None:
-    """Request ids, or else the numbers of their slots in the request pool, where the host has these."""
+    """Return request ids, otherwise the slot numbers of the request pool if they are in host memory, otherwise None."""
     if names := getattr(batch, "rids", None):
         return [str(name) for name in names]
     return (
@@ -141,8 +146,8 @@ def _names(batch: Any) -> list[str] | None:
 
 
 def _spans(batch: Any) -> list[tuple[int, int]] | None:
-    """(position of the first row, rows) of each request."""
-    if _says(batch, "is_decode"):
+    """Return (position of the first row, number of rows) of each request; None if not available on the host."""
+    if _is_mode(batch, "is_decode"):
         lengths = _on_host(getattr(batch, "seq_lens_cpu", None)) or _on_host(getattr(batch, "seq_lens", None))
         return None if lengths is None else [(length - 1, 1) for length in lengths]
     counts = _on_host(getattr(batch, "extend_seq_lens_cpu", None))
@@ -153,7 +158,7 @@ def _spans(batch: Any) -> list[tuple[int, int]] | None:
 
 
 def _on_host(values: Any) -> list[int] | None:
-    """Integers in host memory; None for a tensor on a device, which would have to be waited for."""
+    """Return integers in host memory; None for a CUDA tensor, which would require a synchronization."""
     if values is None or getattr(values, "is_cuda", False):
         return None
     return [int(each) for each in (values.tolist() if hasattr(values, "tolist") else values)]

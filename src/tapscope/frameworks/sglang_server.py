@@ -1,7 +1,7 @@
 """SGLang's server with tapscope: ``python -m tapscope.frameworks.sglang_server --model-path MODEL ...``.
 
-Takes the options of ``sglang.launch_server``. The processes that SGLang spawns import this module first, as that of the
-main program, and so are captured, too.
+Accepts the options of ``sglang.launch_server``. Processes spawned by SGLang import this module first, as their main
+module, and are therefore captured as well.
 """
 
 import importlib.util
@@ -15,5 +15,5 @@ register()
 if __name__ == "__main__":
     if importlib.util.find_spec("sglang") is None:
         sys.exit("tapscope: error: SGLang is not installed in this environment; install tapscope into that of SGLang")
-    # Without alter_sys this module stays __main__: the one that spawned processes import.
+    # Without alter_sys, this module remains __main__, which spawned processes import.
     runpy.run_module("sglang.launch_server", run_name="__main__")

@@ -1,7 +1,8 @@
-"""vLLM (V1 engine): a general plugin that captures every worker, and the framework plugin that describes its models.
+"""vLLM (V1 engine): a general plugin that captures every worker, and the framework plugin for its models.
 
-vLLM loads :func:`register` in each of its processes through the entry point group ``vllm.general_plugins``. It does
-nothing unless ``TAPSCOPE_ENABLED`` or ``TAPSCOPE_CONTROL`` is set; all other settings are ``TAPSCOPE_*``, too.
+vLLM calls :func:`register` in each of its processes through the entry point group ``vllm.general_plugins``. The call
+has no effect unless ``TAPSCOPE_ENABLED`` or ``TAPSCOPE_CONTROL`` is set. Other ``TAPSCOPE_*`` variables are the
+settings.
 """
 
 import contextlib
@@ -33,13 +34,13 @@ _LOGITS = "logits"
 
 
 class VllmPlugin(FrameworkPlugin):
-    """Dims of vLLM's layers, rows of its batches, and its process groups."""
+    """Plugin for vLLM: dims of its layers, rows of its batches, and its process groups."""
 
     name = "vllm"
     oldest = "0.9"
 
     def layout(self) -> ProcessLayout | None:
-        """Sizes and ranks of the groups in ``vllm.distributed.parallel_state``."""
+        """Return sizes and ranks of the groups in ``vllm.distributed.parallel_state``."""
         state = sys.modules.get(_STATE)
         mesh, coords = {}, {}
         for axis, name in _GROUPS.items():
@@ -52,32 +53,35 @@ class VllmPlugin(FrameworkPlugin):
         return ProcessLayout(mesh=mesh, coords=coords, own_steps=("dp",) if "dp" in mesh else ()) if mesh else None
 
     def module_dims(self, module: Any, parent: Any) -> Mapping[str, str]:
-        """Of linears, embeddings, attention and gated activations that are split over tensor-parallel ranks."""
+        """Return dims of tensor-parallel linears, embeddings, attention and gated activations."""
         return layer_dims(module, parent, _tp_size)
 
     def module_facts(self, path: str, module: Any, parent: Any) -> ModuleFacts:
-        """The output head is never called: ``compute_logits`` reads its weight. A rotary embedding calls a function of
-        its ``ApplyRotaryEmb``, except in multimodal models, which call the module. LoRA layers do not call the linear
-        inside."""
+        """Return facts about a module, including modules that vLLM does not call.
+
+        The output head is never called: ``compute_logits`` reads its weight. A rotary embedding calls a function of its
+        ``ApplyRotaryEmb``, but multimodal models call the module. LoRA layers do not call the linear layer they wrap.
+        """
         facts, name = super().module_facts(path, module, parent), type(module).__name__
         is_optional = name == "ApplyRotaryEmb" or (parent is not None and without_adapter(parent) is module)
         return replace_fields(facts, is_called=name != "ParallelLMHead", is_optional=is_optional)
 
     def module_row_sets(self, module: Any) -> Mapping[str, str]:
-        """Logits are computed for the last row of each request only."""
+        """Return the row set of logits, computed only for the last row of each request."""
         if type(without_adapter(module)).__name__ != "LogitsProcessor":
             return {}
         return dict.fromkeys(("in[hidden_states]", "out"), _LOGITS)
 
     def module_forward(self, module: Any) -> Callable[..., Any] | None:
-        """Custom ops name their arguments in ``forward_native``, and LoRA's logits processor in the one inside."""
+        """Return the function that names the arguments: ``forward_native`` of custom ops, or the wrapped logits
+        processor under LoRA."""
         base = without_adapter(module)
         return base.forward if type(base).__name__ == "LogitsProcessor" else named_forward(module)
 
     def step_rows(
         self, model: Any, info: StepInfo, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> StepRows | None:
-        """Rows of the scheduled requests, in the order of the worker's batch."""
+        """Return the rows of the scheduled requests, in the order of the worker's batch."""
         session = session_of(model)
         ids = kwargs.get("input_ids", args[0] if args else None)
         positions = kwargs.get("positions", args[1] if len(args) > 1 else None)
@@ -85,32 +89,32 @@ class VllmPlugin(FrameworkPlugin):
 
 
 _sessions: "weakref.WeakKeyDictionary[Any, weakref.ref[WorkerSession]]" = weakref.WeakKeyDictionary()
-"""Model -> the session of the worker that runs it. The worker's wrapped methods keep the session alive; a strong
-reference from here would keep the model alive through its worker."""
+"""Model -> session of the worker that runs it. The worker's wrapped methods keep the session alive; a strong reference
+here would keep the model alive through its worker."""
 
 
 def session_of(model: Any) -> "WorkerSession | None":
-    """The session of the worker that runs ``model``."""
+    """Return the session of the worker that runs ``model``, or None."""
     session = _sessions.get(model)
     return None if session is None else session()
 
 
 @dataclass(slots=True)
 class _Request:
-    """A request of a worker, and which of its rows were seen so far."""
+    """A request of a worker and its scheduling progress."""
 
     name: str
     adapter: str = ""
-    """Name of its LoRA adapter."""
+    """Name of the LoRA adapter; empty for none."""
     end: int = 0
-    """Position after the last row that was scheduled."""
+    """Position after the last scheduled row."""
     high: int = 0
-    """Position after the highest row that was ever scheduled."""
+    """Position after the highest row ever scheduled."""
     rewinds: int = 0
 
     def spans(self, start: int, count: int, slot: int) -> Iterator[RowSpan]:
-        """Its rows in the next step; positions that were computed before (preemption, rejected drafts) count as a
-        visit."""
+        """Yield the rows of the next step; positions computed before (preemption, rejected drafts) get a new visit
+        number."""
         if start < self.end:
             self.rewinds += 1
         again = min(max(self.high - start, 0), count)
@@ -123,27 +127,27 @@ class _Request:
 
 
 class WorkerSession:
-    """The steps of one vLLM worker. One step is the forward, ``compute_logits`` and the sampler of one batch."""
+    """Steps of one vLLM worker. One step covers forward, ``compute_logits`` and sampling of one batch."""
 
     def __init__(self, worker: Any) -> None:
         self._worker = worker
         self._dumper: Any = None
         self._step: Any = None  # context manager of the open step
         self._scheduled: Any = None  # scheduler output of the open step
-        self._batch: Any = None  # input batch of the open step, from the second model runner
+        self._batch: Any = None  # input batch of the open step (model runner V2)
         self._warming_up = False
-        self._requests: dict[str, _Request] = {}  # by vLLM's internal id
+        self._requests: dict[str, _Request] = {}  # vLLM's internal id -> request
         self.has_expert_parallelism = bool(
             getattr(getattr(worker, "parallel_config", None), "enable_expert_parallel", False)
         )
         self._assumes_acceptance = getattr(worker, "speculative_config", None) is not None and bool(
             getattr(getattr(worker, "scheduler_config", None), "async_scheduling", False)
         )
-        """With asynchronous scheduling, vLLM counts all drafts of the previous step as accepted until it learns which
-        were; the exact counts are on the device."""
+        """True with asynchronous scheduling of speculative decoding: vLLM counts all drafts of the previous step as
+        accepted until the results arrive; the exact counts are on the device."""
 
     def install(self) -> None:
-        """Wrap the worker's methods. Each wrapper is an attribute of the instance; the class stays as it is."""
+        """Wrap the worker's methods by instance attributes; the class is not modified."""
         worker = self._worker
         for name, around in (
             ("load_model", self._load_model),
@@ -173,7 +177,7 @@ class WorkerSession:
             self._end(None)
 
     def _execute_model(self, call: Callable[..., Any], scheduled: Any, *args: Any, **kwargs: Any) -> Any:
-        self._end(None)  # of a batch without sampling
+        self._end(None)  # a batch without sampling
         self._forget(getattr(scheduled, "finished_req_ids", None) or ())
         self._begin(scheduled)
         try:
@@ -181,7 +185,7 @@ class WorkerSession:
         except BaseException as error:
             self._end(error)
             raise
-        if output is not None:  # None: sample_tokens() comes next
+        if output is not None:  # None: sample_tokens() follows
             self._end(None, output)
         return output
 
@@ -202,7 +206,7 @@ class WorkerSession:
                 with _guarded("closing the run"):
                     if self._dumper is not None:
                         self._dumper.close()
-        finally:  # with strict backpressure, ours raises for lost records; vLLM's shutdown still has to run
+        finally:  # with strict backpressure, close() raises for lost records; vLLM's shutdown must still run
             result = call(*args, **kwargs)
         return result
 
@@ -214,7 +218,7 @@ class WorkerSession:
         runner = self._worker.model_runner
         model = runner.get_model() if hasattr(runner, "get_model") else runner.model
         _sessions[model] = weakref.ref(self)
-        if hasattr(runner, "prepare_inputs"):  # the second model runner keeps its batch in a local variable
+        if hasattr(runner, "prepare_inputs"):  # model runner V2 keeps its batch in a local variable
             runner.prepare_inputs = _bound(self._prepare_inputs, runner.prepare_inputs)
         for owner, name in ((runner, "propose_draft_token_ids"), (getattr(runner, "speculator", None), "propose")):
             if (method := getattr(owner, name, None)) is not None:
@@ -228,7 +232,8 @@ class WorkerSession:
         return self._batch
 
     def _propose(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """A draft model runs. It shares rotary embeddings with the model, and often token embeddings and the head."""
+        """Pause the dumper while a draft model runs: it shares rotary embeddings, and often token embeddings and head,
+        with the model."""
         with self._dumper.paused() if self._dumper is not None else contextlib.nullcontext():
             return call(*args, **kwargs)
 
@@ -241,7 +246,7 @@ class WorkerSession:
             self._step, self._scheduled, self._batch = step, scheduled, None
 
     def _end(self, error: BaseException | None, output: Any = None) -> None:
-        """End the open step; ``output`` is the worker's, or a promise of it under asynchronous scheduling."""
+        """End the open step; ``output`` is the worker's output, or a future of it under asynchronous scheduling."""
         if self._step is None:
             return
         step, self._step, self._scheduled, self._batch = self._step, None, None, None
@@ -253,22 +258,25 @@ class WorkerSession:
             step.__exit__(None if error is None else type(error), error, None)
 
     def _forget(self, finished: Iterable[str]) -> None:
-        """Requests that ended since the previous batch; an empty batch reports them, too."""
+        """Remove requests that ended since the previous batch; an empty batch reports them as well."""
         for request in finished:
             self._requests.pop(request, None)
 
     # ---- rows
 
     def rows(self, info: StepInfo, ids: Any, positions: Any) -> StepRows | None:
-        """The rows of the call that is being made; ``ids`` [tokens] are its token ids, with padding after them, and
-        ``positions`` [tokens] their positions, or [3, tokens] those of M-RoPE."""
+        """Return the rows of the current call.
+
+        ``ids`` [tokens] are the token ids followed by padding, ``positions`` [tokens] their positions ([3, tokens] for
+        M-RoPE).
+        """
         if self._scheduled is None or self._warming_up:
             return StepRows(info=replace(info, kind="warmup" if self._warming_up else "dummy"))
         names, counts, starts = self._in_order()
         if ids is not None and ids.ndim == 1 and len(ids) < sum(counts) and not self._adapts:
-            return None  # a part of the batch, see _warn_of_settings
+            return None  # only a part of the batch, see _warn_of_settings
         planned = counts
-        if self._adapts:  # the rows of each request are waited for: rules that select requests slice by them
+        if self._adapts:  # synchronize for the rows of each request: rules that select requests slice by them
             counts = self._batch.query_start_loc[: len(counts) + 1].diff().tolist()
         requests = [self._request(name) for name in names]
         drafts, slots, at = dict[str, int](), list[int](), 0
@@ -292,7 +300,7 @@ class WorkerSession:
         return StepRows(info=outline, tensors={k: v for k, v in tensors.items() if v is not None}, complete=complete)
 
     def _in_order(self) -> tuple[Sequence[str], list[int], list[int]]:
-        """(request ids, rows of each, position of its first row), in the order of the packed rows."""
+        """Return (request ids, rows per request, position of the first row per request), in packed order."""
         batch = self._batch
         if batch is not None:
             return list(batch.req_ids), _integers(batch.num_scheduled_tokens), _integers(batch.num_computed_tokens_np)
@@ -303,12 +311,14 @@ class WorkerSession:
 
     @property
     def _adapts(self) -> bool:
-        """Whether the device drops drafts that were scheduled, before the model runs."""
+        """True if the device drops scheduled drafts before the model runs."""
         return self._batch is not None and getattr(self._worker.model_runner, "adaptive_verification", None) is not None
 
     def _positions(self, num_requests: int, positions: Any) -> Mapping[str, Any]:
-        """Integers on the device: the position of each row, or, as those of M-RoPE are something else, how many
-        positions of each request were computed before."""
+        """Return integer tensors on the device: the position of each row.
+
+        For M-RoPE, whose positions are not sequence positions, the number of computed positions per request instead.
+        """
         if getattr(positions, "ndim", 0) == 1:
             return {"positions": positions}
         runner, batch = self._worker.model_runner, self._batch
@@ -317,8 +327,10 @@ class WorkerSession:
         return {"computed": runner.num_computed_tokens[:num_requests]}
 
     def _request(self, request: str) -> _Request:
-        """A live request under the id that the client gave: vLLM appends eight random characters. Two live requests
-        never share a name."""
+        """Return the live request under the id given by the client, without the eight random characters vLLM appends.
+
+        If the name is already in use by another live request, the full id is used.
+        """
         found = self._requests.get(request)
         if found is None:
             name = _SUFFIX.sub("", request) if _has_suffixes() else request
@@ -328,7 +340,7 @@ class WorkerSession:
         return found
 
     def _adapter(self, request: str) -> str:
-        """Name of a request's LoRA adapter, if it has one."""
+        """Return the name of a request's LoRA adapter, or an empty string."""
         runner = getattr(self._worker, "model_runner", None)
         state = getattr(getattr(runner, "requests", {}).get(request), "lora_request", None)
         lora = state or getattr(getattr(runner, "lora_state", None), "lora_requests", {}).get(request)
@@ -336,20 +348,20 @@ class WorkerSession:
 
 
 def _spans(requests: Sequence[_Request], counts: Sequence[int], starts: Sequence[int]) -> tuple[RowSpan, ...]:
-    """The packed rows of a step."""
+    """Return the packed rows of a step."""
     rows = zip(requests, starts, counts, _firsts(counts), strict=True)
     return tuple([span for request, *where in rows for span in request.spans(*where)])
 
 
 def _firsts(counts: Sequence[int]) -> list[int]:
-    """The first slot of each request."""
+    """Return the first slot of each request."""
     return [0, *itertools.accumulate(counts[:-1])]
 
 
 def _completed(
     outline: StepInfo, values: Mapping[str, Any], *, requests: Sequence[_Request], counts: Sequence[int]
 ) -> StepInfo:
-    """The step at the positions that the device has computed."""
+    """Return the step with the positions computed by the device."""
     positions, ids = values.get("positions"), values.get("ids", ())
     starts = values["computed"] if positions is None else positions[_firsts(counts)]
     tokens = _integers(ids[: sum(counts)]) if len(ids) >= sum(counts) else []
@@ -357,7 +369,7 @@ def _completed(
 
 
 def register() -> None:
-    """Entry point of ``vllm.general_plugins``: capture the workers of this process if the environment asks for it."""
+    """Entry point of ``vllm.general_plugins``: capture the workers of this process if the environment requests it."""
     if not is_wanted():
         return
     try:
@@ -374,7 +386,7 @@ def register() -> None:
 
 
 def _init_device(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``WorkerWrapperBase.init_device`` that also installs a session; the worker exists by then, its model does not."""
+    """Wrap ``WorkerWrapperBase.init_device`` to install a session, when the worker exists but its model does not."""
 
     def init_device(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(wrapper, *args, **kwargs)
@@ -411,7 +423,7 @@ def _has_suffixes() -> bool:
     try:
         return not envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION  # type: ignore[union-attr]
     except AttributeError:
-        return False  # a version that does not append any
+        return False  # this version does not append a suffix
 
 
 def _integers(values: Any) -> list[int]:

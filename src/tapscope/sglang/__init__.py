@@ -1,1 +1,1 @@
-"""Reads directories that SGLang's dumper wrote, without torch and without executing pickles."""
+"""Reader for directories written by SGLang's dumper; needs no torch and never executes pickles."""

@@ -1,4 +1,4 @@
-"""Logits rows: SGLang computes logits for the last row of each request of a step, and does not dump which rows."""
+"""Logits rows: SGLang computes logits for the last row of each request in a step but does not dump the row indices."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,23 +15,26 @@ _ARGUMENTS = {"input_ids": "ids", "positions": "positions", "seq_lens": "lengths
 
 
 class LogitsRows:
-    """The rows of ``next_token_logits``, from the arguments that the model got in the same step on the same rank."""
+    """Rows of ``next_token_logits``, inferred from the model's arguments in the same step on the same rank."""
 
     def __init__(self, read: Callable[[str, Tensor], Array]) -> None:
-        """``read``: reads a tensor of a file."""
+        """``read`` reads a tensor from a file of the dump."""
         self._read = read
         self._arguments: dict[tuple[int, int], dict[str, tuple[str, Tensor]]] = {}
         self._last_rows: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = {}
-        """(step, rank) -> (rows of the step, the last one of each request)."""
+        """(step, rank) -> (number of rows in the step, last row of each request)."""
 
     def note_argument(self, name: str, place: tuple[int, int], file: str, value: object) -> None:
-        """Remember the first argument of this name at a place, (step, rank)."""
+        """Remember the first argument ``name`` at ``place``, a (step, rank); other names are ignored."""
         if name in _ARGUMENTS and isinstance(value, Tensor):
             self._arguments.setdefault(place, {}).setdefault(_ARGUMENTS[name], (file, value))
 
     def rows_of(self, place: tuple[int, int], shape: tuple[int, ...]) -> Rows | None:
-        """(first row, rows) of each run of rows of logits of this shape; None if they have all rows of the step, or it
-        cannot be known. Raises RunCorruptError if an argument can no longer be read."""
+        """Return the rows of logits with this shape as (first row, number of rows) spans.
+
+        None if the logits cover all rows of the step, or if the rows are unknown. Raises RunCorruptError if an argument
+        can no longer be read.
+        """
         if place not in self._last_rows:
             self._last_rows[place] = self._infer(place)
         count, last = self._last_rows[place]

@@ -1,4 +1,4 @@
-"""Metadata that SGLang's dumper stores with a value: the tags in its file name, and ``meta``."""
+"""Metadata that SGLang's dumper stores with a value: the tags in the file name, and ``meta``."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -24,7 +24,7 @@ _FRAMEWORKS = ("sglang", "megatron")
 
 
 def parallel_info(meta: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
-    """(axis -> size, axis -> coordinate), of axes with more than one rank, from what the frameworks' plugins wrote."""
+    """Return (axis -> size, axis -> coordinate) of axes with more than one rank, from the parallel info in ``meta``."""
     sizes: dict[str, int] = {}
     coords: dict[str, int] = {}
     for framework in _FRAMEWORKS:
@@ -38,25 +38,27 @@ def parallel_info(meta: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, in
 
 
 def _is_placed(info: Any) -> bool:
-    """Whether a plugin knew its groups: one whose framework is only installed says sizes of 0, or an error."""
+    """Return whether the parallel info is valid: a framework without initialized groups reports sizes of 0 or an
+    error."""
     return isinstance(info, dict) and any(str(k).endswith("_size") and (number(v) or 0) > 0 for k, v in info.items())
 
 
 def framework_of(metas: Iterable[Mapping[str, Any]]) -> str:
-    """Whose groups the ranks were in; SGLang's where nothing says so."""
+    """Return the framework whose process groups the ranks used; ``sglang`` if unknown."""
     known = {each for meta in metas for each in _FRAMEWORKS if _is_placed(meta.get(f"{each}_parallel_info"))}
     return next((each for each in _FRAMEWORKS if each in known), "sglang")
 
 
 def pass_of(name: str, tags: Mapping[str, Any]) -> str:
-    """The pass of a record: forward, recompute or backward."""
+    """Return the pass of a record: forward, recompute or backward."""
     if name.startswith(GRAD):
         return BACKWARD
     return RECOMPUTE if tags.get("recompute_status") == "recompute" else FORWARD
 
 
 def scalars_of(meta: Any) -> dict[str, Any]:
-    """The strings, numbers and flat objects of ``meta``; anything else is dropped, hostile containers included."""
+    """Return the strings, numbers and flat dicts of ``meta``; other values are dropped, including malicious
+    containers."""
     if not isinstance(meta, dict):
         return {}
     kept: dict[str, Any] = {}
@@ -69,7 +71,7 @@ def scalars_of(meta: Any) -> dict[str, Any]:
 
 
 def own_tags(tags: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The caller's own tags, without those that every dump has."""
+    """Return the tags added by the caller of ``dump()``, without the standard tags; None if there are none."""
     kept = {
         str(name): value
         for name, value in tags.items()
@@ -79,7 +81,7 @@ def own_tags(tags: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def number(value: Any) -> int | None:
-    """A count from JSON-like meta or a file's name; None for anything else."""
+    """Parse a non-negative integer from metadata or a file name; None for anything else."""
     if isinstance(value, str) and value.isdecimal() and len(value) < 19:
         return int(value)
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62 else None

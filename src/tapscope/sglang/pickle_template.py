@@ -1,9 +1,10 @@
-"""PickleTemplates: reads pickles that differ from an earlier one only in strings and integers of their dicts.
+"""PickleTemplates: fast reading of pickles that differ from an earlier pickle only in strings and integers in their
+dicts.
 
-A dump has thousands of files with one layout: the same dict of ``value`` and ``meta``, with another name, step and
-number in each. The first pickle of a layout is interpreted opcode by opcode (:mod:`.safe_unpickler`), and it is
-recorded which bytes each string and integer came from. A later pickle whose other bytes are all equal would run the
-same operations, so its values are filled into a copy of that result, in a tenth of the time. Anything else is
+A dump has thousands of files with the same layout: a dict of ``value`` and ``meta`` with a different name, step and
+index in each. The first pickle of a layout is interpreted opcode by opcode (:mod:`.safe_unpickler`), recording the byte
+span of each string and integer. If all other bytes of a later pickle are equal, it would execute the same operations,
+so its values are filled into a copy of the first result. This takes a tenth of the time. Any other pickle is
 interpreted.
 """
 
@@ -15,11 +16,12 @@ from tapscope.run_format.tensor_layout import Tensor
 from tapscope.sglang.safe_unpickler import PickleMachine, read, run
 
 _MAX_BYTES = 1 << 16
-"""Longest pickle that becomes a template: a longer one holds more than a value and its metadata."""
+"""Maximum size of a pickle that becomes a template; a longer one contains more than a value and its metadata."""
 _MAX_WALK = 1 << 16
-"""Most objects that are visited to find where the literals of a pickle went."""
+"""Maximum number of objects visited to locate the literals of a pickle in its result."""
 _MAX_UNUSED = 32
-"""Layouts kept in a row without a match; then the directory has no common layout, and no more are kept."""
+"""Maximum number of consecutive templates without a match; then the directory has no common layout, and no more
+templates are created."""
 _TEXT = 0x58  # BINUNICODE
 _INTEGERS = {0x4B: 1, 0x4D: 2, 0x4A: 4}  # BININT1, BININT2 (unsigned) and BININT (signed): opcode -> width
 _GETS = {0x68, 0x6A}  # BINGET, LONG_BINGET
@@ -30,17 +32,17 @@ Place = Callable[[str], tuple[int, int]]
 
 
 class PickleTemplates:
-    """The layouts met so far in one directory."""
+    """The layouts seen so far in one directory."""
 
     def __init__(self) -> None:
         self._known: dict[int, dict[bytes, list[_Template]]] = {}
-        """Length of the bytes before the first hole -> these bytes -> templates."""
+        """Length of the prefix before the first hole -> prefix bytes -> templates."""
         self._num_unused = 0
 
     def read(
         self, data: bytes, known: Mapping[tuple[str, str], Any], persistent: Callable[[Any], Any], place: Place
     ) -> Any:
-        """What :func:`~tapscope.sglang.safe_unpickler.read` gives; raises as it does."""
+        """Return the same object as :func:`~tapscope.sglang.safe_unpickler.read`, with the same exceptions."""
         if len(data) > _MAX_BYTES:
             return read(data, known, persistent)
         if (value := self._match(data, place)) is not None:
@@ -73,15 +75,15 @@ class PickleTemplates:
 
 @dataclass(slots=True)
 class _Dict:
-    """A dict of the template: what is the same in all pickles, and what is filled in."""
+    """A dict of a template: constant entries, and holes to be filled per pickle."""
 
     same: dict[Any, Any]
-    """Every key in order; None where the value is filled in."""
+    """Every key in order; the value is None where it is filled in."""
     holes: list[tuple[Any, int]] = field(default_factory=list)
-    """(key, number of the hole)"""
+    """(key, index of the hole)"""
     inner: "list[tuple[Any, _Dict]]" = field(default_factory=list)
     tensors: list[tuple[Any, Tensor]] = field(default_factory=list)
-    """Their offsets count from the first byte of the storage."""
+    """(key, tensor); offsets are relative to the storage."""
 
     def filled(self, values: list[Any], offset: int) -> dict[Any, Any]:
         filled = self.same.copy()
@@ -96,18 +98,18 @@ class _Dict:
 
 @dataclass(slots=True)
 class _Template:
-    """A layout."""
+    """One layout of pickles."""
 
     segments: list[tuple[bytes, bool]]
-    """The bytes before each hole, and whether the hole is a string."""
+    """(bytes before the hole, True if the hole is a string) for each hole."""
     tail: bytes
     root: _Dict
     key: str
-    """Of the only storage."""
+    """Key of the only storage."""
     nbytes: int
 
     def values_of(self, data: bytes) -> list[Any] | None:
-        """What the holes hold in ``data``; None where the bytes between them differ."""
+        """Return the values of the holes in ``data``, or None if the bytes between the holes differ."""
         at, size = 0, len(data)
         values: list[Any] = []
         for segment, is_text in self.segments:
@@ -133,33 +135,33 @@ class _Template:
 
 
 class _Text(str):
-    """A string literal that knows its number."""
+    """A string literal that carries the index of its span."""
 
     number: int
 
 
 class _Integer(int):
-    """An integer literal that knows its number."""
+    """An integer literal that carries the index of its span."""
 
     number: int
 
 
 class _NoTemplate(Exception):
-    """The pickle is not a dict of plain values and tensors of one storage, or is too large to tell."""
+    """The pickle is not a dict of plain values and tensors of one storage, or too large to analyze."""
 
 
 class _TracingMachine(PickleMachine):
-    """Interprets a pickle and remembers which bytes each string and integer came from."""
+    """Pickle interpreter that records the byte span of each string and integer literal."""
 
     def __init__(self, data: bytes, known: Mapping[tuple[str, str], Any], persistent: Callable[[Any], Any]) -> None:
         super().__init__(data, known, self._resolve)
         self._persistent = persistent
         self.spans: list[tuple[int, int]] = []
-        """(first byte, end) of each literal, its opcode included."""
+        """(first byte, end) of each literal, including its opcode."""
         self.fixed: set[int] = set()
-        """Literals that a constructor, a storage or a global was made of."""
+        """Indices of literals passed to a constructor, a storage or a global; these must not vary."""
         self.storages: dict[Any, Any] = {}
-        """Key -> storage."""
+        """Key of a storage -> storage."""
         self._walked = 0
 
     def run(self) -> Any:
@@ -173,7 +175,7 @@ class _TracingMachine(PickleMachine):
             if code in _CALLS:
                 self._fix(stack[-2:])
             self.other(code)
-            if code in _GETS and isinstance(stack[-1], _Text | _Integer):  # used twice, and once perhaps as a key
+            if code in _GETS and isinstance(stack[-1], _Text | _Integer):  # used twice, possibly as a key
                 self.fixed.add(stack[-1].number)
             if code == _TEXT or code in _INTEGERS:
                 literal = _Text(stack[-1]) if code == _TEXT else _Integer(stack[-1])
@@ -203,7 +205,7 @@ class _TracingMachine(PickleMachine):
 
 
 def _template_of(machine: _TracingMachine, content: Any) -> _Template:
-    """The layout of a pickle; raises _NoTemplate."""
+    """Return the template of an interpreted pickle; raises _NoTemplate."""
     if not isinstance(content, dict) or len(machine.storages) != 1:
         raise _NoTemplate
     ((key, storage),) = machine.storages.items()
@@ -223,7 +225,7 @@ def _template_of(machine: _TracingMachine, content: Any) -> _Template:
 
 
 def _survey(content: dict[Any, Any], values: set[int], fixed: set[int], left: list[int], depth: int = 0) -> None:
-    """Sort the literals into values of dicts, which may differ, and keys, which may not; raises _NoTemplate."""
+    """Classify literals: dict values may vary, dict keys may not; raises _NoTemplate."""
     left[0] -= len(content) + 1
     if left[0] < 0 or depth > 8:
         raise _NoTemplate
@@ -256,7 +258,7 @@ def _dict_of(content: dict[Any, Any], offset: int, holes: Mapping[int, int]) -> 
 
 
 def _plain(value: Any) -> Any:
-    """A literal without its number."""
+    """Return a literal as a plain str or int."""
     if isinstance(value, _Text):
         return str.__str__(value)
     return int(value) if isinstance(value, _Integer) else value

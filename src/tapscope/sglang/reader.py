@@ -1,9 +1,9 @@
-"""Dump: a directory that SGLang's dumper wrote, read as a run.
+"""Dump: a directory written by SGLang's dumper, read as a run.
 
-One ``torch.save`` file a value, named by its tags (see :mod:`.filenames`), holding ``{"value": ..., "meta": {...}}``.
-Meta repeats the tags and adds the parallel info of the rank, and dims. Such a directory keeps no account of itself,
-but for the number that each file of a rank has: a number that is missing is a problem of the rank. What was never
-written behind the last cannot be known, and the ledger says so.
+Each value is one ``torch.save`` file, named by its tags (see :mod:`.filenames`), with the content ``{"value": ...,
+"meta": {...}}``. ``meta`` repeats the tags and adds the parallel info of the rank, and dims. The directory has no
+ledger, only a consecutive ``dump_index`` per rank: a missing index is reported as a problem of the rank. Values missing
+after the last file cannot be detected, and the ledger reports this.
 """
 
 import mmap
@@ -48,19 +48,20 @@ ONLY_ARGUMENTS = (
 _MAX_GAPS = 8
 _CORE_SITES = frozenset(site_of(name, {}) for name in CORE)
 _MAX_PEERS = 8
-"""Ranks with which one is compared that may have been stopped."""
+"""Maximum number of ranks compared with a rank that may have been stopped."""
 _MAP_FROM = 1 << 16
-"""Bytes from which a tensor is mapped; smaller ones are sooner read."""
+"""Size in bytes from which a tensor is memory-mapped; reading smaller tensors is faster."""
 _MAX_MAPPED = 256
-"""Files that stay mapped; each holds a descriptor, so it is an eighth of the process's limit where that is less."""
+"""Maximum number of mapped files. Each uses a file descriptor, so at most an eighth of the process's limit is used."""
 _MAX_KEPT = 32 << 20
-"""Bytes of tensors of small files that are kept from when the files were opened."""
+"""Maximum number of tensor bytes cached from small files when they are opened."""
 
 
 def find_dump(path: Path) -> Path | None:
-    """The directory with the dumped files: ``path`` itself, or the only one in it that has any; None for no dump.
+    """Return the directory with the dumped files: ``path`` itself, or its only subdirectory with dumped files; None if
+    there is none.
 
-    Raises RunNotFoundError when several have: the caller must choose one.
+    Raises RunNotFoundError if several subdirectories qualify: the caller must choose one.
     """
     if (path / MANIFEST).exists() or not path.is_dir():
         return None
@@ -83,7 +84,7 @@ def _has_files(folder: Path) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Dump:
-    """The contents of such a directory."""
+    """The contents of a directory written by SGLang's dumper."""
 
     manifest: dict[str, Any]
     ranks: dict[int, RankIndex]
@@ -91,24 +92,24 @@ class Dump:
 
 
 class DumpPayloads:
-    """The tensors within the dumped files: bytes of small files are kept, the last large files stay mapped."""
+    """The tensors in the dumped files: small files are cached, the most recently used large files stay mapped."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._checked: dict[str, list[tuple[int, int, str]] | None] = {}
         self.spread: dict[tuple[int, int], Tensor] = {}
-        """(rank, seq) -> a non-contiguous tensor."""
+        """(rank, seq) -> non-contiguous tensor."""
         self.damaged: list[str] = []
-        """What is wrong with each file that cannot be read."""
+        """One message per file that cannot be read."""
         self.has_checksums = True
         self._mapped: OrderedDict[str, Array] = OrderedDict()
         self._max_mapped = min(_MAX_MAPPED, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8)
         self._lock = Lock()
         self._kept: dict[tuple[str, int], bytes] = {}
-        """(file, offset) -> the bytes of a tensor."""
+        """(file, offset) -> bytes of a tensor."""
         self._num_kept = 0
         self._tails: dict[tuple[str, int, int], bytes] = {}
-        """(file, offset, number of bytes) -> the last bytes of a tensor of a large file."""
+        """(file, offset, number of bytes) -> last bytes of a tensor in a large file."""
 
     def array(self, record: Record) -> Array:
         """See :class:`~tapscope.run_format.payload.Payloads`."""
@@ -119,12 +120,13 @@ class DumpPayloads:
         if kept is not None and len(kept) == entry.nbytes:
             return np.ndarray(record.shape, dtypes.numpy_dtype(record.dtype), kept)
         if (record.key.rank, record.seq) not in self.spread and entry.nbytes >= _MAP_FROM:
-            with suppress(OSError, ValueError, TypeError):  # reading the file raises what is wrong with it
+            with suppress(OSError, ValueError, TypeError):  # read() below raises the specific error
                 return np.ndarray(record.shape, dtypes.numpy_dtype(record.dtype), self._map(entry.file), entry.offset)
         return self.read(entry.file, self._tensor(record))
 
     def keep(self, name: str, tensor: Tensor, read: FileEnd) -> None:
-        """Keep the bytes of a contiguous tensor if its whole file was read, else its last ones if they were."""
+        """Cache the bytes of a contiguous tensor if the whole file was read, otherwise its last bytes if those were
+        read."""
         if not tensor.nbytes:
             return
         if not read.start and self._num_kept + tensor.nbytes <= _MAX_KEPT:
@@ -151,7 +153,7 @@ class DumpPayloads:
         return spread or packed(record.dtype, record.shape, record.entry.offset)
 
     def read(self, name: str, tensor: Tensor) -> Array:
-        """A tensor of a file; raises RunCorruptError when the file has become shorter or is gone."""
+        """Read a tensor from a file; raises RunCorruptError if the file was truncated or removed."""
         path = self._folder / name
         try:
             if tensor.end - tensor.offset >= _MAP_FROM:
@@ -164,7 +166,7 @@ class DumpPayloads:
             raise RunCorruptError(f"{path}: cannot be read any more: {why}") from None
 
     def _map(self, name: str) -> Array:
-        """A whole file, mapped with all its pages: faults cost as much as summing what they bring."""
+        """Memory-map a whole file with populated pages: page faults would cost as much as summing the data."""
         with self._lock:
             data = self._mapped.pop(name, None)
             if data is None:
@@ -181,18 +183,18 @@ class DumpPayloads:
             return data
 
     def file(self, record: Record, end: int) -> None:
-        """None: a tensor may be a view of a part of its storage."""
+        """Return None: a tensor may be a view of a part of its storage."""
 
     def lacks(self, record: Record) -> str:
-        """Nothing: see :meth:`missing`."""
+        """Return an empty string: see :meth:`missing`."""
         return ""
 
     def suspects(self, records: Records) -> Array:
-        """None."""
+        """Return an empty array: no payload is suspect."""
         return np.empty(0, np.int64)
 
     def flaw(self, record: Record) -> str | None:
-        """See :class:`~tapscope.run_format.payload.Payloads`; the zip archive has a CRC-32 of each storage."""
+        """See :class:`~tapscope.run_format.payload.Payloads`; the ZIP archive has a CRC-32 of each storage."""
         assert record.entry is not None
         name = record.entry.file
         if name not in self._checked:
@@ -205,19 +207,19 @@ class DumpPayloads:
         return f"do not have the CRC-32 that their file says ({bad[0]})" if bad else ""
 
     def missing(self, records: Records) -> list[str]:
-        """Nothing: every file was opened when the directory was read."""
+        """Return an empty list: every file was opened when the directory was read."""
         return []
 
     def close(self) -> None:
-        """Forget the mapped files; arrays that are still in use keep theirs."""
+        """Drop the mapped files; arrays still in use keep their mapping."""
         with self._lock:
             self._mapped.clear()
 
 
 def read_dump(folder: Path) -> Dump:
-    """Read every file's tags and meta; payloads stay where they are.
+    """Read the tags and meta of every file; payloads are read on access.
 
-    A file that cannot be read is a problem of its rank. Raises RunCorruptError when none can.
+    An unreadable file is reported as a problem of its rank. Raises RunCorruptError if no file is readable.
     """
     tags_of = dict(_file_names(folder))
     dump = Dump({}, {}, DumpPayloads(folder))
@@ -232,7 +234,7 @@ def read_dump(folder: Path) -> Dump:
 
 
 def _file_names(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(relative name, tags); a ``/`` in a dumped name has made directories."""
+    """Yield (relative name, tags) of each file; a ``/`` in a dumped name creates subdirectories."""
     for root, folders, files in os.walk(folder):
         folders[:] = [name for name in folders if "___" in name]
         inside = os.path.relpath(root, folder)
@@ -248,7 +250,7 @@ def _order(name: str, tags: Mapping[str, str]) -> tuple[int, int, str]:
 
 
 class _Reader:
-    """Makes records of files, one after another in the order of each rank's dumps."""
+    """Converts files to records, in dump order per rank."""
 
     def __init__(self, folder: Path, dump: Dump) -> None:
         self._folder, self._found = folder, dump
@@ -256,12 +258,12 @@ class _Reader:
         self._firings: Counter[tuple[object, ...]] = Counter()
         self._per_step: Counter[tuple[int, int]] = Counter()
         self._numbers: dict[int, dict[int, str]] = {}
-        """rank -> ``dump_index`` -> the file: the dumper counts up by one."""
+        """rank -> ``dump_index`` -> file; the dumper increments the index by one per file."""
         self._same_numbers: dict[int, list[tuple[str, str]]] = {}
-        """rank -> pairs of files with one ``dump_index``."""
+        """rank -> pairs of files with the same ``dump_index``."""
         self._templates = PickleTemplates()
         self._arguments: dict[tuple[str, int, int], object] = {}
-        """(site, step, rank) -> what was dumped there first, of the model's own arguments."""
+        """(site, step, rank) -> form of the model argument dumped there first."""
         self._logits_rows = LogitsRows(dump.payloads.read)
 
     def add(self, name: str, tags: dict[str, Any]) -> None:
@@ -325,21 +327,21 @@ class _Reader:
             self._per_step[rank, step] += 1
 
     def _is_repeated(self, place: tuple[str, int, int], file: str, parts: list[tuple[str, Any]]) -> bool:
-        """Whether this is an argument of the model that an inner module received unchanged."""
+        """Return whether this is an argument of the model that an inner module received unchanged."""
         form = [(path, self._form(file, leaf)) for path, leaf in parts]
         is_repeated = form == self._arguments.get(place)
         self._arguments.setdefault(place, form)
         return is_repeated
 
     def _form(self, file: str, leaf: Any) -> object:
-        """Equal for equal leaves."""
+        """Return a value that is equal for equal leaves."""
         if not isinstance(leaf, Tensor):
             return plain_value(leaf)
         data = np.ascontiguousarray(self._found.payloads.read(file, leaf)).reshape(-1).view(np.uint8)
         return leaf.dtype, leaf.shape, blake2b(data.data).digest()
 
     def finish(self) -> None:
-        """Steps, ranks and the manifest, when all files are there."""
+        """Set steps, ranks and the manifest after all files have been added."""
         steps = sorted({step for _, step in self._per_step})
         mesh: dict[str, int] = {}
         sites = {site for index in self._found.ranks.values() for site in index.sites}
@@ -365,8 +367,11 @@ class _Reader:
         self._found.manifest.update(self._manifest(mesh))
 
     def _stopped(self, rank: int, stages: Mapping[int, int]) -> list[str]:
-        """A sentence if the sites of the rank's last step are the first ones of another rank of its pipeline stage, so
-        that it may have been stopped."""
+        """Return a message if the rank may have been stopped, otherwise an empty list.
+
+        This is the case if the sites of its last step are a proper prefix of those of another rank of the same pipeline
+        stage.
+        """
         if not self._found.ranks[rank].records:
             return []
         step = int(self._found.ranks[rank].records.step[-1])
@@ -403,7 +408,7 @@ def _sites(index: RankIndex, step: int) -> list[str]:
 
 
 def _gaps(numbers: Iterable[int], first: int) -> str:
-    """The gaps in numbers that count up from ``first``, as ranges: ``3, 7-9``; empty for nothing."""
+    """Format the gaps in numbers that count up from ``first`` as ranges, e.g. ``3, 7-9``; empty if there is no gap."""
     known = sorted(numbers)
     spans = [(one + 1, two - 1) for one, two in pairwise([first - 1, *known]) if two - one > 1]
     some = ", ".join(str(begin) if begin == end else f"{begin}-{end}" for begin, end in spans[:_MAX_GAPS])
@@ -413,7 +418,7 @@ def _gaps(numbers: Iterable[int], first: int) -> str:
 
 
 def site_within(site: str, path: str) -> str:
-    """The site of a part of a value: ``:tap[x]`` -> ``:tap[x.path]``, ``:out`` -> ``:out[path]``."""
+    """Return the site of a part of a value: ``:tap[x]`` -> ``:tap[x.path]``, ``:out`` -> ``:out[path]``."""
     if not path:
         return site
     stem, grad = site.removesuffix(".grad"), ".grad" if site.endswith(".grad") else ""

@@ -1,8 +1,8 @@
-"""PickleMachine: reads the part of the pickle format that ``torch.save`` writes, without the module that executes it.
+"""PickleMachine: a safe interpreter for the subset of the pickle format that ``torch.save`` writes.
 
-A pickle is a program for a small stack machine. This one knows only the opcodes that build plain containers, strings
-and numbers, and calls only constructors that its caller passes by name. An unknown global ends the reading and is
-never looked up. Time and memory are proportional to the length of the input and bounded by fixed budgets.
+A pickle is a program for a small stack machine. This implementation supports only the opcodes that build plain
+containers, strings and numbers, and calls only constructors that the caller passes by name. An unknown global is an
+error and is never looked up. Time and memory are proportional to the length of the input and bounded by fixed budgets.
 """
 
 import struct
@@ -11,53 +11,53 @@ from dataclasses import dataclass
 from typing import Any
 
 MAX_BYTES = 64 << 20
-"""Longest pickle that is read: the tensors' bytes are not in it."""
+"""Maximum size of a pickle; the bytes of tensors are stored outside of it."""
 MAX_OPERATIONS = 4_000_000
-"""Most of what a pickle may have done: opcodes, and what its calls copy. An opcode of one byte can make 200."""
+"""Budget of a pickle: executed opcodes plus the elements copied by its calls. A one-byte opcode can cause 200."""
 _SET_COST = 8
-"""Operations: an empty set takes as much memory as eight numbers."""
+"""Operations charged for an empty set, which uses as much memory as eight numbers."""
 _CHARACTERS = 64
-"""Characters of a string that one operation may copy."""
+"""Number of characters copied from a string per charged operation."""
 _MAX_KEY = 1 << 31
-"""Whole-number keys are smaller: those of hostile larger ones may all have one hash."""
+"""Bound on the absolute value of integer keys: larger malicious keys could all share one hash."""
 _MAX_INT_BYTES = 16
 
 
 class PickleProblem(ValueError):
-    """The bytes are damaged, or hold what is not read here; the text says what."""
+    """The bytes are damaged or contain unsupported data; the message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Constructor:
-    """Something that a pickle may call; nothing else ever is."""
+    """A callable that a pickle may invoke; no other object is ever called."""
 
     make: Callable[..., Any]
 
 
 class Placeholder(dict[str, Any]):
-    """Stands for an object of a class that is not read, with its attributes by name; see :class:`LenientNames`."""
+    """Replacement for an object of an unsupported class, with its attributes by name; see :class:`LenientNames`."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__()
 
     def set_state(self, state: Any) -> None:
-        """Take the attributes that the pickle sets."""
+        """Store the attributes that the pickle sets."""
         if isinstance(state, dict):
             self.update(state)
 
 
 class PlaceholderKey(Placeholder):
-    """A placeholder that may be a key: what it is equal to, and its hash, are not for the pickle to choose."""
+    """A hashable placeholder; equality and hash are by identity, so that the pickle cannot choose them."""
 
     __hash__ = object.__hash__  # type: ignore[assignment]
     __eq__ = object.__eq__
 
 
 class LenientNames(dict[tuple[str, str], Any]):
-    """Known names; all others stand for :class:`Placeholder`, which ignores what it is called with."""
+    """Known globals; any other name maps to the constructor of :class:`Placeholder`, which ignores its arguments."""
 
     def get(self, key: tuple[str, str], default: Any = None) -> Any:
-        """The name's constructor."""
+        """Return the constructor for the name, never ``default``."""
         return super().get(key, _PLACEHOLDER)
 
 
@@ -74,10 +74,10 @@ _PUTS, _GETS = {0x71: 1, 0x72: 4}, {0x68: 1, 0x6A: 4}  # q r, h j
 
 
 def read(data: bytes, known: Mapping[tuple[str, str], Any], persistent: Callable[[Any], Any]) -> Any:
-    """The object that ``data`` builds.
+    """Return the object that the pickle ``data`` builds.
 
-    ``known`` maps (module, name) of each allowed global to what stands for it, a :class:`Constructor` where it may be
-    called; ``persistent`` gives the object for a persistent id. Raises PickleProblem.
+    ``known`` maps (module, name) of each allowed global to its replacement, a :class:`Constructor` if the pickle may
+    call it. ``persistent`` returns the object for a persistent id. Raises PickleProblem.
     """
     if len(data) > MAX_BYTES:
         raise PickleProblem(f"its pickle has {len(data):,} bytes, at most {MAX_BYTES:,} are read")
@@ -85,7 +85,7 @@ def read(data: bytes, known: Mapping[tuple[str, str], Any], persistent: Callable
 
 
 def run(machine: "PickleMachine") -> Any:
-    """The object that a machine's pickle builds; raises PickleProblem."""
+    """Run ``machine`` and return the object it builds; raises PickleProblem."""
     try:
         return machine.run()
     except (IndexError, struct.error):
@@ -95,7 +95,7 @@ def run(machine: "PickleMachine") -> Any:
 
 
 class PickleMachine:
-    """Stack, memo and place in the bytes."""
+    """Interpreter state: stack, memo and position in the bytes."""
 
     def __init__(self, data: bytes, known: Mapping[tuple[str, str], Any], persistent: Callable[[Any], Any]) -> None:
         self.data, self.known, self.persistent = data, known, persistent
@@ -105,7 +105,7 @@ class PickleMachine:
         self.memo: dict[int, Any] = {}
 
     def run(self) -> Any:
-        """Interpret the opcodes up to STOP."""
+        """Interpret opcodes until STOP and return the result."""
         data, stack, memo, push = self.data, self.stack, self.memo, self.stack.append
         at, left, size = 0, self.left, len(self.data)
         while True:
@@ -114,7 +114,7 @@ class PickleMachine:
             left -= 1
             if left < 0:
                 raise PickleProblem(f"its pickle asks for more than {MAX_OPERATIONS:,} operations")
-            if code == 0x71:  # q: these six are nearly all that torch.save writes, and calls would take longer
+            if code == 0x71:  # q: the six opcodes that dominate torch.save's output are inlined here for speed
                 memo[data[at + 1]] = stack[-1]
                 at += 2
             elif code == 0x58:  # X
@@ -140,7 +140,7 @@ class PickleMachine:
                 at, left = self.at, self.left
 
     def other(self, code: int) -> None:
-        """Execute a less frequent opcode."""
+        """Execute one of the less frequent opcodes."""
         if code in _NEW:
             self.stack.append(_NEW[code]())
             self.left -= _SET_COST if code == 0x8F else 0
@@ -154,7 +154,7 @@ class PickleMachine:
             raise PickleProblem(f"its pickle has an opcode that torch.save never writes, {code:#04x}")
 
     def literal(self, code: int) -> bool:
-        """Push a constant, a number, a string or bytes; whether ``code`` is one of these."""
+        """Push a constant, a number, a string or bytes; return whether ``code`` is such an opcode."""
         push = self.stack.append
         if code in _TEXTS:
             push(self.take(self.unsigned(_TEXTS[code])).decode("utf-8", "surrogatepass"))
@@ -179,7 +179,7 @@ class PickleMachine:
         return True
 
     def container(self, code: int) -> bool:
-        """Make a tuple or fill a container; whether ``code`` does that."""
+        """Build a tuple or fill a container; return whether ``code`` is such an opcode."""
         stack = self.stack
         if code in _TUPLES:
             count = _TUPLES[code]
@@ -205,7 +205,7 @@ class PickleMachine:
         return True
 
     def object(self, code: int) -> bool:
-        """Name, call or set up something that the caller knows; whether ``code`` does that."""
+        """Resolve, call or initialize a known global; return whether ``code`` is such an opcode."""
         stack = self.stack
         if code == 0x63:  # global
             stack.append(self.named(self.line(), self.line()))
@@ -224,7 +224,7 @@ class PickleMachine:
             stack.append(called.make(*arguments))
         elif code == 0x51:  # binpersid
             stack.append(self.persistent(stack.pop()))
-        elif code == 0x62:  # build: attributes of a container, which mean nothing here
+        elif code == 0x62:  # build: attributes of a container are ignored
             state = stack.pop()
             if not isinstance(stack[-1], dict | list | set):
                 raise PickleProblem("its pickle sets the state of an object")
@@ -235,7 +235,7 @@ class PickleMachine:
         return True
 
     def named(self, module: str, name: str) -> Any:
-        """The caller's replacement for this global."""
+        """Return the replacement for a global; raises PickleProblem if it is unknown."""
         value = self.known.get((module, name))
         if value is None:
             raise PickleProblem(
@@ -245,16 +245,16 @@ class PickleMachine:
         return value
 
     def remembered(self, number: int) -> Any:
-        """An entry of the memo."""
+        """Return an entry of the memo."""
         if number not in self.memo:
             raise IndexError
         return self.memo[number]
 
     def since_mark(self) -> list[Any]:
-        """Pop what was pushed since the last mark."""
+        """Pop the items pushed since the last mark."""
         stack = self.stack
         place = len(stack) - 1
-        while stack[place] is not _MARK:  # runs into an IndexError where there is none
+        while stack[place] is not _MARK:  # raises IndexError if there is no mark
             place -= 1
             if place < 0:
                 raise IndexError
@@ -263,7 +263,7 @@ class PickleMachine:
         return items
 
     def take(self, count: int) -> bytes:
-        """The next bytes."""
+        """Consume the next ``count`` bytes."""
         end = self.at + count
         if end > len(self.data):
             raise IndexError
@@ -272,11 +272,11 @@ class PickleMachine:
         return data
 
     def unsigned(self, width: int) -> int:
-        """The next integer, little-endian."""
+        """Consume a little-endian unsigned integer of ``width`` bytes."""
         return int.from_bytes(self.take(width), "little")
 
     def line(self) -> str:
-        """The bytes up to the next newline."""
+        """Consume the bytes up to the next newline."""
         end = self.data.find(b"\n", self.at)
         if end < 0:
             raise IndexError
@@ -292,14 +292,15 @@ def _of(kind: type, value: Any) -> Any:
 
 
 def _cost(argument: Any) -> int:
-    """Operations that a call may cost because of an argument."""
+    """Return the number of operations charged for an argument of a call."""
     if isinstance(argument, str | bytes):
         return len(argument) // _CHARACTERS
     return len(argument) if isinstance(argument, list | tuple | dict | set) else 0
 
 
 def check_keys(keys: Iterable[Any]) -> None:
-    """Accept strings, None and bounded integers: hashes of floats can be made to collide on purpose."""
+    """Raise PickleProblem unless all keys are strings, bytes, None or bounded integers: hashes of floats can be made to
+    collide."""
     if not all(
         isinstance(key, str | bytes | PlaceholderKey | None) or (isinstance(key, int) and -_MAX_KEY < key < _MAX_KEY)
         for key in keys

@@ -1,7 +1,7 @@
-"""Reads what ``torch.save`` wrote without torch, with tensors as mapped views; nothing in it is executed.
+"""Reader for ``torch.save`` files without torch; tensors become mapped views, and no code in the file is executed.
 
-Since torch 1.6 such a file is a zip archive of stored members: ``NAME/data.pkl`` builds the object, ``NAME/data/KEY``
-are the bytes of its storages.
+Since torch 1.6, the file is an uncompressed ZIP archive: ``NAME/data.pkl`` builds the object, ``NAME/data/KEY`` are the
+bytes of its storages.
 """
 
 import os
@@ -33,12 +33,12 @@ _STORAGES = {
     "ComplexDoubleStorage": "complex128",
 }
 _MAX_SPREAD = 128 << 20
-"""Most bytes that the tensors of a file may have beyond those of their storages (``expand``), all of them together."""
+"""Maximum number of bytes by which the tensors of a file may exceed their storages in total (``expand``)."""
 
 
 @dataclass(slots=True)
 class _Room:
-    """Bytes that the tensors of one file may still have beyond those of their storages."""
+    """Remaining number of bytes by which the tensors of one file may exceed their storages."""
 
     left: int = _MAX_SPREAD
 
@@ -53,19 +53,19 @@ class _Storage:
 
 
 class _Named(str):
-    """A dtype or a storage type, as the name of an element type."""
+    """The dtype of a storage type or torch dtype, as a name."""
 
     __slots__ = ()
 
 
 def load(path: Path, templates: PickleTemplates | None = None, *, is_lenient: bool = False) -> Any:
-    """The object in a file: containers, numbers and strings as they are, tensors as :class:`Tensor`.
+    """Load the object in a file: containers, numbers and strings unchanged, tensors as :class:`Tensor`.
 
-    ``templates`` are shared by the files of a directory, which are then read faster. With ``is_lenient`` objects of
-    unknown classes are :class:`~.safe_unpickler.Placeholder`, instead of an error; nothing is executed either way.
+    ``templates``, shared by all files of a directory, speed up reading. With ``is_lenient``, an object of an unknown
+    class becomes a :class:`~.safe_unpickler.Placeholder` instead of an error. No code is executed in either case.
 
-    Raises RunCorruptError that names the file and what is wrong with it: damaged, not a zip archive (torch before 1.6),
-    or a global beyond tensors, which is never executed.
+    Raises RunCorruptError with the file and the reason: damaged, not a ZIP archive (torch before 1.6), or an
+    unsupported global.
     """
     return load_with_end(path, templates, is_lenient=is_lenient)[0]
 
@@ -73,7 +73,7 @@ def load(path: Path, templates: PickleTemplates | None = None, *, is_lenient: bo
 def load_with_end(
     path: Path | str, templates: PickleTemplates | None = None, *, is_lenient: bool = False
 ) -> tuple[Any, FileEnd]:
-    """As :func:`load`, and the last bytes of the file, which had to be read for it."""
+    """Like :func:`load`, but also return the last bytes of the file, which are read in any case."""
     try:
         fd = open_regular(path)
         try:
@@ -92,7 +92,8 @@ def load_with_end(
 
 
 def load_part(path: Path, at: int, nbytes: int) -> Any:
-    """As :func:`load`, of the ``nbytes`` from byte ``at`` of a file; the tensors' offsets count from its start."""
+    """Like :func:`load`, for an archive of ``nbytes`` at byte ``at`` of a file; tensor offsets are relative to the
+    file."""
     try:
         with reading(path) as file:
             return _Reader(Archive(file.fileno(), at, nbytes)).load(None, _KNOWN)
@@ -103,7 +104,8 @@ def load_part(path: Path, at: int, nbytes: int) -> Any:
 
 
 def read_pickle(path: Path, known: Mapping[tuple[str, str], Any]) -> Any:
-    """What a file that is a pickle builds, with these names in addition to those of tensors; others are placeholders.
+    """Unpickle a file without executing code: tensors and the globals in ``known`` are built, any other global becomes
+    a placeholder.
 
     Raises RunCorruptError.
     """
@@ -120,10 +122,10 @@ def _no_storage(_: Any) -> Any:
 
 
 def damaged(path: Path, at: int = 0, nbytes: int | None = None) -> list[tuple[int, int, str]] | None:
-    """(first byte, end, name) of the members whose bytes have not the CRC-32 that was written for them.
+    """Return (first byte, end, name) of archive members whose CRC-32 does not match.
 
-    ``at`` and ``nbytes`` are where an archive lies within the file.
-    None for a file that was saved without (``set_crc32_options(False)``). Raises RunCorruptError.
+    ``at`` and ``nbytes`` give the position of an archive within the file. None for a file saved without checksums
+    (``set_crc32_options(False)``). Raises RunCorruptError.
     """
     try:
         with reading(path) as file:
@@ -147,7 +149,7 @@ def _sentence(path: Path | str, error: Exception) -> str:
 
 
 class _Reader:
-    """One open archive."""
+    """Reader of one open archive."""
 
     def __init__(self, archive: Archive) -> None:
         self._archive = archive
@@ -168,7 +170,7 @@ class _Reader:
         return read(data, known, self._storage)
 
     def _storage(self, identity: Any) -> _Storage:
-        """A persistent id: ("storage", type, key, device, number of elements)."""
+        """Resolve a persistent id: ("storage", type, key, device, number of elements)."""
         if not (isinstance(identity, tuple) and len(identity) == 5 and identity[0] == "storage"):
             raise PickleProblem("its pickle references something that is not a storage")
         _, kind, key, _, count = identity
@@ -178,7 +180,7 @@ class _Reader:
         return _Storage(None if kind == "untyped" else str(kind), offset, nbytes, self._room)
 
     def _place(self, key: str) -> tuple[int, int]:
-        """(offset, number of bytes) of a storage."""
+        """Return (offset, number of bytes) of a storage."""
         if key not in self._storages:
             name = f"{self._root}data/{key}"
             if name not in self._archive.members:
@@ -188,7 +190,7 @@ class _Reader:
 
 
 def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *more: Any) -> Tensor:
-    """``torch._utils._rebuild_tensor_v2`` and ``_v3``; the latter's fourth further argument is the dtype."""
+    """Build a tensor: ``torch._utils._rebuild_tensor_v2`` and ``_v3``; the third of ``more`` in v3 is the dtype."""
     if not isinstance(storage, _Storage):
         raise PickleProblem("its pickle builds a tensor from something that is not a storage")
     dtype = storage.dtype
@@ -229,7 +231,7 @@ def _parameter(data: Any, *_: Any) -> Any:
 
 
 def _subclass(make: Any, _: Any, arguments: Any, *state: Any) -> Any:
-    """``torch._tensor._rebuild_from_type_v2``: a tensor with attributes of its own, which mean nothing here."""
+    """Build a tensor subclass: ``torch._tensor._rebuild_from_type_v2``; its extra attributes are ignored."""
     if not isinstance(make, Constructor) or not isinstance(arguments, tuple):
         raise PickleProblem("its pickle describes a tensor wrongly")
     return make.make(*arguments)
@@ -263,7 +265,7 @@ def _set(items: Any = ()) -> set[Any]:
 
 
 def _encoded(text: Any, encoding: Any) -> bytes:
-    """``_codecs.encode``, by which pickles of protocol 2 write bytes."""
+    """Replacement for ``_codecs.encode``, which pickles of protocol 2 use for bytes."""
     if not isinstance(text, str) or encoding != "latin1":
         raise PickleProblem("its pickle describes bytes wrongly")
     return text.encode("latin1")

@@ -1,7 +1,7 @@
-"""Archive: where the members of a zip archive lie that stores them as they are; nothing is unpacked.
+"""Archive: locates the members of an uncompressed ZIP archive without extracting them.
 
-Only the directory at the end is read. ``zipfile`` would do, but it takes several times as long for a small file, and it
-refuses members whose CRC-32 was not computed.
+Only the central directory at the end is read. ``zipfile`` takes several times as long for a small file, and rejects
+members without a computed CRC-32.
 """
 
 import mmap
@@ -11,34 +11,34 @@ import zlib
 from typing import NamedTuple
 
 _END, _END64, _LOCATOR = b"PK\x05\x06", b"PK\x06\x06", b"PK\x06\x07"
-_ENTRY = struct.Struct("<4s4x2H4x3I3H8xI")  # the fixed part of an entry of the directory
+_ENTRY = struct.Struct("<4s4x2H4x3I3H8xI")  # fixed part of a central directory entry
 _SMALL = 1 << 16
-"""Bytes of a file that is read whole, and of the longest end in which the directory's place is searched."""
+"""Maximum size in bytes of a file that is read whole, and of the tail searched for the end-of-directory record."""
 _TAIL = 1 << 13
-"""Bytes at each end of a larger file that are read first: torch writes the pickle before the storages."""
+"""Number of bytes at each end of a larger file that are read first: torch writes the pickle before the storages."""
 _MAX_DIRECTORY = 64 << 20
 _BLOCK = 1 << 22
 _ABSENT = 0xFFFFFFFF
 _ENCRYPTED = 1
-_make = tuple.__new__  # as NamedTuple's, in half the time
+_make = tuple.__new__  # like NamedTuple's __new__, in half the time
 
 
 class ArchiveProblem(ValueError):
-    """The bytes are no such archive; the text says why."""
+    """The bytes are not a valid archive; the message gives the reason."""
 
 
 class Member(NamedTuple):
-    """A file in the archive."""
+    """A member of the archive."""
 
     header: int
-    """Where its own header begins, in front of its bytes."""
+    """Offset of the local header, which precedes the bytes."""
     nbytes: int
     crc: int
-    """CRC-32 of its bytes as the directory has it; 0 in archives that were written without."""
+    """CRC-32 of the bytes according to the directory; 0 in archives written without checksums."""
     is_stored: bool
-    """Whether its bytes lie there as they are."""
+    """True if the bytes are stored uncompressed and unencrypted."""
     num_packed: int = 0
-    """Bytes that it takes in the archive."""
+    """Compressed size in bytes."""
     is_deflated: bool = False
 
 
@@ -46,24 +46,24 @@ class FileEnd(NamedTuple):
     """The last bytes of a file."""
 
     start: int
-    """Where they begin in the file; 0 if they are all of it."""
+    """Offset of ``data`` in the file; 0 if ``data`` is the whole file."""
     data: bytes
 
 
 class Archive:
-    """The members of an open file, or of an archive of ``nbytes`` from byte ``at`` of it; raises ArchiveProblem."""
+    """An open ZIP archive: a whole file, or ``nbytes`` from byte ``at`` of it; raises ArchiveProblem."""
 
     def __init__(self, fd: int, at: int = 0, nbytes: int | None = None) -> None:
         self._fd, self._at = fd, at
         self._size = os.fstat(fd).st_size if nbytes is None else nbytes
         self._start, self._tail = self._last(_SMALL if self._size <= _SMALL else _TAIL)
-        if self._start and _END not in self._tail:  # a long comment
+        if self._start and _END not in self._tail:  # a long archive comment
             self._start, self._tail = self._last(_SMALL)
         self._head = os.pread(fd, _TAIL, at) if self._start else b""
         self.members = self._directory()
-        """By name."""
+        """Name -> member."""
         self.has_checksums = any(member.crc for member in self.members.values() if member.nbytes)
-        """``torch.serialization.set_crc32_options(False)`` leaves them all out."""
+        """False for archives written with ``torch.serialization.set_crc32_options(False)``."""
 
     def _last(self, count: int) -> tuple[int, bytes]:
         start = max(self._size - count, 0)
@@ -71,19 +71,19 @@ class Archive:
 
     @property
     def end(self) -> FileEnd:
-        """The last bytes of the file; all of a small one."""
+        """The last bytes of the file; the whole file if it is small."""
         return FileEnd(self._start, self._tail)
 
     def place(self, name: str) -> int:
-        """Where the bytes of a stored member begin in the file."""
+        """Return the offset of a stored member's bytes in the file."""
         if not self.members[name].is_stored:
             raise ArchiveProblem("is a compressed archive, which torch.save does not write")
         return self._at + self.begin(name)
 
     def begin(self, name: str) -> int:
-        """Where the bytes of a member begin in the archive, compressed or not."""
+        """Return the offset of a member's bytes in the archive, compressed or not."""
         member = self.members[name]
-        head = self._read(member.header, 30)  # repeats the name, with an extra field of its own length
+        head = self._read(member.header, 30)  # local header: has its own name and extra field lengths
         if len(head) < 30 or head[:4] != b"PK\x03\x04":
             raise ArchiveProblem(f"is damaged where its member {name[:60]!r} should begin")
         begin = member.header + 30 + int.from_bytes(head[26:28], "little") + int.from_bytes(head[28:], "little")
@@ -92,7 +92,8 @@ class Archive:
         return begin
 
     def read(self, name: str, limit: int) -> bytes:
-        """The bytes of a stored member, checked against its checksum."""
+        """Return the bytes of a stored member after verifying its checksum; raises ArchiveProblem above ``limit``
+        bytes."""
         member, begin = self.members[name], self.place(name) - self._at
         if member.nbytes > limit:
             raise ArchiveProblem(f"its {name[:60]!r} has {member.nbytes:,} bytes, at most {limit:,} are read")
@@ -102,7 +103,7 @@ class Archive:
         return data
 
     def damaged(self) -> list[tuple[int, int, str]] | None:
-        """(first byte, end, name) of the members that have not their CRC-32; None where none was written."""
+        """Return (first byte, end, name) of members whose CRC-32 does not match; None if no checksums were written."""
         if not self.has_checksums:
             return None
         spans = []
@@ -163,7 +164,7 @@ def _entries(data: bytes) -> list[tuple[str, Member]]:
 
 
 def _wide(extra: bytes, *numbers: int) -> list[int]:
-    """The numbers that do not fit 32 bits, from the extra field that has them."""
+    """Replace numbers that exceed 32 bits by their values in the ZIP64 extra field."""
     at = 0
     while at + 4 <= len(extra):
         kind, size = struct.unpack_from("<2H", extra, at)

@@ -1,1 +1,2 @@
-"""Reads directories of .pt, .npz, .npy and .safetensors files, and checkpoints, as runs; without torch or pickle."""
+"""Reader for directories of .pt, .npz, .npy and .safetensors files, and for checkpoints, as runs; uses neither torch
+nor pickle."""

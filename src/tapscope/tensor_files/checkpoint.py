@@ -1,8 +1,8 @@
 """Checkpoint: the weights of a Hugging Face checkpoint as a run with one step of parameters.
 
-Tensors are sites ``PATH:param[weight]``, whatever shards they are in, so that checkpoints are compared by name and by
-the name maps of :mod:`tapscope.comparator.matching`, fused projections included. ``config.json`` gives the
-hyperparameters. A shard or tensor that the index names and that is missing is a problem of the run.
+Each tensor is a site ``PATH:param[weight]``, independent of its shard. Checkpoints are therefore compared by name and
+by the name maps of :mod:`tapscope.comparator.matching`, including fused projections. ``config.json`` provides the
+hyperparameters. A shard or tensor listed in the index but missing is reported as a problem of the run.
 """
 
 import json
@@ -25,11 +25,11 @@ INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _WHOLE = ("model.safetensors", "pytorch_model.bin")
 _MAX_JSON = 64 << 20
 _MAX_NAMED = 5
-"""Missing tensors that are named one by one."""
+"""Maximum number of missing tensors named in the message."""
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether the directory is laid out as transformers saves a model."""
+    """Return whether the directory has the layout in which transformers saves a model."""
     if any((folder / name).is_file() for name in (*INDEXES, _WHOLE[0])):
         return True
     has_weights = (folder / _WHOLE[1]).is_file() or next(folder.glob("*.safetensors"), None) is not None
@@ -37,7 +37,7 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def read_checkpoint(folder: Path) -> TensorDirectory:
-    """Read the headers of all shards; payloads stay where they are. Raises RunCorruptError when none can be read."""
+    """Read the headers of all shards; payloads are read on access. Raises RunCorruptError if no shard is readable."""
     weight_map = _weight_map(folder)
     shards = sorted(set(weight_map.values())) if weight_map else _shards(folder)
     index, payloads = RankIndex(), FilePayloads(folder)
@@ -63,7 +63,7 @@ def read_checkpoint(folder: Path) -> TensorDirectory:
     text_config = {**config, **text} if isinstance(text := config.get("text_config"), dict) else config
     if text_config.get("tie_word_embeddings") is True and "lm_head.weight" not in tensors:
         tied = next((name for name in tensors if name.endswith("embed_tokens.weight")), None)
-        if tied is not None:  # so that it meets the head of a checkpoint that stores both
+        if tied is not None:  # to match the head of a checkpoint that stores both
             tensors["lm_head.weight"] = tensors[tied]
     for name in sorted(tensors, key=_module_order):
         shard, tensor = tensors[name]
@@ -83,13 +83,14 @@ def read_checkpoint(folder: Path) -> TensorDirectory:
 
 
 def checkpoint_manifest(framework: str, model: str, **known: Any) -> dict[str, Any]:
-    """The manifest of a checkpoint as a run; ``known`` are the members that its files give."""
+    """Return the manifest of a checkpoint as a run; ``known`` overrides its default fields."""
     manifest = {"version": 1, "format": CHECKPOINT_FORMAT, "framework": framework, "model": model, "dtype": ""}
     return manifest | {"mesh": {}, "world_size": 1, "model_config": {}, "weight_block_size": None} | known
 
 
 def site_of_weight(name: str) -> str:
-    """``model.layers.0.mlp.up_proj.weight`` is ``model.layers.0.mlp.up_proj:param[weight]``."""
+    """Return the site of a parameter: ``model.layers.0.mlp.up_proj:param[weight]`` for
+    ``model.layers.0.mlp.up_proj.weight``."""
     path, _, last = name.rpartition(".")
     return f"{clean_part(path) if path else ''}:param[{clean_part(last)}]"
 
@@ -104,7 +105,7 @@ def add_weight(
     rank: int = 0,
     dims: str | None = None,
 ) -> None:
-    """Add the record and the site of a tensor in ``file``; ``name`` is that of the parameter."""
+    """Add the record and the site of a tensor stored in ``file``; ``name`` is the name of the parameter."""
     site, seq = site_of_weight(name), len(index.records)
     entry = Entry(file, tensor.offset, tensor.nbytes)
     index.records.append(Record(Key(site, 0, rank, 0, 0, FORWARD), seq, tensor.dtype, tensor.shape, dims, entry=entry))
@@ -114,7 +115,7 @@ def add_weight(
 
 
 def _module_order(name: str) -> tuple[Any, ...]:
-    """Embeddings, then the layers by number, then the rest: the order of a forward pass."""
+    """Return a sort key in forward order: embeddings, layers by number, other parameters."""
     place = 0 if "embed" in name or ".wte." in f".{name}" else 2
     if any(part.isdecimal() for part in name.split(".")):
         place = 1
@@ -122,7 +123,8 @@ def _module_order(name: str) -> tuple[Any, ...]:
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
-    """Tensor -> shard, by the index; empty without one. Raises RunCorruptError for an invalid index."""
+    """Return tensor -> shard from the index file; empty without an index. Raises RunCorruptError for an invalid
+    index."""
     path = next((folder / name for name in INDEXES if (folder / name).is_file()), None)
     if path is None:
         return {}
@@ -143,7 +145,7 @@ def _shards(folder: Path) -> list[str]:
 
 
 def _block(quantization: Any) -> tuple[int, int] | None:
-    """Rows and columns that share a scale."""
+    """Return (rows, columns) that share a scale, or None."""
     block = quantization.get("weight_block_size") if isinstance(quantization, dict) else None
     if isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block):
         return block[0], block[1]

@@ -1,8 +1,8 @@
-"""TensorDirectory: a directory of tensor files that a user's own script wrote, read as a run.
+"""TensorDirectory: a directory of tensor files written by a user's script, read as a run.
 
-A file holds one tensor, or containers of tensors whose keys continue the name. Steps, ranks and names come from the
-path, see :mod:`.file_pattern`. Files are read in natural order of their paths, tensors within a file in its order;
-``{index}`` in the pattern gives the order explicitly.
+A file contains one tensor, or nested containers of tensors whose keys are appended to the name. Steps, ranks and names
+are parsed from the path, see :mod:`.file_pattern`. Files are ordered naturally by path, tensors by their order in the
+file; ``{index}`` in the pattern defines the order explicitly.
 """
 
 import os
@@ -33,15 +33,15 @@ from tapscope.tensor_files.tensor_file import Deflated, inflate, read_tensor_fil
 UNKNOWN = "tensor files do not record what was lost"
 ORDER = "tensor files do not record what was lost; tensors are ordered by file name, not by execution"
 _MAX_DEPTH = 4
-"""Directories below the given one that are searched."""
+"""Maximum depth of searched subdirectories."""
 _MAX_INFLATED = 4
-"""Compressed arrays that are kept in memory."""
+"""Maximum number of decompressed arrays cached in memory."""
 _NUMBERS = re.compile(r"(\d{1,18})")
 
 
 @dataclass(frozen=True, slots=True)
 class TensorDirectory:
-    """The contents of such a directory."""
+    """The contents of a directory of tensor files or of a checkpoint."""
 
     manifest: dict[str, Any]
     ranks: dict[int, RankIndex]
@@ -49,12 +49,12 @@ class TensorDirectory:
 
 
 class FilePayloads(DumpPayloads):
-    """The tensors within the files."""
+    """The tensors in the files."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.deflated: dict[tuple[int, int], Deflated] = {}
-        """(rank, seq) -> a compressed array."""
+        """(rank, seq) -> compressed array."""
         self._inflated: OrderedDict[tuple[int, int], Array] = OrderedDict()
 
     def array(self, record: Record) -> Array:
@@ -75,7 +75,7 @@ class FilePayloads(DumpPayloads):
         return array
 
     def flaw(self, record: Record) -> str | None:
-        """See :class:`~tapscope.run_format.payload.Payloads`; only zip archives have checksums."""
+        """See :class:`~tapscope.run_format.payload.Payloads`; only ZIP archives have checksums."""
         assert record.entry is not None
         if (record.key.rank, record.seq) in self.deflated or not record.entry.file.endswith((".pt", ".pth", ".npz")):
             return None
@@ -83,15 +83,15 @@ class FilePayloads(DumpPayloads):
 
 
 def has_tensor_files(folder: Path) -> bool:
-    """Whether there is a file with one of the suffixes in it or below it."""
+    """Return whether ``folder`` or a subdirectory contains a tensor file."""
     return next(_files(folder), None) is not None
 
 
 def read_directory(folder: Path, pattern: str | None = None) -> TensorDirectory:
-    """Read the headers of every file below ``folder`` that matches ``pattern``; payloads stay where they are.
+    """Read the headers of every file below ``folder`` that matches ``pattern``; payloads are read on access.
 
-    A file that cannot be read is a problem of its rank. Raises ConfigError for an invalid pattern, RunNotFoundError
-    when no file matches and RunCorruptError when none can be read.
+    An unreadable file is reported as a problem of its rank. Raises ConfigError for an invalid pattern, RunNotFoundError
+    if no file matches, and RunCorruptError if no file is readable.
     """
     names = list(_files(folder))
     chosen = FilePattern(pattern) if pattern is not None else None
@@ -109,14 +109,14 @@ def read_directory(folder: Path, pattern: str | None = None) -> TensorDirectory:
 
 
 def read_one_file(path: Path) -> TensorDirectory:
-    """A single file as a run; its contents name the tensors. Raises RunCorruptError."""
+    """Read a single file as a run; keys in the file name the tensors. Raises RunCorruptError."""
     reader = _Reader(path.parent)
     reader.add(path.name, FileFields())
     return reader.finish([], is_ordered=True)
 
 
 def _files(folder: Path) -> Iterator[str]:
-    """Paths relative to ``folder``; hidden files and directories, and the segments of tapscope runs, are left out."""
+    """Yield paths relative to ``folder``, without hidden files and directories and without tapscope runs."""
     for root, folders, files in os.walk(folder):
         if INDEX in files or MANIFEST in files:
             folders.clear()
@@ -132,12 +132,12 @@ def _order(name: str, fields: FileFields) -> tuple[Any, ...]:
 
 
 def natural_order(name: str) -> tuple[int | str, ...]:
-    """A key that sorts ``layers.10`` after ``layers.9``."""
+    """Return a sort key that orders ``layers.10`` after ``layers.9``."""
     return tuple(int(part) if part.isdecimal() else part for part in _NUMBERS.split(name))
 
 
 class _Reader:
-    """Makes records of files, one after another."""
+    """Converts files to records."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -153,7 +153,7 @@ class _Reader:
         path = self._folder / file
         try:
             content, read = read_tensor_file(path, self._templates)
-            # Keys with a dot, as in a state dict, are full names; others continue the name of the file.
+            # Keys with a dot, as in a state dict, are full names; others are appended to the name of the file.
             is_named = isinstance(content, dict) and any("." in str(key) for key in content)
             for inner, leaf in leaves(content):
                 name = ".".join(filter(None, ("" if is_named else fields.name, inner))) or "tensor"

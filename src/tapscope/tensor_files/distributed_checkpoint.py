@@ -1,11 +1,11 @@
-"""Distributed checkpoint: what ``torch.distributed.checkpoint`` wrote, as a run with one step of parameters.
+"""Distributed checkpoint: output of ``torch.distributed.checkpoint`` as a run with one step of parameters.
 
-``.metadata`` lists the tensors, by their global shapes, and the chunks that the ranks wrote into ``__RANK_N.distcp``;
-each chunk is an archive of ``torch.save`` within such a file. Both are read without torch, and nothing in them is
-executed. A tensor is assembled from its chunks when it is read, and no other chunk is opened.
+``.metadata`` lists the tensors with their global shapes, and the chunks that the ranks wrote to ``__RANK_N.distcp``.
+Each chunk is a ``torch.save`` archive inside a .distcp file. Both formats are read without torch and without executing
+code. A tensor is assembled from its chunks on access; no other chunk is opened.
 
-Megatron-LM (``--ckpt-format torch_dist``) writes the layers, and their experts, as one tensor each with these as its
-first axes; here they have the names of the modules again. Optimizer states are not read.
+Megatron-LM (``--ckpt-format torch_dist``) stacks the parameters of all layers, and of all experts, along leading axes
+of one tensor; here each slice gets the name of its module again. Optimizer states are not read.
 """
 
 import math
@@ -42,15 +42,15 @@ from tapscope.tensor_files.megatron_checkpoint import (
 
 _COMMON = "common.pt"
 _STATES = ("optimizer.", "optim.", "rng_state", "rerun_state")
-"""How the names of tensors begin that are not weights."""
+"""Name prefixes of tensors that are not weights."""
 _STACKED = re.compile(r"(?:^|\.)layers\.(?!\d)|\.experts\.experts\.")
-"""Modules of which a tensor holds one after another, in the order of the tensor's first axes."""
+"""Module lists whose parameters are stacked along the leading axes of one tensor."""
 _MAX_AXES = 16
 _MAX_TENSORS = 1_000_000
 
 
 class _Properties(Placeholder):
-    """``TensorProperties``, whose state is a tuple that begins with the dtype."""
+    """``TensorProperties``, whose pickled state is a tuple that begins with the dtype."""
 
     def set_state(self, state: Any) -> None:
         if isinstance(state, tuple) and state:
@@ -65,7 +65,7 @@ _KNOWN = {
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """A part of a tensor, and the archive that holds it."""
+    """A part of a tensor, and the archive that stores it."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -84,7 +84,7 @@ class _Stored:
     chunks: tuple[_Chunk, ...]
 
     def under(self, first: tuple[int, ...]) -> tuple[_Chunk, ...]:
-        """The chunks with the elements whose first indices are these."""
+        """Return the chunks that contain elements with the leading indices ``first``."""
         return tuple(
             chunk
             for chunk in self.chunks
@@ -98,7 +98,7 @@ class _Payloads(FilePayloads):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.parts: dict[int, tuple[_Stored, tuple[int, ...]]] = {}
-        """seq -> tensor, and the first indices of the part that is the record's."""
+        """seq -> (tensor, leading indices of the slice that belongs to the record)."""
 
     def array(self, record: Record) -> Array:
         """See :class:`~tapscope.run_format.payload.Payloads`."""
@@ -114,7 +114,7 @@ class _Payloads(FilePayloads):
         return whole
 
     def _chunk(self, stored: _Stored, chunk: _Chunk, first: tuple[int, ...]) -> Array:
-        """The chunk's elements with these first indices."""
+        """Read the elements of the chunk with the leading indices ``first``."""
         path = self._folder / chunk.file
         tensor = torch_save_reader.load_part(path, chunk.at, chunk.nbytes)
         if not isinstance(tensor, Tensor) or (tensor.dtype, tensor.shape) != (stored.dtype, chunk.sizes):
@@ -128,7 +128,7 @@ class _Payloads(FilePayloads):
         return part
 
     def tail(self, record: Record) -> bytes | None:
-        """None: the last bytes of a tensor may lie anywhere."""
+        """Return None: the last bytes of a tensor may be in any chunk."""
         return None
 
     def flaw(self, record: Record) -> str | None:
@@ -144,10 +144,10 @@ class _Payloads(FilePayloads):
 
 
 def read_distributed_checkpoint(folder: Path) -> TensorDirectory:
-    """Read what ``.metadata`` lists; chunks are opened when their tensor is read.
+    """Read the entries of ``.metadata``; chunks are read on access.
 
-    A tensor with a chunk that is missing or cut off is a problem of the run. Raises RunCorruptError without readable
-    ``.metadata`` or weights.
+    A tensor with a missing or truncated chunk is reported as a problem of the run. Raises RunCorruptError without
+    readable ``.metadata`` or weights.
     """
     if not (folder / METADATA).is_file():
         raise RunCorruptError(f"{folder}: has .distcp files but no {METADATA}: its save did not finish")
@@ -185,14 +185,14 @@ def read_distributed_checkpoint(folder: Path) -> TensorDirectory:
 
 
 def _has_common(folder: Path) -> bool:
-    """Whether Megatron wrote it: what is not a tensor is in a file of its own."""
+    """Return whether Megatron wrote the checkpoint: non-tensor values are in a separate file."""
     return (folder / _COMMON).is_file()
 
 
 def _tensors(folder: Path, problems: list[str], skipped: list[str]) -> Iterator[_Stored]:
-    """The weights that ``.metadata`` lists and whose chunks are all there.
+    """Yield the weights listed in ``.metadata`` whose chunks are all present.
 
-    ``problems`` gets the errors of the others, ``skipped`` the names of optimizer and random states.
+    Errors of other weights are appended to ``problems``, names of optimizer and random states to ``skipped``.
     """
     path = folder / METADATA
     content = torch_save_reader.read_pickle(path, _KNOWN)
@@ -243,7 +243,7 @@ def _stored(
 
 
 def _is_whole(stored: _Stored, first: tuple[int, ...]) -> bool:
-    """Whether each element with these first indices is in one chunk."""
+    """Return whether every element with the leading indices ``first`` is in exactly one chunk."""
     axes = range(len(first), len(stored.shape))
     chunks = stored.under(first)
     for one, other in combinations(chunks, 2):
@@ -259,7 +259,7 @@ def _is_whole(stored: _Stored, first: tuple[int, ...]) -> bool:
 
 
 def _parts(stored: _Stored) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name of each module's parameter, and its first indices in the tensor."""
+    """Yield (parameter name, leading indices in the tensor) for each module."""
     matches = list(_STACKED.finditer(stored.name))
     counts = stored.shape[: len(matches)]
     if not matches or len(counts) < len(matches) or math.prod(counts) > _MAX_TENSORS:

@@ -1,7 +1,7 @@
-"""Writes records of a run as files of other tools: an SGLang dump, .npz or .pt files, CSV tables, scalars over steps.
+"""Export of a run to other formats: SGLang dump, .npz or .pt files, CSV tables, scalars over steps.
 
-Exports read back as the same sites, see :mod:`.site_names` and :mod:`tapscope.sglang.filenames`. In npz and pt, second
-calls and recomputation become sites of their own (``….call1``, ``….recompute``).
+Exported tensors are read back as the same sites, see :mod:`.site_names` and :mod:`tapscope.sglang.filenames`. In npz
+and pt, later calls and recomputation become separate sites (``….call1``, ``….recompute``).
 """
 
 import csv
@@ -29,29 +29,29 @@ from tapscope.tensor_files.torch_save_writer import save
 FORMATS = ("sglang", "npz", "pt", "csv", "tensorboard", "wandb")
 _UNSAFE = re.compile(r"[^\w.,()+@=-]")
 _MAX_NAME_LENGTH = 200
-"""Characters of the part of a file name that comes from a site."""
+"""Maximum number of characters of a file name that are derived from a site."""
 _COLUMNS = ("step", "rank", "site", "occurrence", "micro", "pass", "model", "dtype", "shape", "dims", "value")
 _SCALARS = ("mean", "std", "rms", "absmax")
-"""Statistics that TensorBoard and Weights & Biases show as curves, with the number of values that are not finite."""
+"""Statistics exported as curves to TensorBoard and Weights & Biases, in addition to the number of non-finite values."""
 _STATS = ("count", "min", "max", "mean", "std", "rms", "absmax", "nan", "posinf", "neginf", "zeros")
 
 
 @dataclass(slots=True)
 class Exported:
-    """The result of an export."""
+    """Counts of exported, omitted and converted values."""
 
     num_files: int = 0
     num_values: int = 0
     nbytes: int = 0
     statistics_only: int = 0
-    """Records left out because the run kept their statistics only."""
+    """Number of records omitted because the run has only their statistics."""
     plain: int = 0
-    """Values that are not tensors, left out because the format has no place for them."""
+    """Number of non-tensor values omitted because the format cannot represent them."""
     widened: int = 0
-    """bfloat16 and FP8 tensors written as float32, which numpy knows."""
+    """Number of bfloat16 and FP8 tensors written as float32, because NumPy lacks these dtypes."""
 
     def notes(self) -> list[str]:
-        """Values that were left out or changed, one sentence each."""
+        """Return one sentence for each kind of omitted or converted value."""
         sentences = []
         if self.statistics_only:
             sentences.append(f"{plural(self.statistics_only, 'record')} left out: only statistics were captured")
@@ -62,7 +62,7 @@ class Exported:
         return sentences
 
     def to_json(self) -> dict[str, int]:
-        """The counts by name."""
+        """Return the counts by name."""
         return asdict(self)
 
 
@@ -71,7 +71,7 @@ def export_run(
 ) -> Exported:
     """Write ``records`` to the new or empty directory ``out``; ``to`` is one of :data:`FORMATS`.
 
-    Raises RunExistsError when ``out`` is in use, RunCorruptError when values or files cannot be read or written,
+    Raises RunExistsError if ``out`` is in use, RunCorruptError if values cannot be read or files cannot be written, and
     MissingExtraError for ``tensorboard`` and ``wandb`` without the package.
     """
     if to in ("tensorboard", "wandb") and find_spec(to) is None:
@@ -92,7 +92,7 @@ def export_run(
 
 
 def _values(run: Run, records: Iterable[Record], done: Exported) -> Iterator[tuple[Record, Any]]:
-    """Records with their arrays or plain values; the others are counted."""
+    """Yield records with their arrays or plain values; other records are counted in ``done``."""
     for record in records:
         if record.dtype is None:
             value = _plain(record.value)
@@ -110,9 +110,10 @@ _NOTHING = object()
 
 
 def _plain(value: Any) -> Any:
-    """A non-tensor value from its JSON form; ``_NOTHING`` for objects, shortened values and integers beyond 128 bits.
+    """Decode a non-tensor value from its JSON form; ``_NOTHING`` for objects, truncated values and integers beyond 128
+    bits.
 
-    Floats inside a list are strings, as in the run.
+    Floats inside a list remain strings, as in the run.
     """
     kind = value.get("type") if isinstance(value, dict) else None
     if kind == "float":
@@ -132,7 +133,7 @@ def _pt(run: Run, records: Iterable[Record], out: Path, done: Exported) -> Itera
 
 
 def _npz(run: Run, records: Iterable[Record], out: Path, done: Exported) -> Iterator[Path]:
-    """One file for each step and rank, written array by array."""
+    """Write one file per step and rank, array by array."""
     names = _Names()
     groups: dict[tuple[int, int], list[Record]] = {}
     for record in records:
@@ -172,14 +173,14 @@ def _sglang(run: Run, records: Iterable[Record], out: Path, done: Exported) -> I
 
 
 class _SglangDump:
-    """Writes files as SGLang's dumper names and fills them."""
+    """Writer for files with the names and contents of SGLang's dumper."""
 
     def __init__(self, run: Run, out: Path) -> None:
         self._run, self._out = run, out
         self._indices: Counter[int] = Counter()
 
     def write(self, step: int, rank: int, name: str, value: Any, tags: dict[str, Any]) -> Path:
-        """One value; ``tags`` beyond those of every dump."""
+        """Write one value; ``tags`` are additional to the standard tags."""
         self._indices[rank] += 1
         own = {key: each for key, each in tags.items() if key != "dims"}
         about = {"step": step, "rank": rank, "dump_index": self._indices[rank], "name": name}
@@ -196,7 +197,7 @@ class _SglangDump:
 
 
 def _dumped_name(site: str) -> tuple[str, dict[str, Any]]:
-    """The name under which SGLang's dumper would have dumped a site, and the tags that go with it."""
+    """Return the name that SGLang's dumper would use for a site, and its additional tags."""
     path, _, port = site.removesuffix(".grad").rpartition(":")
     key = port.partition("[")[2].removesuffix("]")
     dotted, tags = f"{path}." if path else "", {}
@@ -216,7 +217,7 @@ def _dumped_name(site: str) -> tuple[str, dict[str, Any]]:
 
 
 def _arguments(run: Run, step: int, rank: int) -> list[tuple[str, Any]]:
-    """The model's arguments that say which token rows a step holds, where the run knows them and they are packed."""
+    """Return the model arguments that determine the token rows of a step; empty if unknown or not packed."""
     line = run.steps.get(step, {}).get(rank)
     if line is None or not line.info.rows or len(line.info.grid) != 1:
         return []
@@ -234,7 +235,8 @@ def _arguments(run: Run, step: int, rank: int) -> list[tuple[str, Any]]:
 
 
 def _csv(run: Run, records: Iterable[Record], out: Path, done: Exported) -> Iterator[Path]:
-    """``records.csv``: one line a record; ``metrics.csv``: one line a metric of a step, where there are any."""
+    """Write ``records.csv`` with one line per record, and ``metrics.csv`` with one line per metric and step, if there
+    are metrics."""
     path = out / "records.csv"
     with path.open("w", newline="", encoding="utf-8") as file:
         table = csv.writer(file)
@@ -258,7 +260,7 @@ def _csv(run: Run, records: Iterable[Record], out: Path, done: Exported) -> Iter
 
 
 def _tensorboard(run: Run, records: Iterable[Record], out: Path, done: Exported) -> Iterator[Path]:
-    """One event file for each rank, in a directory of its own where there are several; the step is the run's."""
+    """Write one event file per rank, in separate directories for several ranks; steps are those of the run."""
     from tensorboard.summary import Writer
 
     writers = {rank: Writer(str(out / f"rank{rank}" if len(run.ranks) > 1 else out)) for rank in run.ranks}
@@ -270,9 +272,9 @@ def _tensorboard(run: Run, records: Iterable[Record], out: Path, done: Exported)
 
 
 def _wandb(run: Run, records: Iterable[Record], out: Path, done: Exported) -> Iterator[Path]:
-    """One offline run for each rank, in a group where there are several; the step is the run's. Nothing is sent.
+    """Write one offline run per rank, grouped for several ranks; steps are those of the run. No data is sent.
 
-    Runs of wandb that the caller has open stay open.
+    wandb runs that the caller has open stay open.
     """
     import wandb
 
@@ -292,15 +294,15 @@ def _wandb(run: Run, records: Iterable[Record], out: Path, done: Exported) -> It
             mode="offline", project="tapscope", name=name, group=group, dir=str(out), settings=settings,
             reinit="create_new",
         ) as writer:  # fmt: skip
-            for step in sorted(curves[rank]):  # wandb drops a step that is lower than the one before
+            for step in sorted(curves[rank]):  # wandb drops steps that are out of order
                 writer.log(curves[rank][step], step=step)
-    if not in_use:  # it ends the open runs too
-        wandb.teardown()  # finish() returns before wandb's process has written the end of the file
+    if not in_use:  # teardown() would end the open runs as well
+        wandb.teardown()  # finish() returns before the wandb process has written the end of the file
     yield from sorted(out.rglob("*.wandb"))
 
 
 def _curves(run: Run, records: Iterable[Record], done: Exported) -> Iterator[tuple[int, int, str, float]]:
-    """(rank, step, name, number) of statistics and scalar values of the records, then of the run's metrics."""
+    """Yield (rank, step, name, number) for statistics and scalar values of the records, then for the run's metrics."""
     names = _Names()
     for record in records:
         name, stats, value = names.of(record), record.stats, _scalar(run, record)
@@ -317,12 +319,12 @@ def _curves(run: Run, records: Iterable[Record], done: Exported) -> Iterator[tup
 
 
 def _no_formula(cell: Any) -> Any:
-    """A string that a spreadsheet would compute, with an apostrophe in front: names of a run are foreign."""
+    """Prefix a string that a spreadsheet would evaluate with an apostrophe: names in a run are untrusted."""
     return f"'{cell}" if isinstance(cell, str) and cell.startswith(("=", "+", "-", "@", "\t", "\r")) else cell
 
 
 def _scalar(run: Run, record: Record) -> Any:
-    """The value of a plain value or of a tensor with one element; None for others."""
+    """Return the value of a plain value or of a one-element tensor; None for other records."""
     if record.dtype is None:
         value = _plain(record.value)
         return None if value is _NOTHING else json.dumps(value) if isinstance(value, list) else value
@@ -340,13 +342,13 @@ def _folder(run: Run, record: Record, out: Path) -> Path:
 
 
 class _Names:
-    """Unique names of records within a step and rank."""
+    """Generates unique names of records within a step and rank."""
 
     def __init__(self) -> None:
         self._used: Counter[tuple[int, int, str]] = Counter()
 
     def of(self, record: Record) -> str:
-        """``model.layers.0.mlp.output``; a second one is ``….output.call1``."""
+        """Return e.g. ``model.layers.0.mlp.output``; for the second record of the same name ``….output.call1``."""
         name = _UNSAFE.sub("_", name_of_site(record.key.site))[:_MAX_NAME_LENGTH]
         if record.key.pass_ == RECOMPUTE:
             name += ".recompute"

@@ -1,8 +1,8 @@
-"""FilePattern: which tensor a file holds, from its path: ``{step}/rank{rank}/{name}.pt``.
+"""FilePattern: parses step, rank and tensor name from a file path, e.g. ``{step}/rank{rank}/{name}.pt``.
 
-Fields: ``{name}`` the tensor, ``{step}``, ``{rank}``, ``{layer}`` and ``{index}`` (order within a step) integers, and
-``{*}`` anything that is not needed. ``{name}`` may contain ``/``. Without a pattern the parts of a path that say what
-they are, such as ``step_3``, ``iter0010`` or ``rank1``, are recognised, and the rest is the name.
+Fields: ``{name}`` is the tensor name and may contain ``/``; ``{step}``, ``{rank}``, ``{layer}`` and ``{index}`` (order
+within a step) are integers; ``{*}`` matches ignored text. Without a pattern, labeled path components such as
+``step_3``, ``iter0010`` or ``rank1`` are recognized, and the rest is the name.
 """
 
 import re
@@ -23,10 +23,10 @@ _SEPARATORS = re.compile(r"(?<=[._-])[._-]+|^[._-]+|[._-]+$")
 
 @dataclass(frozen=True, slots=True)
 class FileFields:
-    """The fields of a path."""
+    """The fields parsed from a path."""
 
     name: str = ""
-    """With ``.`` in place of ``/``; empty where the file's contents name their tensors."""
+    """Tensor name with ``.`` in place of ``/``; empty if keys in the file name the tensors."""
     step: int = 0
     rank: int = 0
     layer: int | None = None
@@ -34,10 +34,10 @@ class FileFields:
 
 
 class FilePattern:
-    """A pattern over paths relative to the directory."""
+    """A pattern for paths relative to the directory."""
 
     def __init__(self, text: str) -> None:
-        """Raises ConfigError for an unknown or repeated field, or a suffix of files that are not read."""
+        """Compile the pattern; raises ConfigError for an unknown or repeated field or an unsupported file suffix."""
         names = [name for name in _FIELD.findall(text) if name != "*"]
         for name in names:
             if name not in _FORMS:
@@ -51,7 +51,7 @@ class FilePattern:
         self._regex = re.compile(body)
 
     def fields(self, path: str) -> FileFields | None:
-        """The fields of a relative path; None where it does not match."""
+        """Return the fields of a relative path, or None if it does not match."""
         match = self._regex.fullmatch(path)
         if match is None:
             return None
@@ -64,7 +64,7 @@ class FilePattern:
 
 
 def fields_of(path: str) -> FileFields:
-    """The fields that a relative path implies without a pattern."""
+    """Return the fields of a relative path without a pattern."""
     stem = path[: path.rindex(".")]
     steps, ranks = _STEP.findall(stem), _RANK.findall(stem)
     stem = _RANK.sub("", _STEP.sub("", stem))
@@ -78,7 +78,8 @@ def fields_of(path: str) -> FileFields:
 
 
 def split_pattern(path: str) -> tuple[str, str | None]:
-    """``dump/{step}/{name}.pt`` as the directory and the pattern below it; None for a path without a field."""
+    """Split ``dump/{step}/{name}.pt`` into the directory and the pattern below it; the pattern is None without a
+    field."""
     parts = path.split("/")
     first = next((i for i, part in enumerate(parts) if _FIELD.search(part)), None)
     if first is None:

@@ -1,13 +1,13 @@
-"""Megatron checkpoint: the weights that Megatron-LM saved as one file per model-parallel rank, as a run with one step.
+"""Megatron checkpoint: weights saved by Megatron-LM in one file per model-parallel rank, as a run with one step.
 
-``iter_0000010/mp_rank_TT/model_optim_rng.pt``, ``mp_rank_TT_PPP`` with pipeline stages, and one more number with
-expert parallelism: tensor-parallel shards get the dims of Megatron's parallel layers, so that they are assembled and
-matched (``linear_qkv`` by query groups, a gated ``linear_fc1`` into gate and up) as captured parameters are. The
-experts of each rank are numbered from 0; the comparison numbers them over all ranks, as those of a capture. So it does
-with the layers of pipeline stages; those of virtual stages (``model0``, ``model1``, …) get their global numbers here.
-The arguments in the file give the hyperparameters. Optimizer states are not read.
+The path is ``iter_0000010/mp_rank_TT/model_optim_rng.pt``, with ``mp_rank_TT_PPP`` for pipeline stages and one more
+number for expert parallelism. Tensor-parallel shards get the dims of Megatron's parallel layers. They are therefore
+assembled and matched like captured parameters: ``linear_qkv`` by query groups, a gated ``linear_fc1`` into gate and up.
+Experts are numbered from 0 on each rank, and layers from 0 in each pipeline stage; the comparator numbers both
+globally, as for a capture. Layers of virtual stages (``model0``, ``model1``, …) get their global numbers here. The
+arguments in the file provide the hyperparameters. Optimizer states are not read.
 
-The names are those of ``megatron.training.checkpointing.get_checkpoint_name``.
+The file names follow ``megatron.training.checkpointing.get_checkpoint_name``.
 """
 
 import math
@@ -25,7 +25,7 @@ from tapscope.tensor_files.checkpoint import add_weight, checkpoint_manifest
 from tapscope.tensor_files.directory import FilePayloads, TensorDirectory
 
 METADATA = ".metadata"
-"""What lists the tensors of a distributed checkpoint, and where their chunks lie."""
+"""File of a distributed checkpoint that lists its tensors and the locations of their chunks."""
 _TRACKER = "latest_checkpointed_iteration.txt"
 _FILES = ("model_optim_rng.pt", "model_rng.pt")
 _RANK = re.compile(r"mp_rank_(\d{2,4})(?:_(\d{3}))?(?:_(\d{3}))?")
@@ -41,21 +41,21 @@ _DIMS: dict[str, str] = {
     "linear_proj.weight": "o h[tp]",
     "linear_fc2.weight": "o f[tp]",
 }
-"""Last two parts of a parameter's name -> dims; all other parameters are replicated."""
+"""Last two components of a parameter name -> dims; all other parameters are replicated."""
 _NORMS = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
 }
-"""Norms that Transformer Engine fuses into the next linear -> the names of separate ones."""
+"""Norms that Transformer Engine fuses into the following linear layer -> names of separate norm modules."""
 _SIZES = {
     "pp": "pipeline_model_parallel_size",
     "ep": "expert_model_parallel_size",
     "tp": "tensor_model_parallel_size",
 }
 _GROUPED = re.compile(r"\.experts\.(linear_fc[12])\.(weight|bias)(\d+)$")
-"""Parameters of one expert where Transformer Engine keeps all of a rank in one module."""
+"""Parameters of one expert in a Transformer Engine module that contains all experts of a rank."""
 _STACKED = re.compile(r"\.experts\.weight[12]$")
-"""The experts of a rank in one tensor."""
+"""Parameters with all experts of a rank in one tensor."""
 _MAX_RANKS = 1024
 _CONFIG = {
     "num_attention_heads": "num_attention_heads",
@@ -67,13 +67,14 @@ _CONFIG = {
     "num_experts": "num_experts",
     "padded_vocab_size": "vocab_size",
 }
-"""Arguments of Megatron -> hyperparameters under Hugging Face's names."""
+"""Megatron argument -> hyperparameter under its Hugging Face name."""
 
 
 def find_megatron_checkpoint(folder: Path) -> Path | None:
-    """The directory with the files of the ranks: ``folder`` itself, or that of its latest iteration; None for others.
+    """Return the directory with the rank files: ``folder`` itself or its latest iteration; None if it is no Megatron
+    checkpoint.
 
-    Raises RunCorruptError for an iteration that is missing.
+    Raises RunCorruptError if the latest iteration is missing.
     """
     if not folder.is_dir():
         return None
@@ -96,14 +97,14 @@ def find_megatron_checkpoint(folder: Path) -> Path | None:
 
 
 def is_distributed(folder: Path) -> bool:
-    """Whether ``torch.distributed.checkpoint`` wrote it (``--ckpt-format torch_dist``)."""
+    """Return whether ``torch.distributed.checkpoint`` wrote the directory (``--ckpt-format torch_dist``)."""
     return (folder / METADATA).is_file() or next(folder.glob("*.distcp"), None) is not None
 
 
 def read_megatron_checkpoint(folder: Path) -> TensorDirectory:
-    """Read the headers of every rank's file; payloads stay where they are.
+    """Read the headers of every rank's file; payloads are read on access.
 
-    A file that cannot be read is a problem of its rank. Raises RunCorruptError when none can.
+    An unreadable file is reported as a problem of its rank. Raises RunCorruptError if no file is readable.
     """
     read = [(numbers, file, _content(folder / file)) for numbers, file in _rank_files(folder)]
     has_stages = all(_size(content, _SIZES["ep"]) == 1 or _size(content, _SIZES["pp"]) > 1 for _, _, content in read)
@@ -159,34 +160,34 @@ def read_megatron_checkpoint(folder: Path) -> TensorDirectory:
 
 
 def arguments(content: Any) -> dict[str, Any]:
-    """The arguments of Megatron-LM that a file holds; empty without."""
+    """Return the Megatron-LM arguments stored in a file; empty if there are none."""
     args = content.get("args") if isinstance(content, dict) else None
     return args if isinstance(args, dict) else {}
 
 
 def hyperparameters(args: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers among them, under Hugging Face's names."""
+    """Return the numeric hyperparameters in ``args`` under their Hugging Face names."""
     return {name: value for key, name in _CONFIG.items() if type(value := args.get(key)) in (int, float)}
 
 
 def is_tied(args: Mapping[str, Any]) -> bool:
-    """Whether the output layer uses the embedding's weight."""
+    """Return whether the output layer shares the embedding's weight."""
     return args.get("untie_embeddings_and_output_weights") is False
 
 
 def has_gate(args: Mapping[str, Any]) -> bool:
-    """Whether ``linear_fc1`` is a gate and an up projection."""
+    """Return whether ``linear_fc1`` fuses a gate and an up projection."""
     return args.get("swiglu") is True or args.get("gated_linear_unit") is True
 
 
 def model_name(folder: Path) -> str:
-    """The directory's name, above that of an iteration."""
+    """Return the name of the checkpoint directory, skipping the directory of an iteration."""
     is_iteration = folder.name == "release" or folder.name.startswith("iter_")
     return (folder.parent if is_iteration else folder).resolve().name
 
 
 def _content(path: Path) -> Any:
-    """The contents of a file, or the error."""
+    """Return the contents of a file, or the error."""
     try:
         return torch_save_reader.load(path, is_lenient=True)
     except RunCorruptError as error:
@@ -194,14 +195,17 @@ def _content(path: Path) -> Any:
 
 
 def _size(content: Any, argument: str) -> int:
-    """The size of a parallel group by the arguments in a file, 1 if unknown."""
+    """Return the size of a parallel group according to the arguments in a file; 1 if unknown."""
     size = arguments(content).get(argument)
     return size if type(size) is int and 1 <= size <= _MAX_RANKS else 1
 
 
 def _place(numbers: tuple[int, ...], *, has_stages: bool) -> tuple[int, int, int]:
-    """(pipeline stage, expert-parallel rank, tensor-parallel rank) of the numbers in a file's name. The first is the
-    tensor-parallel rank. Of two, the second is the stage if the model ``has_stages``, else the expert-parallel rank."""
+    """Return (pipeline stage, expert-parallel rank, tensor-parallel rank) from the numbers in a file name.
+
+    The first number is the tensor-parallel rank. If there are two, the second is the stage if the model ``has_stages``,
+    otherwise the expert-parallel rank.
+    """
     tp, *others = numbers
     if len(others) == 1 and not has_stages:
         others = [0, *others]
@@ -210,7 +214,7 @@ def _place(numbers: tuple[int, ...], *, has_stages: bool) -> tuple[int, int, int
 
 
 def _rank_files(folder: Path) -> Iterator[tuple[tuple[int, ...], str]]:
-    """(numbers in the name, file)."""
+    """Yield (numbers in the directory name, relative path) of each rank's file."""
     for inner in sorted(folder.glob("mp_rank_*")):
         match = _RANK.fullmatch(inner.name)
         name = next((name for name in _FILES if (inner / name).is_file()), None)
@@ -219,7 +223,7 @@ def _rank_files(folder: Path) -> Iterator[tuple[tuple[int, ...], str]]:
 
 
 def _chunks(content: Any, path: Path) -> list[dict[str, Any]] | RunCorruptError:
-    """Name -> tensor of a rank's model, or of each of its virtual pipeline stages; or why they cannot be read."""
+    """Return name -> tensor of a rank's model, or of each of its virtual pipeline stages; or the error."""
     if isinstance(content, RunCorruptError):
         return content
     if not isinstance(content, Mapping):
@@ -236,8 +240,11 @@ def _starts(
     num_stages: int,
     args: Mapping[str, Any],
 ) -> dict[tuple[int, int], int]:
-    """(virtual stage, stage) -> the global number of its first layer: layers go through the first virtual stage of all
-    stages, then through the second. Empty without virtual stages; ends where the layers of a stage are unknown."""
+    """Return (virtual stage, stage) -> global number of its first layer; empty without virtual stages.
+
+    Layers traverse the first virtual stage of all stages, then the second, and so on. The mapping ends where the number
+    of layers of a stage is unknown.
+    """
     counts: dict[tuple[int, int], int] = {}
     for (stage, _, _), parts in chunks.items():
         for i, part in enumerate([] if isinstance(parts, RunCorruptError) else parts):
@@ -260,7 +267,7 @@ def _starts(
 def _weights(
     chunks: list[dict[str, Any]] | RunCorruptError, stage: int, starts: Mapping[tuple[int, int], int], path: Path
 ) -> dict[str, Any]:
-    """Name -> tensor of one rank, with the global numbers of layers if there are virtual stages."""
+    """Return name -> tensor of one rank; with virtual stages, layers get their global numbers."""
     if isinstance(chunks, RunCorruptError):
         raise chunks
     if not starts:
@@ -282,8 +289,7 @@ def _weights(
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name without wrappers, with the norms that a linear contains as their own modules, and each expert
-    as a module."""
+    """Return a parameter name without wrappers, with fused norms and grouped experts as separate modules."""
     name = name.removeprefix("module.")
     for inside, own in _NORMS.items():
         name = name.replace(inside, own)
@@ -291,9 +297,9 @@ def plain_name(name: str) -> str:
 
 
 def _has_expert_shards(args: Mapping[str, Any], mesh: Mapping[str, int], path: Path) -> bool:
-    """Whether each tensor-parallel rank holds a shard of an expert, as it does unless another size was asked for.
+    """Return whether tensor-parallel ranks hold shards of an expert, the default unless another size was configured.
 
-    Raises RunCorruptError for sizes whose files are not read.
+    Raises RunCorruptError for unsupported sizes.
     """
     size = args.get("expert_tensor_parallel_size")
     if mesh["tp"] == 1 or type(size) is not int or size == mesh["tp"]:
@@ -309,8 +315,11 @@ def _has_expert_shards(args: Mapping[str, Any], mesh: Mapping[str, int], path: P
 def dims_of_parameter(
     name: str, num_axes: int, is_gated: bool, *, num_expert_ranks: int = 1, has_expert_shards: bool = False
 ) -> str:
-    """Dims of a parameter by Megatron's parallel layers; ``num_axes``: of its tensor. All expert-parallel ranks, if
-    there are several, hold what is not of an expert. Tensor-parallel ranks hold whole experts, or shards of them."""
+    """Return the dims of a parameter according to Megatron's parallel layers; ``num_axes`` is the rank of its tensor.
+
+    With several expert-parallel ranks, non-expert parameters are replicated over them. Tensor-parallel ranks hold whole
+    experts or, with ``has_expert_shards``, shards of experts.
+    """
     dims, is_of_expert = _DIMS.get(".".join(name.split(".")[-2:])), ".experts." in name
     copies = ["ep:replicated"] if num_expert_ranks > 1 and not is_of_expert else []
     if dims is not None and (has_expert_shards or not is_of_expert):
@@ -321,6 +330,6 @@ def dims_of_parameter(
 
 
 def module_order(name: str) -> tuple[Any, ...]:
-    """Embeddings, the layers by number, the rest; see :func:`.checkpoint.read_checkpoint`."""
+    """Return a sort key in forward order: embeddings, layers by number, other parameters."""
     layer = _LAYER.search(name)
     return (0 if "embedding" in name else 1 if layer else 2, int(layer[1]) if layer else 0)

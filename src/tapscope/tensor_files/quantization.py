@@ -1,9 +1,9 @@
-"""Quantized weights of a checkpoint, multiplied out to compare them with another checkpoint's.
+"""Quantized weights of a checkpoint, dequantized for comparison with another checkpoint.
 
-A weight in FP8 or int8 has its scales in a tensor next to it: ``NAME_scale_inv`` for blocks (DeepSeek-V3,
-arXiv:2412.19437), or ``NAME_scale`` for the tensor or its output channels (compressed-tensors, modelopt); 4-bit weights
-are those of :mod:`~tapscope.tensor_files.int4`. Rounding to nearest leaves an error of at most half a step of the code,
-times its scale; such a weight is judged by that.
+The scales of an FP8 or int8 weight are in a sibling tensor: ``NAME_scale_inv`` per block (DeepSeek-V3,
+arXiv:2412.19437), or ``NAME_scale`` per tensor or output channel (compressed-tensors, modelopt). For 4-bit weights see
+:mod:`~tapscope.tensor_files.int4`. Rounding to nearest has an error of at most half a quantization step times the
+scale, which is the noise floor of a quantized weight.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -28,25 +28,25 @@ _SCALES = ("_scale_inv", "_scale")
 _METADATA = ("input_scale", "output_scale", "weight_zero_point", "k_scale", "v_scale", "q_scale", "kv_scale")
 _DEFAULT_BLOCK = (128, 128)
 _RMS_MARGIN = 1.5
-"""Times the error of rounding that is spread evenly over a step: scales that are rounded themselves, few values."""
+"""Factor on the RMS error of rounding spread evenly over a step; allows for rounded scales and small tensors."""
 _MAX_MARGIN = 1.05
 _BF16 = 2.0**-9
-"""Rounding of the weight that was quantized, relative."""
+"""Relative rounding error of the weight before quantization, in bf16."""
 _ELEMENTS = 1 << 22
-"""Elements that are multiplied out at a time to measure the floor."""
+"""Number of elements dequantized at a time to measure the floor."""
 
 
 class QuantizationFloor(Struct, frozen=True):
-    """The error that rounding to the codes of a weight explains."""
+    """The error of a weight that rounding to its codes explains."""
 
     rel_l2: float
-    """Norm of the error / norm of the weight."""
+    """L2 norm of the error / L2 norm of the weight."""
     max_abs: float
-    """Largest absolute error of an element."""
+    """Maximum absolute error of an element."""
 
 
 class QuantizedWeight:
-    """A weight [..., rows, columns] as codes and scales."""
+    """A weight [..., rows, columns] stored as codes and scales."""
 
     def __init__(self, payloads: Payloads, codes: Record, scales: Record, block: tuple[int, int]) -> None:
         self._payloads, self._codes, self._scales, self.block = payloads, codes, scales, block
@@ -54,7 +54,7 @@ class QuantizedWeight:
         self._floor: QuantizationFloor | None = None
 
     def values(self) -> Array:
-        """Multiplied out, float32; raises RunCorruptError."""
+        """Return the dequantized weight in float32; raises RunCorruptError."""
         out = np.empty(self.shape, np.float32)
         for place, values, _ in self._parts():
             out.reshape(-1, out.shape[-1])[place] = values
@@ -62,7 +62,7 @@ class QuantizedWeight:
         return out
 
     def floor(self) -> QuantizationFloor:
-        """The floor, measured once; raises RunCorruptError."""
+        """Return the noise floor, computed once; raises RunCorruptError."""
         if self._floor is None:
             squares = steps = largest = highest = 0.0
             for _, values, half in self._parts():
@@ -70,12 +70,12 @@ class QuantizedWeight:
                 steps += float(np.square(half, dtype=np.float64).sum())
                 largest = max(largest, float(half.max(initial=0.0)))
                 highest = max(highest, float(np.abs(values).max(initial=0.0)))
-            expected = (steps / 3 / squares) ** 0.5 if squares else 0.0  # an even spread over ± half a step
+            expected = (steps / 3 / squares) ** 0.5 if squares else 0.0  # uniform over ± half a step
             self._floor = QuantizationFloor(_RMS_MARGIN * expected + _BF16, _MAX_MARGIN * largest + _BF16 * highest)
         return self._floor
 
     def _parts(self) -> Iterator[tuple[slice, Array, Array]]:
-        """(rows, values, half a step of each) some whole blocks of rows at a time."""
+        """Yield (rows, values, half a quantization step of each value) for a few whole blocks of rows at a time."""
         codes = self._payloads.array(self._codes)
         columns = codes.shape[-1]
         codes = codes.reshape(-1, columns)
@@ -95,10 +95,10 @@ class QuantizedWeight:
 
 
 class Int4Weight(QuantizedWeight):
-    """A weight [outs, ins] as packed codes, scales and zeros of groups of input features."""
+    """A weight [outs, ins] stored as packed codes, with scales and zero points per group of input features."""
 
     def __init__(self, payloads: Payloads, packing: Int4Format, tensors: Mapping[str, Record]) -> None:
-        """``tensors`` are those of the module, by the last parts of their names."""
+        """``tensors`` maps the last component of each tensor name of the module to its record."""
         codes, scales = tensors[packing.codes], tensors[packing.scales]
         super().__init__(payloads, codes, scales, (1, 1))
         self._packing, self._tensors = packing, tensors
@@ -112,7 +112,7 @@ class Int4Weight(QuantizedWeight):
         self._num_groups = num_groups
 
     def _parts(self) -> Iterator[tuple[slice, Array, Array]]:
-        """As of every weight."""
+        """See :meth:`QuantizedWeight._parts`."""
         packing, (outs, ins) = self._packing, self.shape
         scales = np.asarray(self._payloads.array(self._scales), np.float32)
         scales = scales.T if packing.is_transposed else scales
@@ -132,19 +132,20 @@ class Int4Weight(QuantizedWeight):
 
 @lru_cache
 def _table(dtype: str) -> tuple[Array, Array]:
-    """(value, half the distance to its neighbours) of each of the 256 codes."""
+    """Return (value, half the distance to its neighbors) of each of the 256 codes."""
     values = np.arange(256, dtype=np.uint8).view(dtypes.numpy_dtype(dtype)).astype(np.float32)
     if dtype == "int8":
         return values, np.full(256, 0.5, np.float32)
     bits = 3 if "e4m3" in dtype else 2
     finite = np.where(np.isfinite(values), values, 0)
-    least = float(dtypes.smallest(dtype)) * 2**bits  # of the normal numbers
+    least = float(dtypes.smallest(dtype)) * 2**bits  # smallest normal number
     exponent = np.floor(np.log2(np.maximum(np.abs(finite), least)))
     return values, (2.0 ** (exponent - bits - 1)).astype(np.float32)
 
 
 def dequantized(run: Run, other: Run) -> Run:
-    """``run`` with the weights multiplied out that ``other`` does not hold in the same type; itself where none is."""
+    """Return ``run`` with weights dequantized that ``other`` does not store in the same dtype; ``run`` itself if there
+    are none."""
     if run.manifest.get("format") != CHECKPOINT_FORMAT:
         return run
     records = {record.key.site: record for record in run.records}
@@ -190,7 +191,8 @@ def dequantized(run: Run, other: Run) -> Run:
 def _int4_weight_of(
     run: Run, record: Record, records: Mapping[str, Record]
 ) -> tuple[Int4Weight, frozenset[str]] | None:
-    """The 4-bit weight whose codes ``record`` has, and the sites of its other tensors; None if it has none."""
+    """Return the 4-bit weight whose codes are in ``record`` and the sites of its other tensors; None for other
+    records."""
     path, separator, last = record.key.site.rpartition(":param[")
     values = run.manifest.get("quantization") or {}
     packing = int4.format_of(str(values.get("quant_method")), values)
@@ -201,7 +203,7 @@ def _int4_weight_of(
     tensors = {other: records[site] for other, site in sites.items() if site in records} | {packing.codes: record}
     if not all(name in tensors and len(tensors[name].shape) == 2 for name in (packing.codes, packing.scales)):
         return None
-    if "bias" in tensors and run.payloads.array(tensors["bias"]).any():  # GPTQ adds one of zeros to other layers
+    if "bias" in tensors and run.payloads.array(tensors["bias"]).any():  # GPTQ adds a zero bias to layers without one
         del sites["bias"]
     weight = Int4Weight(run.payloads, packing, tensors)
     stored = packing.stored_shape((weight.shape[0], weight.shape[1]))
@@ -213,7 +215,7 @@ def _sibling(site: str, suffix: str) -> str:
 
 
 def _weight_of(run: Run, record: Record, records: Mapping[str, Record]) -> QuantizedWeight | None:
-    """None for a weight without scales, or with scales that do not fit."""
+    """Return the quantized weight whose codes are in ``record``; None if scales are missing or do not fit."""
     scales = next(
         (candidates for suffix in _SCALES if (candidates := records.get(_sibling(record.key.site, suffix)))), None
     )
@@ -234,12 +236,12 @@ def _weight_of(run: Run, record: Record, records: Mapping[str, Record]) -> Quant
 
 
 class _Dequantizing:
-    """Payloads of a checkpoint, some of them multiplied out."""
+    """Payloads of a checkpoint in which some weights are dequantized."""
 
     def __init__(self, payloads: Payloads) -> None:
         self._payloads = payloads
         self.weights: dict[int, QuantizedWeight] = {}
-        """By the seq of the record."""
+        """seq of the record -> weight."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._payloads, name)

@@ -1,8 +1,8 @@
-"""Sites of tensors that a user's own script named.
+"""Sites of tensors named by a user's script.
 
-Names with a dot are module paths and become sites of modules, so that they match those of runs and the name maps:
+A name with a dot is a module path and becomes a module site, so that it matches the sites of runs and name maps:
 ``model.layers.3.mlp.output`` is ``model.layers.3.mlp:out``, ``…q_proj.weight`` is ``…q_proj:param[weight]``. Any other
-name is a tap, in its layer where the name has one: ``layer_3_attn`` is ``layers.3:tap[layer_3_attn]``.
+name becomes a tap, in the layer given by the name if any: ``layer_3_attn`` is ``layers.3:tap[layer_3_attn]``.
 """
 
 import re
@@ -14,18 +14,19 @@ _PARAMETERS = frozenset(
     {"weight", "bias", "weight_scale", "weight_scale_inv", "input_scale", "e_score_correction_bias", "inv_freq"}
 )
 _MODULES = frozenset({"lm_head", "embed_tokens", "norm"})
-"""Modules that a causal LM calls by a name without a dot."""
+"""Top-level modules of causal LMs whose names have no dot."""
 _LAYER = re.compile(rf"(?:^|[._-]){NUMBERED_LAYER}(?=$|[._-])")
 _INPUTS = re.compile(r"(?:(?P<path>.+?)\.)?inputs\.(?P<key>.+)")
 _INPUT = re.compile(r"(?P<path>.+)\.(?:inputs?|in)(?:\.(?P<key>\d+))?")
 _KEYS = r"\d+(?:\..+)?|(?:logits|last_hidden_state|hidden_states|attentions)(?:\..+)?"
-"""What may follow ``output``: modules of BERT are called ``output.dense``."""
+"""Allowed suffixes of ``output``; others are module names, such as BERT's ``output.dense``."""
 _OUTPUT = re.compile(rf"(?:(?P<path>.+)\.)?(?:outputs?|out)(?:\.(?P<key>{_KEYS}))?")
 _TAP = re.compile(r"(?:(?P<path>.+?)\.)?(?P<kind>tap|buffer|param)\.(?P<key>.+)")
 
 
 def site_of_tensor(name: str, layer: int | None = None) -> str:
-    """The site of a tensor; ``layer`` where the path of its file says it. A module path may have another one."""
+    """Return the site of a tensor; ``layer`` is the layer given by the file path and is used unless the module path has
+    a layer."""
     path, _, port = _site_of(name, layer).rpartition(":")
     if layer is not None and layer_of(path) is None:
         path = f"layers.{layer}.{path}" if path else f"layers.{layer}"
@@ -55,7 +56,7 @@ def _site_of(name: str, layer: int | None) -> str:
 
 
 def name_of_site(site: str) -> str:
-    """A name that :func:`site_of_tensor` takes for ``site``, as far as there is one."""
+    """Return a name from which :func:`site_of_tensor` restores ``site``, if such a name exists."""
     grad = ".grad" if site.endswith(".grad") else ""
     path, _, port = site.removesuffix(".grad").rpartition(":")
     kind, _, key = port.partition("[")

@@ -1,7 +1,7 @@
-"""Reads one file of tensors: .pt, .npz, .npy or .safetensors; payloads stay where they are.
+"""Reader for one file of tensors (.pt, .npz, .npy or .safetensors); payloads are read on access.
 
-Nothing is executed: a pickle is interpreted by :mod:`tapscope.sglang.safe_unpickler`, and .npy files with Python
-objects are refused.
+No code is executed: pickles are interpreted by :mod:`tapscope.sglang.safe_unpickler`, and .npy files with Python
+objects are rejected.
 """
 
 import io
@@ -24,11 +24,11 @@ from tapscope.sglang.pickle_template import PickleTemplates
 from tapscope.sglang.zip_archive import Archive, ArchiveProblem, FileEnd, Member
 
 _MAX_HEADER = 100 << 20
-"""Bytes of the header of a .safetensors file, as its own library limits them."""
+"""Maximum header size of a .safetensors file in bytes, the same limit as in the safetensors library."""
 _NPY_HEADER = 1 << 14
-"""Bytes in which the header of an .npy file must end."""
+"""Maximum header size of an .npy file in bytes."""
 _MAX_INFLATED = 1 << 30
-"""Bytes of a compressed array, which has to be in memory as a whole."""
+"""Maximum size in bytes of a compressed array, which must be decompressed into memory as a whole."""
 _NUMPY_NAMES = {
     np.dtype(name).str: name
     for name in (
@@ -40,24 +40,24 @@ _NUMPY_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class Deflated:
-    """A compressed array of an .npz file."""
+    """A compressed array in an .npz file."""
 
     offset: int
-    """First compressed byte in the file."""
+    """Offset of the first compressed byte in the file."""
     num_packed: int
     tensor: Tensor
-    """Its offset counts from the first uncompressed byte."""
+    """Layout in the uncompressed bytes; the offset is relative to their start."""
 
 
 class _Problem(ValueError):
-    """The file is not what its suffix says; the text is the end of a sentence about it."""
+    """The file does not have the format implied by its suffix; the message is a predicate without subject."""
 
 
 def read_tensor_file(path: Path, templates: PickleTemplates | None = None) -> tuple[Any, FileEnd | None]:
-    """(contents, the last bytes of the file if they had to be read).
+    """Return (contents, the last bytes of the file if they were read).
 
     Contents are a :class:`Tensor`, a :class:`Deflated`, or containers of these and of plain values. Raises
-    RunCorruptError that names the file and what is wrong with it.
+    RunCorruptError with the file and the reason.
     """
     if path.suffix in (".pt", ".pth", ".bin"):
         return torch_save_reader.load_with_end(path, templates)
@@ -76,7 +76,7 @@ def read_tensor_file(path: Path, templates: PickleTemplates | None = None) -> tu
 
 
 def _npy(head: bytes, offset: int, size: int) -> Tensor:
-    """An .npy file of ``size`` bytes that begins at ``offset`` of another."""
+    """Parse the header of an .npy file of ``size`` bytes that begins at ``offset`` of another file."""
     stream = io.BytesIO(head)
     try:
         version = np.lib.format.read_magic(stream)
@@ -140,7 +140,7 @@ def _deflated(fd: int, begin: int, member: Member) -> Deflated:
 
 
 def inflate(path: Path, one: Deflated) -> bytes:
-    """The uncompressed bytes of an array, its header included; raises RunCorruptError."""
+    """Return the uncompressed bytes of an array, including its .npy header; raises RunCorruptError."""
     try:
         with reading(path) as file:
             data = os.pread(file.fileno(), one.num_packed, one.offset)
@@ -153,7 +153,7 @@ def inflate(path: Path, one: Deflated) -> bytes:
 
 
 def read_safetensors(fd: int) -> dict[str, Tensor]:
-    """Name -> tensor, in the order of the file; raises _Problem."""
+    """Return name -> tensor in file order; raises _Problem."""
     size = os.fstat(fd).st_size
     length = int.from_bytes(os.pread(fd, 8, 0), "little")
     if size < 8 or length > min(size - 8, _MAX_HEADER):

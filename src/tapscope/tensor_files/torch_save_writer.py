@@ -1,7 +1,7 @@
-"""Writes what ``torch.load(path, weights_only=True)`` reads, without torch: tensors, plain values, dicts and lists.
+"""Writer for files readable by ``torch.load(path, weights_only=True)``: tensors, plain values, dicts and lists.
 
-The format is that of torch 1.6 and later (torch/serialization.py): a zip archive of stored members, ``data.pkl`` in
-pickle protocol 2 with the storages as persistent ids, and ``data/KEY`` with their bytes.
+Torch is not needed. The format is that of torch 1.6 and later (torch/serialization.py): an uncompressed ZIP archive
+with ``data.pkl`` in pickle protocol 2, which references storages by persistent ids, and ``data/KEY`` with their bytes.
 """
 
 import struct
@@ -33,7 +33,7 @@ _BLOCK = 1 << 24
 
 
 def save(path: Path, value: Any) -> None:
-    """Write ``value`` to ``path``; numpy arrays, ml_dtypes included, become tensors. Raises TypeError, OSError."""
+    """Write ``value`` to ``path``; NumPy arrays, including ml_dtypes, become tensors. Raises TypeError or OSError."""
     pickler = _Pickler()
     pickler.write(value)
     root = path.stem
@@ -54,7 +54,7 @@ def _write(archive: zipfile.ZipFile, name: str, data: "bytes | memoryview[int]")
 
 
 def _integer(value: int) -> bytes:
-    """The shortest opcode for an integer, as Python's pickle chooses it."""
+    """Return the shortest opcode for an integer, the same as Python's pickle."""
     if 0 <= value < 1 << 8:
         return b"K" + bytes([value])
     if 0 <= value < 1 << 16:
@@ -66,14 +66,14 @@ def _integer(value: int) -> bytes:
 
 
 class _Pickler:
-    """Opcodes of pickle protocol 2; the persistent id of a storage is ("storage", type, key, "cpu", elements)."""
+    """Generates opcodes of pickle protocol 2; a persistent id is ("storage", type, key, "cpu", number of elements)."""
 
     def __init__(self) -> None:
         self.code = bytearray()
         self.arrays: list[np.ndarray[Any, Any]] = []
 
     def write(self, value: Any) -> None:
-        """Append what pushes ``value``."""
+        """Append the opcodes that push ``value``."""
         code = self.code
         if value is None or isinstance(value, bool):
             code += {None: b"N", True: b"\x88", False: b"\x89"}[value]
