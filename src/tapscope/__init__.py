@@ -1,8 +1,8 @@
 """See inside a running model, and find the first tensor where two runs diverge.
 
 Capture with :class:`Dumper` (or the functions of :mod:`tapscope.dumper`, which need no object), generate with
-:class:`LLM`, read with :func:`open_run`, compare with :func:`compare`. Every error of ours is a
-:class:`TapscopeError`; a name whose extra is not installed raises one that is also an :class:`ImportError`.
+:class:`LLM`, read with :func:`open_run`, compare with :func:`compare`. Every error that tapscope raises on purpose is a
+:class:`TapscopeError`; accessing a name whose extra is not installed raises one that is also an :class:`ImportError`.
 """
 
 from importlib import import_module
@@ -51,7 +51,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Load a public name when it is first used: `import tapscope` alone loads neither torch nor numpy."""
+    """Load a public name on first access: `import tapscope` alone loads neither torch nor numpy."""
     if name == "dumper":
         return import_module(".dumper", __name__)
     if name not in _EXPORTS:

@@ -11,15 +11,16 @@ from tapscope.cli import diagnostics, main
 
 
 def run() -> int:
-    """One command line, in a process of its own."""
-    atexit.register(gc.freeze)  # Python would look for garbage in all that ends with the process: 50 ms for nothing
+    """Run one command line in this process, and return the exit code."""
+    atexit.register(gc.freeze)  # skip the final garbage collection, which would take 50 ms
     _fill_closed_streams()
     warnings.showwarning = _show_warning
     return main()
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
-    """Deprecated flags and settings are one line, like every other message; other warnings are shown as Python does."""
+    """Print a deprecation of a flag or setting as one line, like other messages; show other warnings in Python's
+    format."""
     if issubclass(category, FutureWarning):
         diagnostics.warn(str(message))
     else:
@@ -27,11 +28,13 @@ def _show_warning(message: Warning | str, category: type[Warning], *where: Any, 
 
 
 def _fill_closed_streams() -> None:
-    """Where the caller closed stdout or stderr (`>&-`) what goes there is nobody's; else the next file that is opened
-    would get its number, and what is printed."""
+    """Open /dev/null for stdout or stderr if the caller closed them (`>&-`).
+
+    Otherwise, the next opened file would get the descriptor number and receive the output.
+    """
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
         if number == 1:
-            sys.stdout = open(number, "w")  # noqa: SIM115 - as long as the process
+            sys.stdout = open(number, "w")  # noqa: SIM115 - open until the process ends
         elif number == 2:
             sys.stderr = open(number, "w")  # noqa: SIM115
     os.close(number)

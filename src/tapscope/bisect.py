@@ -1,4 +1,4 @@
-"""Bisect: the smallest set of switches after which two models agree."""
+"""Bisect: find the smallest set of modules to switch so that two models agree."""
 
 import json
 import math
@@ -26,7 +26,8 @@ __all__ = [
 ]
 
 _UNRELATED_COSINE = 0.5
-"""Fine-tuning, quantization and rounding leave a matrix far above it; two random matrices are near 0."""
+"""Threshold on the cosine of two weight matrices: fine-tuning, quantization and rounding stay far above, random
+matrices are near 0."""
 
 
 def bisect(
@@ -35,17 +36,17 @@ def bisect(
     max_runs: int | None = None,
     known: Mapping[frozenset[str], bool] | None = None,
 ) -> tuple[str, ...]:
-    """The members of ``names`` that must be switched for ``agrees(switched)`` to be true, in their order.
+    """Return the members of ``names`` that must be switched for ``agrees(switched)`` to be true, in input order.
 
     ::
 
         bisect(["embed", "attn", "mlp", "head"], lambda switched: {"attn", "head"} <= switched)  # ("attn", "head")
 
-    Each member costs one binary search for the shortest prefix that suffices; its last name is needed. This takes at
-    most k * (ceil(log2 n) + 1) + 2 calls for k of n names. The set is minimal if more switches never make things worse.
-    ``known``: answers of an earlier search, which cost no call.
+    Each member is found by a binary search for the shortest sufficient prefix, whose last name is required. The search
+    takes at most k * (ceil(log2 n) + 1) + 2 calls for k of n names. The result is minimal if switching more modules
+    never breaks agreement. ``known`` are results of an earlier search, which need no call.
 
-    Raises DataError if all switches do not suffice, or more than ``max_runs`` calls are needed.
+    Raises DataError if switching all names does not suffice, or if more than ``max_runs`` calls are needed.
     """
     results = dict(known or {})
     num_known = len(results)
@@ -75,12 +76,13 @@ def bisect(
 
 
 class BisectState:
-    """The answers of a search in a file, one JSON line each, so that an interrupted search can be resumed."""
+    """The results of a search in a file with one JSON line each, so that an interrupted search can be resumed."""
 
     def __init__(self, path: Path, search: Mapping[str, object]) -> None:
-        """``search``: what is searched; the file's first line. A last line that was not finished is dropped.
+        """``search`` identifies the search and is the first line of the file. An incomplete last line is dropped.
 
-        Raises UsageError if the file holds another search, DataError if it is not such a file.
+        Raises UsageError if the file belongs to another search, DataError if it is not a state file, OutputError if it
+        cannot be accessed.
         """
         self._path = path
         self.answers: dict[frozenset[str], bool] = {}
@@ -104,7 +106,7 @@ class BisectState:
             raise UsageError(f"{path}: holds another search (not the same {other}); give another file")
 
     def add(self, switched: frozenset[str], agrees: bool) -> None:
-        """Append an answer. Raises OutputError."""
+        """Append a result to the file. Raises OutputError."""
         try:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"switched": sorted(switched), "agrees": agrees}) + "\n")
@@ -113,9 +115,9 @@ class BisectState:
 
 
 def differing_modules(model: "nn.Module", reference: "nn.Module") -> list[str]:
-    """Paths of the modules whose own parameters differ, in the order of registration.
+    """Return the paths of modules whose own parameters differ, in registration order.
 
-    Raises ConfigError for a module that the other model lacks, or whose parameters have another shape.
+    Raises ConfigError for a module that the reference lacks, or whose parameters have another shape.
     """
     import torch
 
@@ -136,9 +138,9 @@ def differing_modules(model: "nn.Module", reference: "nn.Module") -> list[str]:
 
 
 def check_related(model: "nn.Module", reference: "nn.Module") -> None:
-    """Raise DataError if most weight matrices of the two models have nothing in common, so that every module matters.
+    """Raise DataError if most weight matrices of the two models are unrelated, so that every module would matter.
 
-    Two versions of a parameter with at least two axes have nothing in common if their cosine is below 0.5.
+    Two versions of a parameter with at least two axes are unrelated if their cosine similarity is below 0.5.
     """
     others = dict(reference.named_parameters())
     matrices = {name: value for name, value in model.named_parameters() if value.ndim > 1 and name in others}
@@ -158,7 +160,8 @@ def _cosine(one: "torch.Tensor", other: "torch.Tensor") -> float:
 
 @contextmanager
 def switched_weights(model: "nn.Module", reference: "nn.Module", paths: frozenset[str]) -> Iterator[None]:
-    """Inside, these modules of ``model`` compute with the parameters of ``reference``, cast to their dtype."""
+    """Context manager: the given modules of ``model`` run with the parameters of ``reference``, cast to their own
+    dtype."""
     before = []
     others = dict(reference.named_modules())
     for path, module in model.named_modules():
@@ -174,10 +177,10 @@ def switched_weights(model: "nn.Module", reference: "nn.Module", paths: frozense
 
 
 def blocks(model: "nn.Module") -> list[str]:
-    """Paths of the modules with parameters that a decoder is made of: what is in each layer, and what is outside them.
+    """Return the paths of a decoder's building blocks with parameters, inside and outside of its layers.
 
-    Such as ``model.embed_tokens``, ``model.layers.0.self_attn``, ``model.layers.0.mlp`` and ``lm_head``. A layer is a
-    member of a ModuleList; a module that holds a ModuleList is divided further.
+    Examples: ``model.embed_tokens``, ``model.layers.0.self_attn``, ``model.layers.0.mlp``, ``lm_head``. A layer is a
+    member of a ModuleList; a module that contains a ModuleList is divided further.
     """
     from torch import nn
 
@@ -195,7 +198,7 @@ def blocks(model: "nn.Module") -> list[str]:
 
 @contextmanager
 def recorded_masks(model: "nn.Module") -> Iterator[dict[str, list[Any]]]:
-    """Inside the context, record the argument ``attention_mask`` of each call, by the path of the called module."""
+    """Context manager: record the ``attention_mask`` argument of each module call; yields module path -> masks."""
     masks: dict[str, list[Any]] = {}
 
     def recorder(path: str) -> Callable[[Any, Any, dict[str, Any]], None]:
@@ -216,7 +219,7 @@ def recorded_masks(model: "nn.Module") -> Iterator[dict[str, list[Any]]]:
 
 
 def attention_modules(masks: Mapping[str, object]) -> list[str]:
-    """The innermost of the modules that were called with a mask. Raises ConfigError if there are none."""
+    """Return the innermost modules that were called with a mask. Raises ConfigError if there are none."""
     paths = [path for path in masks if path and not any(each.startswith(f"{path}.") for each in masks)]
     if not paths:
         raise ConfigError("no module of this model is called with attention_mask; its attention cannot be switched")
@@ -227,11 +230,12 @@ def attention_modules(masks: Mapping[str, object]) -> list[str]:
 def switched_modules(
     model: "nn.Module", reference: "nn.Module", paths: frozenset[str], masks: Mapping[str, Sequence[Any]]
 ) -> Iterator[None]:
-    """Inside, ``model`` calls the modules of ``reference`` at these paths, with the reference's dtype and attention.
+    """Context manager: ``model`` calls the modules of ``reference`` at ``paths``, with the reference's dtype and
+    attention.
 
-    Their floating-point inputs are cast to the dtype of their parameters, their outputs to the dtype of the module that
-    they replace. ``masks``: what the reference's attention modules were called with (:func:`recorded_masks`), since
-    each implementation of attention has its own mask format.
+    Floating-point inputs are cast to the dtype of the called module's parameters, outputs to the dtype of the replaced
+    module. ``masks`` are the masks recorded from the reference (:func:`recorded_masks`), because each attention
+    implementation has its own mask format.
     """
     replaced, hooks = [], []
     try:
@@ -259,7 +263,8 @@ def switched_modules(
 
 
 def _caster(module: "nn.Module") -> Callable[[Any], Any]:
-    """Casts floating-point tensors, also in tuples, lists and dicts, to the dtype of the module's parameters."""
+    """Return a function that casts floating-point tensors, also in nested containers, to the dtype of the module's
+    parameters."""
     import torch
     from torch.utils._pytree import tree_map_only
 

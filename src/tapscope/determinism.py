@@ -1,4 +1,4 @@
-"""Determinism: whether two runs of the same steps hold the same bits, by their hashes."""
+"""Determinism: check by hashes whether two runs of the same steps are bit-equal."""
 
 from collections.abc import Iterator
 
@@ -11,14 +11,14 @@ from tapscope.run_format.run import Run
 __all__ = ["Unequal", "compare_bits"]
 
 TOKENS = "tokens"
-"""Stands for a site where two steps compute other tokens."""
+"""Pseudo-site for a step in which the two runs compute different tokens."""
 
 
 class Unequal(Struct, frozen=True, kw_only=True):
-    """One value that two runs do not share."""
+    """A value that differs between two runs."""
 
     site: str
-    """``tokens`` for the token ids of the step."""
+    """The site; ``tokens`` for the token ids of the step."""
     step: int
     rank: int
     reason: str
@@ -49,7 +49,7 @@ _WORDS = {
 
 
 def compare_bits(first: Run, second: Run) -> list[Unequal]:
-    """Records that are not bit-equal in two runs of the same steps: by step, then rank, in the order of the first run.
+    """Return the records that are not bit-equal in two runs of the same steps, by step and rank in execution order.
 
     ::
 
@@ -57,8 +57,8 @@ def compare_bits(first: Run, second: Run) -> list[Unequal]:
             for unequal in compare_bits(first, second):
                 print(unequal)
 
-    Hashes of 128 bits stand for the values, so statistics suffice: ``-0.0`` is not ``0.0``, and a NaN equals itself.
-    Raises DataError for a run without records, with missing data or without hashes.
+    Values are compared by their 128-bit hashes, so the capture level ``stats`` suffices: ``-0.0`` differs from ``0.0``,
+    and a NaN equals itself. Raises DataError for a run without records, with missing data or without hashes.
     """
     for run in (first, second):
         account = run.ledger()

@@ -1,4 +1,4 @@
-"""Kernel switch: which of two implementations of a function each module of a model calls."""
+"""Kernel switch: select per module which of two implementations of a function it calls."""
 
 import functools
 import importlib
@@ -25,15 +25,15 @@ class Kernel(Struct, frozen=True):
     function: str
     """``module:qualname``, such as ``torch.nn.functional:silu`` or ``pkg.mod:RMSNorm.forward``."""
     tested: str
-    """What modules call instead; may be the function itself."""
+    """Implementation called by default; may be the function itself."""
     reference: str
-    """What switched modules call instead; may be the function itself."""
+    """Implementation called by switched modules; may be the function itself."""
 
 
 def find_kernels(tested: Sequence[str], reference: Sequence[str]) -> list[Kernel]:
-    """The kernels of flags ``FUNCTION=REPLACEMENT``; ``FUNCTION`` alone is the function itself.
+    """Parse flags ``FUNCTION=REPLACEMENT`` to kernels; ``FUNCTION`` alone means the function itself.
 
-    Each function is named in ``reference``, once. Raises ConfigError.
+    Each function must be named in ``reference``, exactly once. Raises ConfigError.
     """
     replaced, switched_to = _pairs(tested), _pairs(reference)
     for function in replaced:
@@ -65,13 +65,13 @@ def _pairs(flags: Sequence[str]) -> dict[str, str]:
 
 
 def _resolve(name: str) -> tuple[Any, str, Any]:
-    """(holder, attribute, value) of ``module:qualname``; raises ConfigError."""
+    """Return (holder, attribute, value) of ``module:qualname``; raises ConfigError."""
     module, _, qualname = name.partition(":")
     if not module or not qualname or ":" in qualname:
         raise ConfigError(f"{name}: a kernel is named MODULE:FUNCTION, such as torch.nn.functional:silu")
     try:
         holder: Any = importlib.import_module(module)
-    except Exception as error:  # noqa: BLE001 - whatever the module does at import
+    except Exception as error:  # noqa: BLE001 - importing a module can raise anything
         raise ConfigError(f"{name}: cannot import {module}: {type(error).__name__}: {error}") from None
     *outer, attribute = qualname.split(".")
     try:
@@ -86,11 +86,11 @@ def _resolve(name: str) -> tuple[Any, str, Any]:
 def switched_kernels(
     model: "nn.Module", kernels: Sequence[Kernel], paths: frozenset[str]
 ) -> Iterator[dict[str, list[str]]]:
-    """Inside, the modules of ``model`` at these paths call the reference of each kernel, all others the tested one.
+    """Context manager: modules at ``paths`` call the reference implementation of each kernel, others the tested one.
 
-    The caller of a function is the innermost module that is being called. A function of a module is replaced wherever
-    it was imported by name. Calls outside of the model, and those that an implementation makes, reach the function
-    itself. Yields the paths of the callers of each function, in the order of their first calls.
+    The caller is the innermost module being called. A function of a Python module is replaced in every module that
+    imported it by name. Calls from outside the model, and calls made by an implementation, reach the original function.
+    Yields function -> paths of its callers, in the order of their first calls.
 
     Raises ConfigError for a name that cannot be imported, DataError if an implementation raises.
     """
@@ -112,7 +112,7 @@ def _tracker(active: list[str], path: str) -> tuple[Callable[..., None], Callabl
 
 
 def _chooser(kernel: Kernel, active: Sequence[str], paths: frozenset[str], callers: list[str]) -> Callable[..., Any]:
-    """The function that is called in place of the kernel's."""
+    """Return the function that replaces the kernel's function and dispatches by caller."""
     function, tested, reference = (_resolve(name)[2] for name in (kernel.function, kernel.tested, kernel.reference))
     inside = False
 
@@ -138,12 +138,13 @@ def _chooser(kernel: Kernel, active: Sequence[str], paths: frozenset[str], calle
 
 @contextmanager
 def _replaced(name: str, by: Callable[..., Any]) -> Iterator[None]:
-    """Inside, the attribute that ``name`` names is ``by``, and so are all names of modules for the same function."""
+    """Context manager: replace the attribute ``name`` by ``by``, and all other module attributes that refer to the same
+    function."""
     holder, attribute, value = _resolve(name)
     with ExitStack() as stack:
         if isinstance(holder, ModuleType):
             loaded = [each for each in sys.modules.values() if isinstance(each, ModuleType)]
-            for module in loaded if holder in loaded else [*loaded, holder]:  # torch.ops.NAME is none of them
+            for module in loaded if holder in loaded else [*loaded, holder]:  # torch.ops.NAME is not in sys.modules
                 for other in [key for key, each in vars(module).items() if each is value]:
                     stack.callback(setattr, module, other, value)
                     setattr(module, other, by)

@@ -1,5 +1,5 @@
-"""Replay: run the target's modules on the inputs that the baseline recorded, to separate their own error from the error
-that they inherit."""
+"""Replay: run the target's modules on the inputs recorded in the baseline, to separate a module's own error from
+inherited error."""
 
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
@@ -27,38 +27,38 @@ __all__ = ["ModuleReplay", "ReplayReport", "replay"]
 
 
 class ModuleReplay(Struct, frozen=True, kw_only=True):
-    """One module of the target, run on the baseline's inputs."""
+    """Result for one module of the target, run on the baseline's inputs."""
 
     module: str
     verdict: str
-    """``local``: its outputs differ although its inputs are the baseline's. ``contains``: the same, and a module
-    inside of it is local. ``inherited``: they differ only with the target's own inputs. ``agrees``. ``not_replayed``.
+    """``local``: the outputs differ even on the baseline's inputs. ``contains``: the same, and a submodule is local.
+    ``inherited``: the outputs differ only on the target's own inputs. ``agrees``. ``not_replayed``.
     """
     error: float = 0.0
-    """Of its worst output in the comparison of the two runs."""
+    """Error of the worst output in the comparison of the two runs."""
     ratio: float = 0.0
-    """:attr:`error` relative to what rounding explains of it."""
+    """:attr:`error` divided by the noise floor."""
     local_error: float = 0.0
-    """Of its worst output given the baseline's inputs."""
+    """Error of the worst output on the baseline's inputs."""
     local_ratio: float = 0.0
     reason: str = ""
-    """Why it was not replayed."""
+    """Why the module was not replayed; otherwise empty."""
 
 
 class ReplayReport(Struct, frozen=True, kw_only=True):
-    """The result of :func:`replay`: the modules in execution order."""
+    """Result of :func:`replay`, with modules in execution order."""
 
     modules: tuple[ModuleReplay, ...]
     report: Report
     """Comparison of the two runs."""
 
     def of(self, verdict: str) -> tuple[ModuleReplay, ...]:
-        """The modules with this verdict."""
+        """Return the modules with this verdict."""
         return tuple(one for one in self.modules if one.verdict == verdict)
 
     @property
     def exit_code(self) -> int:
-        """1 if a module has an error of its own or the runs differ, else 0."""
+        """1 if a module has a local error or the runs differ, otherwise 0."""
         return int(bool(self.of("local")) or bool(self.report.num_bad))
 
 
@@ -70,7 +70,7 @@ def replay(
     options: CompareOptions | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> ReplayReport:
-    """Run the modules of ``model``, which computed ``target``, on the inputs that ``baseline`` recorded.
+    """Run the modules of ``model``, which computed ``target``, on the inputs recorded in ``baseline``.
 
     ::
 
@@ -82,12 +82,12 @@ def replay(
             report = replay(baseline, target, model, forward)
         print([each.module for each in report.of("local")])
 
-    ``forward(dumper)`` computes the tokens of the runs, with a step of the dumper around each call. It is called once
-    per depth of the module tree: the inputs of nested modules cannot be replaced in one run. Values that
-    fit are found by site, request and position. ``progress`` is called with (passes done, all passes).
+    ``forward(dumper)`` computes the tokens of the runs, with a dumper step around each model call. It is called once
+    per depth of the module tree, because the inputs of nested modules cannot be replaced in the same pass. Recorded
+    inputs are matched by site, request and position. ``progress`` is called with (passes done, all passes).
 
-    Raises DataError if the baseline has no input values, ConfigError for a baseline of several ranks, and as
-    :func:`tapscope.comparator.compare_open_runs`.
+    Raises DataError if the baseline has no input values, ConfigError for a baseline with several ranks, and the errors
+    of :func:`tapscope.comparator.compare_open_runs`.
     """
     from tapscope.dumper.injection import StoredTensors, module_paths
 
@@ -96,7 +96,7 @@ def replay(
     comparison = compare_open_runs(baseline, target, options)
     full = comparison.report
     outputs = _outputs(full.findings)
-    modules = _selected(list(filter(None, outputs)), options)  # the root takes the tokens themselves
+    modules = _selected(list(filter(None, outputs)), options)  # the inputs of the root are the tokens
     inputs, reasons = _inputs(full.findings, target, modules)
     if not any(values.has(stored) for sites in inputs.values() for stored in sites.values()):
         raise DataError(
@@ -129,7 +129,7 @@ def replay(
 
 
 def _outputs(findings: Iterable[Finding]) -> dict[str, list[Finding]]:
-    """Module of the target -> the findings on its outputs that were compared, in execution order."""
+    """Return module of the target -> findings on its outputs that were compared, in execution order."""
     by_module: dict[str, list[Finding]] = {}
     for finding in findings:
         if finding.target is not None and finding.baseline is not None:
@@ -157,7 +157,7 @@ def _selected(modules: list[str], options: CompareOptions) -> list[str]:
 def _inputs(
     findings: Iterable[Finding], target: Run, modules: Iterable[str]
 ) -> tuple[dict[str, dict[str, str]], dict[str, str]]:
-    """Module -> its floating-point inputs and the baseline's site of each; module -> why it cannot be replayed."""
+    """Return module -> (floating-point input -> baseline site), and module -> reason why it cannot be replayed."""
     partner: dict[str, str] = {}
     for f in findings:
         if f.target is not None and f.baseline is not None and not (f.target.parts or f.baseline.parts):
@@ -183,8 +183,10 @@ def _run_level(
     level: Mapping[str, Mapping[str, str]],
     options: CompareOptions,
 ) -> "tuple[dict[str, list[Finding]], list[Problem]]":
-    """Run the model with the inputs of one level of modules replaced: module -> findings of its outputs, and what could
-    not be injected."""
+    """Run the model with the inputs of one level of modules replaced.
+
+    Returns module -> findings on its outputs, and the inputs that could not be injected.
+    """
     from tapscope.dumper import Dumper
     from tapscope.dumper.injection import Injector
 

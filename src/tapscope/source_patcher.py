@@ -1,6 +1,6 @@
-"""Source patcher: replaces lines of functions of imported modules, and restores them.
+"""Source patcher: replaces source lines in functions of imported modules, and restores them.
 
-A YAML file names functions and what to change in them::
+A YAML file lists functions and their edits::
 
     patches:
       - target: mypkg.attention:Attention.forward
@@ -10,8 +10,9 @@ A YAML file names functions and what to change in them::
           - match: return output
             prepend: dumper.dump("scores", scores)
 
-The whole file is compiled with its edits, and the code of each function is exchanged. Decorators are therefore not run
-again, references to the function stay valid, and closures and ``super()`` work. Tracebacks show the patched lines.
+The whole source file is compiled with the edits, and the code object of each function is exchanged. Decorators are
+therefore not executed again, references to the function stay valid, and closures and ``super()`` work. Tracebacks show
+the patched lines.
 """
 
 import ast
@@ -35,21 +36,21 @@ __all__ = ["Edit", "FunctionPatch", "SourcePatches", "read_patches"]
 
 _HOW = ("replace", "prepend", "append")
 _MARK = " (patched by tapscope)"
-"""End of the file name of patched code: tracebacks find its lines under this name."""
+"""Suffix of the file name of patched code, under which tracebacks look up its lines."""
 
 
 class Edit(Struct, frozen=True):
-    """One change of a function: the lines of ``match``, which must occur exactly once, and how to change them."""
+    """A change to a function: the lines ``match``, which must occur exactly once, and how to change them."""
 
     match: str
     how: str
     """``replace``, ``prepend`` (lines before the match) or ``append`` (after it)."""
     text: str
-    """New lines; indented as the matched ones. Empty with ``replace``: the lines are deleted."""
+    """New lines, indented like the matched lines. Empty with ``replace``: the lines are deleted."""
 
 
 class FunctionPatch(Struct, frozen=True):
-    """The edits of one function."""
+    """The edits to one function."""
 
     target: str
     """``module:qualname``, such as ``pkg.mod:Class.method``."""
@@ -57,22 +58,22 @@ class FunctionPatch(Struct, frozen=True):
 
 
 class _Target(Struct, frozen=True):
-    """A function, and where its source is."""
+    """A function and the location of its source."""
 
     patch: FunctionPatch
     function: Any
-    """A FunctionType; mypy would take it for a method."""
+    """A FunctionType; declared as Any because mypy would treat it as a method."""
     file: str
     first: int
-    """Index of its ``def`` line."""
+    """Index of the ``def`` line."""
     stop: int
-    """Index after its last line."""
+    """Index after the last line."""
     nth: int
-    """Which of the functions of this qualified name in the file."""
+    """Index among the functions with the same qualified name in the file."""
 
 
 def read_patches(path: str | Path) -> list[FunctionPatch]:
-    """The patches of a YAML file; raises ConfigError that names the file, the entry and what is valid."""
+    """Read the patches in a YAML file; raises ConfigError with the file, the entry and the valid format."""
     content = read_yaml(Path(path))
     entries = content.get("patches")
     if set(content) != {"patches"} or not isinstance(entries, list) or not entries:
@@ -104,18 +105,18 @@ def _edit(where: str, edit: Any) -> Edit:
 
 
 class SourcePatches:
-    """Patches that are active while the context is open.
+    """Context manager that applies source patches while it is open.
 
     ::
 
         with SourcePatches.of("patches.yaml"):
             model(...)
 
-    All of them are checked before the first one is applied.
+    All patches are checked before the first one is applied.
     """
 
     def __init__(self, patches: Sequence[FunctionPatch]) -> None:
-        """Imports the modules and checks every patch; raises ConfigError and changes nothing."""
+        """Import the modules and check every patch; raises ConfigError. Does not change any function yet."""
         by_file: dict[str, list[_Target]] = {}
         for patch in patches:
             one = _find(patch)
@@ -131,11 +132,11 @@ class SourcePatches:
 
     @classmethod
     def of(cls, path: str | Path) -> "SourcePatches":
-        """The patches of a YAML file; raises as :func:`read_patches` and the constructor."""
+        """Read the patches from a YAML file; raises like :func:`read_patches` and the constructor."""
         return cls(read_patches(path))
 
     def apply(self) -> Self:
-        """Replace the code of every function; does nothing if it is already replaced."""
+        """Replace the code of every function; no effect if already applied."""
         if not self._old:
             for name, lines in self._sources.items():
                 linecache.cache[name] = sum(map(len, lines)), None, lines, name
@@ -157,14 +158,14 @@ class SourcePatches:
         self.undo()
 
     def _compiled(self, file: str, functions: Sequence[_Target]) -> Iterator[tuple[FunctionType, CodeType]]:
-        """The functions of one file with their patched code."""
+        """Yield the functions of one file with their patched code objects."""
         lines = linecache.getlines(file)
         for one in sorted(
             functions, key=lambda one: one.first, reverse=True
-        ):  # from the end, so that the other indices stay valid
+        ):  # from the end, so that earlier indices stay valid
             lines = [*lines[: one.first], *_edited(one.patch, lines[one.first : one.stop]), *lines[one.stop :]]
         text = "".join(lines)
-        # A unique name for each text: calls in progress keep the lines that their code was compiled from.
+        # A unique name per text: running calls keep the lines their code was compiled from.
         name = f"{file}{_MARK} {hashlib.sha256(text.encode()).hexdigest()[:8]}"
         names = ", ".join(one.patch.target for one in functions)
         try:
@@ -180,7 +181,7 @@ class SourcePatches:
 
 
 def _find(patch: FunctionPatch) -> _Target:
-    """The function of a target; raises ConfigError with the reason why it cannot be patched."""
+    """Locate the function of a patch; raises ConfigError with the reason if it cannot be patched."""
     module_name, _, qualname = patch.target.partition(":")
     if "<locals>" in qualname:
         raise ConfigError(
@@ -188,7 +189,7 @@ def _find(patch: FunctionPatch) -> _Target:
         )
     try:
         value: Any = importlib.import_module(module_name)
-    except Exception as error:  # noqa: BLE001 - whatever the module does at import
+    except Exception as error:  # noqa: BLE001 - importing a module can raise anything
         raise ConfigError(f"{patch.target}: cannot import {module_name}: {type(error).__name__}: {error}") from None
     for name in qualname.split("."):
         if isinstance(value, type) and name not in vars(value) and hasattr(value, name):
@@ -225,7 +226,7 @@ def _find(patch: FunctionPatch) -> _Target:
 
 
 def _function_in(value: Any, target: str) -> FunctionType:
-    """The function itself, inside its decorators, found by its qualified name."""
+    """Return the function itself, unwrapped from its decorators, by its qualified name."""
     qualname, queue, seen = target.partition(":")[2], [value], list[Any]()
     name = qualname.rpartition(".")[2]
     functions = []
@@ -261,7 +262,7 @@ def _is_set(cell: Any) -> bool:
 
 
 def _codes(code: CodeType, qualname: str) -> list[CodeType]:
-    """The functions of this qualified name inside ``code``, in order."""
+    """Return the code objects of functions with this qualified name inside ``code``, in order."""
     codes = []
     for each in code.co_consts:
         if isinstance(each, CodeType):
@@ -288,7 +289,7 @@ def _check_exchangeable(one: _Target, new: CodeType) -> None:
 
 
 def _edited(patch: FunctionPatch, lines: list[str]) -> list[str]:
-    """The lines of a function with the edits, in order; raises ConfigError unless each matches exactly once."""
+    """Apply the edits to the lines of a function, in order; raises ConfigError unless each matches exactly once."""
     for edit in patch.edits:
         wanted = _dedented(edit.match)
         at = [i for i in range(len(lines)) if _dedented("".join(lines[i : i + len(wanted)])) == wanted]
@@ -306,7 +307,7 @@ def _edited(patch: FunctionPatch, lines: list[str]) -> list[str]:
 
 
 def _dedented(text: str) -> list[str]:
-    """Lines without their common indentation, trailing blanks and empty lines around them."""
+    """Return the lines without common indentation, trailing blanks, and leading and trailing empty lines."""
     lines = [line.rstrip() for line in text.splitlines()]
     while lines and not lines[0]:
         lines.pop(0)
@@ -316,7 +317,7 @@ def _dedented(text: str) -> list[str]:
 
 
 def _nearest(wanted: list[str], lines: Sequence[str]) -> str:
-    """The nearest matches, for a message."""
+    """Return a hint about the closest match, for an error message."""
     import difflib
 
     present = [line.strip() for line in lines]

@@ -1,4 +1,5 @@
-"""Opens whatever holds records: a tapscope run, an SGLang dump, a checkpoint, or a directory of tensor files."""
+"""Open any supported source of records: a tapscope run, an SGLang dump, a checkpoint, or a directory of tensor
+files."""
 
 from pathlib import Path
 
@@ -20,16 +21,15 @@ def open_run(path: str | Path, pattern: str | None = None) -> Run:
             for record in run.select(["*.mlp:out"], steps=[0]):
                 print(record.key.site, record.stats.rms, run.array(record).shape)
 
-    Sources: a directory that SGLang's dumper wrote (:mod:`tapscope.sglang.reader`), a checkpoint of Hugging Face or
-    Megatron-LM (:mod:`tapscope.tensor_files.checkpoint`, ``.megatron_checkpoint``), a golden file
+    Other sources: a directory written by SGLang's dumper (:mod:`tapscope.sglang.reader`), a checkpoint of Hugging Face
+    or Megatron-LM (:mod:`tapscope.tensor_files.checkpoint`, ``.megatron_checkpoint``), a golden file
     (:mod:`tapscope.run_format.golden`), and a file or directory of .pt, .npz, .npy or .safetensors files
-    (:mod:`tapscope.tensor_files.directory`). ``pattern``, or a path that contains one
-    (``dump/{step}/{name}.pt``), says how such files are named. ``path`` may be an fsspec URL
-    (:mod:`tapscope.remote`).
+    (:mod:`tapscope.tensor_files.directory`). ``pattern``, or a path that contains one (``dump/{step}/{name}.pt``),
+    defines the names of tensor files. ``path`` may be an fsspec URL (:mod:`tapscope.remote`).
 
-    Raises RunNotFoundError when there is none, RunVersionError when it was written by a newer format, RunCorruptError
-    when the manifest or every file cannot be read, ConfigError for an invalid pattern, and UnreachableError when an
-    object store fails. Damaged lines and files are reported in :attr:`Run.problems`.
+    Raises RunNotFoundError if there is no run, RunVersionError if it was written by a newer format version,
+    RunCorruptError if the manifest or all files are unreadable, ConfigError for an invalid pattern, and
+    UnreachableError if an object store fails. Damaged lines and files are reported in :attr:`Run.problems`.
     """
     with gc_paused():
         path, pattern = with_pattern(path, pattern)
@@ -48,8 +48,10 @@ def open_run(path: str | Path, pattern: str | None = None) -> Run:
 
 
 def require_run(path: str | Path) -> None:
-    """Raise what :func:`open_run` raises where there is no run, a newer one, or a manifest that cannot be read; reads
-    nothing else of it."""
+    """Raise the errors of :func:`open_run` for a missing run, a newer format version or an unreadable manifest.
+
+    Reads only the manifest.
+    """
     path, pattern = with_pattern(path, None)
     if (url := url_of(path)) is not None:
         require_remote(url)
@@ -75,7 +77,7 @@ def require_run(path: str | Path) -> None:
 
 
 def with_pattern(path: str | Path, pattern: str | None) -> tuple[Path, str | None]:
-    """The directory and the pattern of its files, where ``path`` contains one or ``pattern`` is given."""
+    """Return the directory and the pattern for its files, from ``pattern`` or from a pattern contained in ``path``."""
     if pattern is None and "{" in str(path) and not Path(path).exists():
         from tapscope.tensor_files.file_pattern import split_pattern
 
@@ -85,7 +87,7 @@ def with_pattern(path: str | Path, pattern: str | None) -> tuple[Path, str | Non
 
 
 def _foreign(path: Path, pattern: str | None) -> Run | None:
-    """A source that is not a tapscope run; None where there is none either."""
+    """Read a source that is not a tapscope run; None if there is no supported source either."""
     from tapscope.sglang.reader import find_dump, read_dump
 
     if pattern is None and (folder := find_dump(path)) is not None:
@@ -108,7 +110,7 @@ def _foreign(path: Path, pattern: str | None) -> Run | None:
         return Run(path, files.manifest, files.ranks, files.payloads)
     if pattern is None:
         if runs_within(path):
-            return None  # the files below a folder of runs belong to one of them
+            return None  # files below a folder of runs belong to one of the runs
         _refuse_checkpoints_within(path)
         if not directory.has_tensor_files(path):
             return None
@@ -118,8 +120,10 @@ def _foreign(path: Path, pattern: str | None) -> Run | None:
 
 
 def _refuse_checkpoints_within(path: Path) -> None:
-    """Raise RunNotFoundError for a folder of checkpoints, unless their names tell apart their steps or ranks: in one
-    run their tensors would be calls of the same sites."""
+    """Raise RunNotFoundError for a folder of checkpoints whose names do not distinguish steps or ranks.
+
+    Read as one run, their tensors would become repeated calls of the same sites.
+    """
     from tapscope.tensor_files.checkpoint import is_checkpoint
     from tapscope.tensor_files.file_pattern import fields_of
     from tapscope.tensor_files.megatron_checkpoint import find_megatron_checkpoint

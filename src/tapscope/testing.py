@@ -16,15 +16,16 @@ __all__ = ["assert_matches_golden", "assert_runs_close"]
 def assert_runs_close(baseline: "RunLike", target: "RunLike", **options: Any) -> "Report":
     """Fail unless ``tapscope diff baseline target`` would exit with 0; returns the report.
 
-    ``options`` are the options of ``tapscope diff`` that select, match and judge, with underscores, as strings, numbers
-    or lists of them. The project's options (`tapscope.toml`, or `[tool.tapscope.diff]` of `pyproject.toml`) apply too.
+    ``options`` are the options of ``tapscope diff`` for selection, matching and tolerances, spelled with underscores,
+    as strings, numbers or lists. The project's options (`tapscope.toml`, or `[tool.tapscope.diff]` in `pyproject.toml`)
+    apply too.
 
     ::
 
         assert_runs_close("reference", "served", skip=["*:in[*]"], rule="lm_head:out=rel < 1e-3")
 
-    Raises AssertionError with the four lines of the answer where the runs differ or data are partial, ConfigError or
-    UsageError for an invalid option, and as :func:`tapscope.compare` for runs that cannot be read or compared.
+    Raises AssertionError with the four summary lines if the runs differ or data are partial, ConfigError or UsageError
+    for an invalid option, and the errors of :func:`tapscope.compare` if the runs cannot be read or compared.
     """
     __tracebackhide__ = True
     from tapscope.comparator import compare
@@ -38,8 +39,8 @@ def assert_runs_close(baseline: "RunLike", target: "RunLike", **options: Any) ->
 def assert_matches_golden(golden: "str | os.PathLike[str]", run: "RunLike", **options: Any) -> "Report":
     """Fail unless ``tapscope golden check golden run`` would exit with 0; returns the report.
 
-    As :func:`assert_runs_close`, with a file that ``tapscope golden record`` wrote as the baseline. Raises
-    RunCorruptError if the file is not a golden.
+    Like :func:`assert_runs_close`, with a file written by ``tapscope golden record`` as the baseline. Raises
+    RunCorruptError if ``golden`` is not a golden file.
     """
     __tracebackhide__ = True
     from pathlib import Path
@@ -53,7 +54,7 @@ def assert_matches_golden(golden: "str | os.PathLike[str]", run: "RunLike", **op
 
 
 def _options(options: dict[str, Any]) -> Any:
-    """The CompareOptions of the project's settings and then ``options``."""
+    """Build CompareOptions from the project's settings, overridden by ``options``."""
     from tapscope.cli import VERBS, compare_flags, project_settings
     from tapscope.cli.diff import DiffCommand
     from tapscope.cli.parser import Parser

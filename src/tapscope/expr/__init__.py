@@ -1,1 +1,1 @@
-"""Conditions as strings, with bounded cost: no `eval`, no unbounded regular expression."""
+"""Conditions given as strings, evaluated at bounded cost: no `eval`, no unbounded regular expressions."""

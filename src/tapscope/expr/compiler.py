@@ -1,4 +1,4 @@
-"""Syntax: the part of Python's that an :class:`~tapscope.expr.expression.Expression` may use, turned into closures."""
+"""Compiler: checks the syntax of an :class:`~tapscope.expr.expression.Expression` and compiles it to closures."""
 
 import ast
 import warnings
@@ -10,28 +10,28 @@ from tapscope.expr import functions
 from tapscope.expr.functions import Constant, Node
 
 MAX_TEXT = 4096
-"""Longest expression, in characters."""
+"""Maximum length of an expression in characters."""
 _MAX_DEPTH = 40
 _MAX_INT = 2**64
 
 
 def short(text: str) -> str:
-    """``text`` for a message."""
+    """Return ``repr(text)`` for a message, truncated to 80 characters."""
     return repr(text if len(text) <= 80 else f"{text[:77]}...")
 
 
 def parse(text: str) -> ast.expr:
-    """The tree of ``text``; raises ExpressionError."""
+    """Parse ``text`` to a syntax tree; raises ExpressionError."""
     if len(text) > MAX_TEXT:
         raise ExpressionError(f"{short(text)} has {len(text)} characters; an expression has at most {MAX_TEXT}")
     if not text:
         raise ExpressionError("the expression is empty; write e.g. layer_id == 0")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # for escapes such as "\d", which are kept literally
+            warnings.simplefilter("ignore")  # for escapes such as "\d", which remain literal
             return ast.parse(text, mode="eval").body
     except SyntaxError as error:
-        column = error.offset or len(text) + 1  # 0 where the text ends too early
+        column = error.offset or len(text) + 1  # 0 if the text ends prematurely
         raise ExpressionError(f"{short(text)}, column {column}: {error.msg}") from None
     except ValueError as error:
         raise ExpressionError(f"{short(text)}: {error}") from None
@@ -40,7 +40,7 @@ def parse(text: str) -> ast.expr:
 
 
 def is_condition(tree: ast.expr) -> bool:
-    """Whether the value is boolean, unlike that of ``rel`` or ``1e-3``, a number that would be truthy."""
+    """Return whether the expression is boolean, unlike ``rel`` or ``1e-3``, numbers that would merely be truthy."""
     if isinstance(tree, ast.BoolOp):
         return all(map(is_condition, tree.values))
     if isinstance(tree, ast.IfExp):
@@ -51,10 +51,10 @@ def is_condition(tree: ast.expr) -> bool:
 
 
 class Compiler:
-    """Turns a syntax tree into closures; refuses syntax that is not on the allowlist."""
+    """Compiles a syntax tree to closures; rejects syntax that is not on the allowlist."""
 
     def __init__(self, text: str, names: tuple[str, ...] | None, tags: bool, known: Mapping[str, Any]) -> None:
-        """``known``: values of names that are already known; ``names`` and ``tags`` as for an Expression."""
+        """``known`` maps names to values to substitute; for ``names`` and ``tags`` see Expression."""
         self._text = text
         self._names = names
         self._tags = tags
@@ -62,7 +62,7 @@ class Compiler:
         self.used: set[str] = set()
 
     def node(self, tree: ast.expr, depth: int, *, truth: bool) -> Node:
-        """``truth``: only the truth of the value matters here."""
+        """Compile ``tree``; with ``truth``, only the truth of the value needs to be preserved."""
         if depth > _MAX_DEPTH:
             self._refuse(tree, f"is nested more than {_MAX_DEPTH} deep")
         method = self._METHODS.get(type(tree))
@@ -76,11 +76,11 @@ class Compiler:
         raise ExpressionError(f"{short(self._text)}, column {column}: {what}{'; ' if allowed else ''}{allowed}")
 
     def _apply(self, function: Callable[..., Any], *parts: Node) -> Node:
-        """A call of ``function`` on the values of the parts; evaluated now if all are constant."""
+        """Return a call of ``function`` on the values of ``parts``, evaluated immediately if all parts are constant."""
         if all(isinstance(part, Constant) for part in parts):
             try:
                 return Constant(function(*[part({}) for part in parts]))
-            except Exception:  # noqa: BLE001 - it fails when evaluated, where it is counted
+            except Exception:  # noqa: BLE001 - fails again at evaluation, where it is counted
                 pass
         return functions.call(function, parts)
 
@@ -105,7 +105,7 @@ class Compiler:
         return functions.name(name)
 
     def _check_tag(self, tree: ast.Name, name: str, names: tuple[str, ...]) -> None:
-        import difflib  # only where something is wrong
+        import difflib  # imported lazily: only errors need it
 
         near = difflib.get_close_matches(name.lower(), names, 1, 0.8)
         hint = f"did you mean {near[0]}? " if near else ""
@@ -119,11 +119,11 @@ class Compiler:
         return self._apply(lambda *values: values, *parts)
 
     def _bool(self, tree: ast.BoolOp, depth: int, truth: bool) -> Node:
-        stops = isinstance(tree.op, ast.Or)  # the truth of an operand that decides
+        stops = isinstance(tree.op, ast.Or)  # the truth of an operand that short-circuits
         return self._joined([self.node(each, depth, truth=truth) for each in tree.values], stops, truth)
 
     def _joined(self, nodes: list[Node], stops: bool, truth: bool) -> Node:
-        """``and`` or ``or``, without the constants that decide nothing."""
+        """Build ``and`` or ``or``, dropping constant operands that cannot affect the result."""
         parts: list[Node] = []
         for i, part in enumerate(nodes):
             if isinstance(part, Constant):

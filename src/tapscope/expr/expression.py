@@ -1,13 +1,13 @@
 """Expression: a condition as a string, such as ``layer_id in (0, 1) and search("attn", name)``.
 
-The string is parsed, checked against an allowlist of syntax and compiled to closures once, without ``eval``. There
+The string is parsed, checked against an allowlist of syntax and compiled to closures once, without ``eval``. Allowed
 are names, numbers, strings, tuples, ``and or not``, comparisons, ``in``, ``+ - * / // %``, ``a if c else b``, ``x[0]``
-and the functions ``search match fullmatch len abs min max any all str int float startswith endswith``; no attributes,
-no comprehensions, and nothing whose cost grows faster than the text: ``*`` is for numbers only, and a regular
-expression is a constant that :mod:`tapscope.expr.safe_regex` has weighed.
+and the functions ``search match fullmatch len abs min max any all str int float startswith endswith``. Attributes and
+comprehensions are not allowed. The cost is linear in the length of the text: ``*`` is for numbers only, and regular
+expressions are constants whose cost :mod:`tapscope.expr.safe_regex` bounds.
 
-What is not known is None, and None never raises: compared by ``< <= > >=`` or looked up by ``in`` it gives False,
-calculated with it gives None, and no pattern matches it. So ``step < 2`` is simply False where there is no step.
+Unknown names are None, and None never raises: comparisons by ``< <= > >=`` and ``in`` return False, arithmetic returns
+None, and no pattern matches. For example, ``step < 2`` is False if there is no step.
 """
 
 from collections.abc import Iterable, Mapping
@@ -19,12 +19,12 @@ from tapscope.expr.functions import Constant
 
 
 class Expression:
-    """A compiled condition; ``expression(values)`` gives its value.
+    """A compiled condition; ``expression(values)`` evaluates it.
 
-    ``names`` are the names it may use (None: any). With ``tags``, other names are allowed as well, for tags that are
-    not declared, but not likely typos of known names.
+    ``names`` are the allowed names (None: any). With ``tags``, other names are allowed as well, for undeclared tags,
+    except for likely misspellings of known names.
 
-    Raises ExpressionError, with the column and what is allowed, when constructed; EvaluationError when called.
+    The constructor raises ExpressionError with the column and the allowed syntax; evaluation raises EvaluationError.
     """
 
     __slots__ = ("_known", "_node", "_tree", "_truth", "names", "text")
@@ -34,18 +34,18 @@ class Expression:
             raise ExpressionError(f"an expression must be a string, not a {type(text).__name__}")
         self.text = text.replace("\r", " ").replace("\n", " ").strip()
         self._known: dict[str, Any] = {}
-        self._truth = False  # whether only the truth of the value is kept
+        self._truth = False  # whether only the truth of the value is preserved
         self._tree = parse(self.text)
         compiler = Compiler(self.text, None if names is None else tuple(names), tags, self._known)
         self._node = compiler.node(self._tree, 0, truth=False)
         self.names = frozenset(compiler.used)
-        """The names it uses."""
+        """The names that the expression references."""
 
     def __call__(self, values: Mapping[str, Any]) -> Any:
-        """The value; names that ``values`` lacks are None. Raises EvaluationError and nothing else."""
+        """Evaluate the expression; names missing in ``values`` are None. Raises only EvaluationError."""
         try:
             return self._node(values)
-        except Exception as error:  # noqa: BLE001 - one type that the caller counts
+        except Exception as error:  # noqa: BLE001 - a single type for the caller to count
             raise EvaluationError(f"{short(self.text)}: {type(error).__name__}: {error}") from None
 
     def __str__(self) -> str:
@@ -65,16 +65,16 @@ class Expression:
 
     @property
     def is_constant(self) -> bool:
-        """Whether the result is already known: ``expression({})`` gives it."""
+        """True if the result does not depend on values: ``expression({})`` returns it."""
         return isinstance(self._node, Constant)
 
     @property
     def is_condition(self) -> bool:
-        """Whether it is a condition: a comparison of names, not a calculation that happens to be truthy."""
+        """True for a comparison that references names, as opposed to a computation that happens to be truthy."""
         return bool(self.names) and is_condition(self._tree)
 
     def bound(self, values: Mapping[str, Any]) -> "Expression":
-        """The condition with ``values`` substituted (partial evaluation), often constant."""
+        """Return the condition with ``values`` substituted (partial evaluation); often constant."""
         other = object.__new__(Expression)
         other.text, other._tree, other._truth = self.text, self._tree, True
         other._known = self._known | {name: values[name] for name in self.names if name in values}

@@ -1,4 +1,4 @@
-"""Operations: the nodes of an :class:`~tapscope.expr.expression.Expression` and their semantics for None."""
+"""Evaluation nodes and functions of an :class:`~tapscope.expr.expression.Expression`, and their semantics for None."""
 
 import ast
 import numbers
@@ -22,7 +22,7 @@ Node = Callable[[_Values], Any]
 
 
 class Constant:
-    """A constant."""
+    """A node with a constant value."""
 
     __slots__ = ("value",)
 
@@ -30,12 +30,12 @@ class Constant:
         self.value = value
 
     def __call__(self, values: _Values) -> Any:
-        """The value."""
+        """Return the constant."""
         return self.value
 
 
 def name(text: str) -> Node:
-    """The value of a name, None where there is none."""
+    """Return a node for the value of a name; None if the name is missing."""
 
     def get(values: _Values) -> Any:
         value = values.get(text)
@@ -45,7 +45,8 @@ def name(text: str) -> Node:
 
 
 def plain(value: Any) -> Any:
-    """``value`` as a number, a string or a tuple of them; raises TypeError for anything else, without inspecting it."""
+    """Convert ``value`` to a number, a string or a tuple of those; raises TypeError for anything else, without
+    inspecting it."""
     if value.__class__ in _PLAIN:
         return value
     if isinstance(value, str):
@@ -60,7 +61,7 @@ def plain(value: Any) -> Any:
 
 
 def call(function: Callable[..., Any], parts: Sequence[Node]) -> Node:
-    """``function`` on the values of ``parts``."""
+    """Return a node that applies ``function`` to the values of ``parts``."""
     if len(parts) == 1:
         (only,) = parts
         return lambda values: function(only(values))
@@ -74,7 +75,8 @@ def call(function: Callable[..., Any], parts: Sequence[Node]) -> Node:
 
 
 def chain(parts: Sequence[Node], stops: bool) -> Node:
-    """``and`` (``stops`` False) or ``or``: the first value whose truth is ``stops``, else the last one."""
+    """Return a node for ``and`` (``stops`` False) or ``or``: the first value whose truth is ``stops``, otherwise the
+    last value."""
     if len(parts) == 1:
         return parts[0]
     if len(parts) == 2:
@@ -158,7 +160,7 @@ COMPARE: dict[type, Callable[[Any, Any], bool]] = {
 
 
 def item(value: Any, index: Any) -> Any:
-    """``value[index]`` of a tuple or string; None if the index is out of range."""
+    """Return ``value[index]`` of a tuple or string; None if the index is out of range."""
     if value is None or index is None:
         return None
     if not isinstance(value, tuple | str) or type(index) is not int:
@@ -167,7 +169,8 @@ def item(value: Any, index: Any) -> Any:
 
 
 def searcher(kind: str, pattern: Any) -> Callable[[Any], bool]:
-    """``search``, ``match`` or ``fullmatch`` of a constant pattern; raises ValueError when the pattern is wrong."""
+    """Return ``search``, ``match`` or ``fullmatch`` for a constant pattern; raises ValueError for an invalid
+    pattern."""
     if not isinstance(pattern, str):
         raise ValueError("the pattern must be a quoted string")
     find = getattr(safe_pattern(pattern), kind)

@@ -1,8 +1,8 @@
-"""Pattern: regular expressions whose cost is bounded before they ever run.
+"""Regular expressions with a bounded matching cost, checked at compile time.
 
-Python's ``re`` backtracks: ``(a+)+$`` on thirty characters takes minutes, and nothing can interrupt it. A pattern from
-a configuration runs inside the user's forward, so :func:`safe_pattern` estimates in how many ways it can be tried on a
-string of :data:`MAX_SUBJECT` characters, and refuses what is beyond the budget.
+Python's ``re`` backtracks: ``(a+)+$`` on thirty characters takes minutes and cannot be interrupted. A pattern from a
+configuration runs inside the user's forward. :func:`safe_pattern` therefore estimates the number of backtracking paths
+on a string of :data:`MAX_SUBJECT` characters and rejects patterns beyond the budget.
 """
 
 import math
@@ -13,14 +13,14 @@ from importlib import import_module
 from typing import Any
 
 MAX_SUBJECT = 256
-"""Longest string that is searched, in characters."""
-_MAX_WAYS_LOG2 = 3.01 * math.log2(MAX_SUBJECT + 1)  # three unbounded repeats one after the other
+"""Maximum length of a searched string in characters."""
+_MAX_WAYS_LOG2 = 3.01 * math.log2(MAX_SUBJECT + 1)  # three consecutive unbounded repeats
 _PARSER: Any = import_module("re._parser")
 
 
 @lru_cache(maxsize=1024)
 def safe_pattern(text: str) -> re.Pattern[str]:
-    """Compile ``text``; raises ValueError with the reason for a pattern that is invalid or may take too long."""
+    """Compile ``text``; raises ValueError with the reason if the pattern is invalid or potentially too slow."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -36,7 +36,7 @@ def safe_pattern(text: str) -> re.Pattern[str]:
 
 
 def _ways(items: Any) -> float:
-    """Binary logarithm of the number of ways in which a sequence may be tried."""
+    """Return the binary logarithm of the number of backtracking paths of a sequence."""
     return sum(_ways_of(str(kind), content) for kind, content in items)
 
 

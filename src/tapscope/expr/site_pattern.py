@@ -1,4 +1,4 @@
-"""Site patterns: what --site and --skip take, a glob or ``re:`` and a regular expression."""
+"""Site patterns as accepted by --site and --skip: a glob, or ``re:`` and a regular expression."""
 
 import re
 
@@ -15,7 +15,7 @@ class SiteRegex:
     __slots__ = ("_pattern", "text")
 
     def __init__(self, text: str) -> None:
-        """``text`` begins with ``re:``. Raises RuleError for an invalid expression, or one that may take too long."""
+        """``text`` begins with ``re:``. Raises RuleError if the expression is invalid or potentially too slow."""
         self.text = text
         try:
             self._pattern: re.Pattern[str] = safe_pattern(text.removeprefix(PREFIX))
@@ -23,12 +23,12 @@ class SiteRegex:
             raise RuleError(f"site pattern {text!r}: {error}") from None
 
     def matches(self, site: Site | str) -> bool:
-        """Whether it is found in the site."""
+        """Return whether the expression matches anywhere in the site."""
         return self._pattern.search(str(site)) is not None
 
 
 def site_pattern(text: str, *, any_call: bool = False) -> Glob | SiteRegex:
-    """The pattern that a user wrote; ``any_call``: without the number of a call after a glob. Raises RuleError."""
+    """Parse a site pattern; with ``any_call``, the call index after a glob is dropped. Raises RuleError."""
     if text.startswith(PREFIX):
         return SiteRegex(text)
     return Glob(split_call(text)[0] if any_call else text)

@@ -1,13 +1,13 @@
 """Remote: runs, dumps and checkpoints at an fsspec URL (``s3://``, ``gs://``, ``hdfs://``, ``memory://``, …).
 
-Nothing that holds values of a ``.safetensors`` file is stored: its bytes are read by ranges when they are compared, and
-are kept in memory only while they are, apart from the last 256 MiB of small reads. So memory is bounded by
-the tensors in use, and no disk is needed for a run of terabytes. What describes the values (``run.json``,
-``records.jsonl``, headers) is copied to a temporary directory, in which segments are empty files of the right size;
-``.pt``, ``.npz`` and ``.npy`` files are copied whole, because their tensors are found by reading all of their parts.
+Payloads of ``.safetensors`` files are never stored on disk: byte ranges are read when tensors are compared and dropped
+afterwards, apart from a cache of 256 MiB for small reads. Memory is therefore bounded by the tensors in use, and a run
+of terabytes needs no disk space. Metadata (``run.json``, ``records.jsonl``, headers) is copied to a temporary
+directory, where segments are sparse files of the original size. ``.pt``, ``.npz`` and ``.npy`` files are copied whole,
+because locating their tensors requires reading all parts of the file.
 
-A memory map of a local copy would need as much disk as the run has, and each map of ``simplecache`` reads whole files
-for one tensor.
+Mapping a local copy would need as much disk space as the run, and fsspec's ``simplecache`` reads whole files for a
+single tensor.
 """
 
 from tapscope.remote.remote_path import RemotePath, path_of, url_of

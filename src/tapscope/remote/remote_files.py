@@ -1,4 +1,4 @@
-"""RemoteFiles: the files below a URL; what describes values is copied, values are read by ranges."""
+"""RemoteFiles: the files below a URL; metadata is copied, payloads are read by ranges."""
 
 import os
 import re
@@ -31,22 +31,22 @@ _MAX_DEPTH = 6
 _MAX_FILES = 200_000
 _MAX_JSON = 64 << 20
 _HEAD = 1 << 20
-"""Bytes of a .safetensors file that are read to find its header."""
+"""Number of bytes read from a .safetensors file to find its header."""
 _BLOCK = 4 << 20
-"""Bytes that are read for a smaller request; the next one is often adjacent."""
+"""Block size in bytes of cached reads; consecutive requests are often adjacent."""
 _CACHE_BYTES = 256 << 20
 _PART = 16 << 20
-"""Bytes of a range request; a larger tensor takes several at a time."""
+"""Size in bytes of a range request; a larger tensor is split into several concurrent requests."""
 _Result = TypeVar("_Result")
 
 
 class RemoteFiles:
-    """The files below a URL, and the temporary directory with what describes them."""
+    """The files below a URL, and a temporary directory with copies of their metadata."""
 
     def __init__(self, url: str) -> None:
         require("fsspec", f"the URL {url}")
         self.url = self.base = url
-        """``base`` is the URL of the directory, if ``url`` is that of a file."""
+        """``base`` is the URL of the directory; it differs from ``url`` if that is the URL of a file."""
         self._lock = Lock()
         self._filesystems: dict[int, Any] = {}
         self.root = ""
@@ -57,7 +57,7 @@ class RemoteFiles:
         self._blocks: OrderedDict[tuple[str, int], bytes] = OrderedDict()
 
     def filesystem(self) -> Any:
-        """The fsspec filesystem of this process: its threads and connections do not survive a fork."""
+        """Return the fsspec filesystem of this process: its threads and connections do not survive a fork."""
         filesystem = self._filesystems.get(os.getpid())
         if filesystem is None:
             filesystem = self._filesystems[os.getpid()] = self._open()
@@ -80,7 +80,7 @@ class RemoteFiles:
         return filesystem
 
     def call(self, work: Callable[[], _Result]) -> _Result:
-        """The result of a request; raises UnreachableError that names the URL, and RunNotFoundError."""
+        """Run a request and return its result; raises RunNotFoundError, or UnreachableError with the URL."""
         try:
             return work()
         except FileNotFoundError as error:
@@ -92,11 +92,11 @@ class RemoteFiles:
         raise UnreachableError(f"{self.url}: the store failed: {_reason(error)}") from None
 
     def named(self, text: str) -> str:
-        """A message with the URL in place of the temporary directory."""
+        """Replace the temporary directory in a message by the URL."""
         return text.replace(str(self.folder), self.base)
 
     def copy(self) -> Path:
-        """Copy what describes the values; returns the directory or the file to open. Raises as :meth:`call`."""
+        """Copy the metadata and return the directory or file to open. Raises like :meth:`call`."""
         fs = self.filesystem()
         listed = self.call(lambda: fs.find(self.root, maxdepth=_MAX_DEPTH, detail=True))
         root = self.root.rstrip("/")
@@ -149,7 +149,8 @@ class RemoteFiles:
             (self.folder / name).write_bytes(head)
 
     def read(self, name: str, begin: int, end: int) -> Array:
-        """Bytes of a file; raises RunCorruptError if there are fewer, and UnreachableError."""
+        """Read bytes ``begin`` to ``end`` of a file; raises RunCorruptError if the file is shorter, and
+        UnreachableError."""
         if end > self._sizes.get(name, 0):
             raise RunCorruptError(
                 f"{self.base}/{name}: truncated: {self._sizes.get(name, 0)} bytes, a record needs {end}"
@@ -179,7 +180,7 @@ class RemoteFiles:
         return block
 
     def _ranges(self, spans: list[tuple[str, int, int]]) -> list[bytes]:
-        """The bytes of (file, begin, end), requested together."""
+        """Read the byte ranges (file, begin, end), requested concurrently."""
         if not spans:
             return []
         fs = self.filesystem()
@@ -198,6 +199,6 @@ class RemoteFiles:
 
 
 def _reason(error: BaseException) -> str:
-    """One line about an error of a driver."""
+    """Format an error of a driver in one line."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text[:200] if isinstance(error, OSError) else f"{type(error).__name__}: {text[:200]}"

@@ -1,4 +1,4 @@
-"""RemotePath: paths that are fsspec URLs."""
+"""RemotePath: a path that represents an fsspec URL."""
 
 import re
 from pathlib import Path, PosixPath
@@ -7,19 +7,20 @@ _URL = re.compile(r"([a-z][a-z0-9+.-]+):/+(.*)", re.DOTALL)
 
 
 class RemotePath(PosixPath):
-    """A path that is shown as the URL it stands for; as a file it does not exist."""
+    """A path displayed as the URL it represents; it does not exist in the local filesystem."""
 
     def __str__(self) -> str:
         return _normalised(super().__str__())
 
 
 def path_of(text: str) -> Path:
-    """The path of a run, which may be a URL."""
+    """Return the path of a run, a :class:`RemotePath` if ``text`` is a URL."""
     return Path(text) if url_of(text) is None else RemotePath(text)
 
 
 def url_of(path: str | Path) -> str | None:
-    """The URL that a path is, also after :class:`~pathlib.Path` has collapsed its slashes; None for a local path."""
+    """Return the URL that ``path`` represents, even after :class:`~pathlib.Path` has collapsed its slashes; None for a
+    local path."""
     text = str(path)
     return _normalised(text).rstrip("/") if _URL.fullmatch(text) and not Path(text).exists() else None
 

@@ -1,4 +1,4 @@
-"""RemotePayloads: the values of a run at a URL."""
+"""RemotePayloads: the payloads of a run at a URL."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from tapscope.run_format.records import Records
 
 
 class RemotePayloads:
-    """The payloads of a source at a URL: ranges of ``.safetensors`` files, other files from their copies."""
+    """Payloads of a source at a URL: byte ranges of ``.safetensors`` files, local copies of other files."""
 
     def __init__(self, copied: Payloads, remote: RemoteFiles) -> None:
         self._copied, self._remote = copied, remote
@@ -36,23 +36,23 @@ class RemotePayloads:
         return np.ndarray(record.shape, dtype, data)
 
     def sketch(self, record: Record) -> Array:
-        """The counters of a record with a sketch, read-only; raises RunCorruptError if they are missing."""
+        """Return the counters of the record's sketch, read-only; raises RunCorruptError if they are missing."""
         assert record.sketch is not None
         entry = record.sketch.entry
         data = self._remote.read(self._name(record, entry.file), max(entry.offset, 0), entry.offset + entry.nbytes)
         return np.ndarray((COUNTERS,), np.float32, data.copy())
 
     def _name(self, record: Record, file: str) -> str:
-        """The file of an entry, relative to the URL."""
+        """Return the file of an entry relative to the URL."""
         if isinstance(self._copied, SegmentPayloads):
             return f"rank-{record.key.rank:05d}/{Path(file).name}"
         return file
 
     def file(self, record: Record, end: int) -> None:
-        """None: files are read by ranges."""
+        """Return None: files are read by ranges."""
 
     def tail(self, record: Record) -> bytes | None:
-        """See :class:`~tapscope.run_format.payload.Payloads`; one small range instead of the tensor."""
+        """See :class:`~tapscope.run_format.payload.Payloads`; reads a small range instead of the whole tensor."""
         entry = record.entry
         assert entry is not None
         if not entry.file.endswith(".safetensors") or isinstance(self._copied, SegmentPayloads) or not entry.nbytes:
@@ -77,6 +77,6 @@ class RemotePayloads:
         return list(map(self._remote.named, self._copied.missing(records)))
 
     def close(self) -> None:
-        """See :class:`~tapscope.run_format.payload.Payloads`; removes the copies."""
+        """See :class:`~tapscope.run_format.payload.Payloads`; removes the local copies."""
         self._copied.close()
         self._remote.close()

@@ -1,4 +1,4 @@
-"""The run at a URL."""
+"""Open a run at a URL."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,10 +11,10 @@ from tapscope.run_format.run import Run
 
 
 def open_remote(url: str, pattern: str | None, open_local: Callable[[Path, str | None], Run]) -> Run:
-    """The run at a URL, as ``open_local(directory, pattern)`` reads its copy.
+    """Open the run at a URL; ``open_local(directory, pattern)`` reads the copy of its metadata.
 
-    Raises MissingExtraError without fsspec or the driver, ConfigError for an unknown protocol, RunNotFoundError if
-    nothing is there, UnreachableError if the store fails, and what ``open_local`` raises.
+    Raises MissingExtraError without fsspec or the driver, ConfigError for an unknown protocol, RunNotFoundError if the
+    URL does not exist, UnreachableError if the store fails, and the errors of ``open_local``.
     """
     remote = RemoteFiles(url)
     local = remote.copy()
@@ -26,7 +26,7 @@ def open_remote(url: str, pattern: str | None, open_local: Callable[[Path, str |
     run.path = RemotePath(remote.named(str(run.path)))
     name = remote.base.rpartition("/")[2]
     run.name = run.name.replace(remote.folder.name, name)
-    if run.manifest.get("model") == remote.folder.name:  # a checkpoint is named as its directory
+    if run.manifest.get("model") == remote.folder.name:  # a checkpoint is named after its directory
         run.manifest["model"] = name
     run.problems[:] = map(remote.named, run.problems)
     run.payloads = RemotePayloads(run.payloads, remote)
@@ -34,7 +34,7 @@ def open_remote(url: str, pattern: str | None, open_local: Callable[[Path, str |
 
 
 def require_remote(url: str) -> None:
-    """Raise what :func:`open_remote` raises where nothing is at a URL; reads nothing else."""
+    """Raise the errors of :func:`open_remote` if the URL does not exist; reads no file."""
     remote = RemoteFiles(url)
     if not remote.call(lambda: remote.filesystem().exists(remote.root)):
         raise RunNotFoundError(f"{url}: no such file or directory")

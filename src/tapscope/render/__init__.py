@@ -1,1 +1,1 @@
-"""Records and tensors as lines of text, for the command line and the terminal UI alike."""
+"""Records and tensors as lines of text, for both the command line and the terminal UI."""

@@ -1,4 +1,4 @@
-"""Anomalies: suspicious values in a single record, from its statistics alone."""
+"""Anomalies: suspicious values in a single record, detected from its statistics."""
 
 import re
 from dataclasses import dataclass
@@ -17,14 +17,14 @@ NONFINITE = "nonfinite"
 ZEROS = "zeros"
 
 _MAY_BE_ZERO = re.compile(r"mask|:(?:param|buffer)\[\w*bias\]$", re.IGNORECASE)
-"""Sites of masks, and of biases: many begin at zero, and are not trained."""
+"""Sites of masks, and of biases, which are often initialized to zero and not trained."""
 GLYPHS = {NONFINITE: "%", ZEROS: "∅"}
-"""One character per kind, the same in every list; titles and reports add the word."""
+"""Kind of anomaly -> one-character mark used in lists; titles and reports add the word."""
 
 
 @dataclass(frozen=True, slots=True)
 class Anomaly:
-    """One anomaly."""
+    """An anomaly of a record."""
 
     kind: str
     """``nonfinite`` or ``zeros``."""
@@ -33,15 +33,15 @@ class Anomaly:
 
     @property
     def glyph(self) -> str:
-        """The kind as one character."""
+        """One-character mark of the kind."""
         return GLYPHS[self.kind]
 
 
 def anomaly_of(record: Record) -> Anomaly | None:
-    """The anomaly of the record, or None.
+    """Return the anomaly of the record, or None.
 
-    Attention masks may hold -inf and zeros, so at sites named after a mask only NaN and +inf are anomalies. A single
-    zero, integers that are all zero, and biases that are all zero are not anomalies.
+    Attention masks may contain -inf and zeros, so at sites named after a mask only NaN and +inf are anomalies. A single
+    zero, all-zero integers and all-zero biases are not anomalies.
     """
     stats = record.stats
     if stats is None or stats.count == 0:
@@ -56,8 +56,10 @@ def anomaly_of(record: Record) -> Anomaly | None:
 
 
 def anomalous_places(records: Records) -> tuple[Array, Array]:
-    """Indices of the records for which :func:`anomaly_of` finds something, from the columns, and whether that are
-    values that are not finite (bool)."""
+    """Return the indices of records with an anomaly, and for each whether it is non-finite (bool).
+
+    Vectorized over columns; equivalent to :func:`anomaly_of` on each record.
+    """
     counts = records.counts
     maybe = (counts[:, 1:4] != 0).any(1) | ((counts[:, 4] == counts[:, 0]) & (counts[:, 0] > 1))
     odd = records.irregular_places
@@ -80,12 +82,12 @@ def anomalous_places(records: Records) -> tuple[Array, Array]:
 
 
 def anomalous(records: Records) -> Records:
-    """The records for which :func:`anomaly_of` finds something."""
+    """Return the records for which :func:`anomaly_of` returns an anomaly."""
     return records.take(anomalous_places(records)[0])
 
 
 def nonfinite_words(record: Record) -> str:
-    """``2 nan, 1 inf, 3 -inf``; empty when every value is finite."""
+    """Format the non-finite counts: ``2 nan, 1 inf, 3 -inf``; empty if all values are finite."""
     stats = record.stats
     if stats is None:
         return ""

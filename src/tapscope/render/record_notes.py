@@ -1,4 +1,4 @@
-"""Notes: unusual properties of a record in words: its pass, and the part of a tensor that it holds."""
+"""Notes: unusual properties of a record in words: its pass, and the recorded part of the tensor."""
 
 import json
 from collections.abc import Iterable
@@ -10,24 +10,25 @@ _MAX_TAGS = 200
 
 
 def occasion(key: Key) -> list[str]:
-    """``micro 1``, ``recompute``, ``model draft``, if they are not the default."""
+    """Return ``micro 1``, ``recompute``, ``model draft``, omitting default values."""
     words = [f"micro {key.micro}"] if key.micro else []
     words += [key.pass_] if key.pass_ != FORWARD else []
     return words + ([f"model {key.model}"] if key.model else [])
 
 
 def firing(key: Key) -> list[str]:
-    """``#1``, ``micro 1``, ``recompute``, ``model draft``: the suffix of a site in lists.
+    """Return the suffix of a site in lists: ``#1``, ``micro 1``, ``recompute``, ``model draft``.
 
-    Without ``backward``, because the site shows that it is a gradient.
+    ``backward`` is omitted if the site is a gradient.
     """
     words = [f"#{key.occurrence}"] if key.occurrence else []
-    is_said = key.pass_ == BACKWARD and key.site.endswith(".grad")
-    return words + occasion(key._replace(pass_=FORWARD) if is_said else key)
+    is_implied = key.pass_ == BACKWARD and key.site.endswith(".grad")
+    return words + occasion(key._replace(pass_=FORWARD) if is_implied else key)
 
 
 def flags(key: Key, others: Iterable[Key]) -> list[str]:
-    """The flags of ``tapscope show`` that distinguish it from others of the same site, step, rank and occurrence."""
+    """Return the flags of ``tapscope show`` that select ``key`` among keys with the same site, step, rank and
+    occurrence."""
     rivals = [other for other in others if other[:4] == key[:4]]
     words = []
     for name in ("micro", "pass_", "model"):
@@ -37,7 +38,7 @@ def flags(key: Key, others: Iterable[Key]) -> list[str]:
 
 
 def part(record: Record) -> list[tuple[str, str]]:
-    """(name, description) of ``slice``, ``cap`` and ``tags``, if the record has them."""
+    """Return (name, description) of ``slice``, ``cap`` and ``tags``, if the record has them."""
     notes = []
     if record.slice is not None:
         notes.append(("slice", f"rows {_rows(record.slice.rows)} of {shape(record.slice.shape)}"))
@@ -50,6 +51,6 @@ def part(record: Record) -> list[tuple[str, str]]:
 
 
 def _rows(rows: tuple[int, int, int]) -> str:
-    """``0:8``, ``0:8:2``, as Python writes a slice."""
+    """Format row bounds like a Python slice: ``0:8``, ``0:8:2``."""
     start, stop, step = rows
     return f"{start}:{stop}" + (f":{step}" if step != 1 else "")

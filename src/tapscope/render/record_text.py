@@ -1,7 +1,7 @@
-"""A record and its tensor summary as lines of text, for `tapscope show` and the terminal UI alike.
+"""A record and its tensor summary as lines of text, for both `tapscope show` and the terminal UI.
 
-Every line is a :class:`rich.text.Text`, never markup: sites and shapes contain brackets. Numbers are never shortened;
-what does not fit goes to the next line, or is omitted with a note.
+Every line is a :class:`rich.text.Text`, never markup: sites and shapes contain brackets. Numbers are never truncated:
+items that do not fit move to the next line, or are omitted with a note.
 """
 
 import math
@@ -23,7 +23,7 @@ DIM = "dim"
 
 
 def flow(items: Iterable[tuple[str, str]], width: int) -> list[Text]:
-    """Name and value pairs, as many per line as fit."""
+    """Lay out name and value pairs, as many per line as fit in ``width``."""
     lines: list[Text] = []
     for name, value in items:
         item = Text(f"{name} " if name else "", style=DIM).append(value, style="not dim")
@@ -35,7 +35,7 @@ def flow(items: Iterable[tuple[str, str]], width: int) -> list[Text]:
 
 
 def title_facts(record: Record, num_firings: int, phase: str) -> list[str]:
-    """``step 0 prefill``, ``rank 0``, the occurrence, and unusual members of the key."""
+    """Return title parts: ``step 0 prefill``, ``rank 0``, the occurrence, and non-default fields of the key."""
     key = record.key
     facts = [f"step {key.step} {phase}".rstrip(), f"rank {key.rank}"]
     if num_firings > 1 or key.occurrence:
@@ -44,7 +44,7 @@ def title_facts(record: Record, num_firings: int, phase: str) -> list[str]:
 
 
 def what_lines(record: Record, rows: RowMap | None, width: int) -> list[Text]:
-    """Dtype, shape, bytes, dims, requests of the rows, and the part of the tensor."""
+    """Return lines with dtype, shape, bytes, dims, requests of the rows, and the recorded part of the tensor."""
     if record.dtype is None:
         return [Text(f"not a tensor: {_value_words(record.value)}"), *flow(part(record), width)]
     items = [("", f"{dtypes.short(record.dtype)} {shape(record.shape)}"), ("dims", dims_words(record))]
@@ -56,12 +56,13 @@ def what_lines(record: Record, rows: RowMap | None, width: int) -> list[Text]:
 
 
 def digest_lines(record: Record, width: int) -> list[Text]:
-    """Hash and bag."""
+    """Return lines with hash and bag."""
     return flow([(name, text) for name in ("hash", "bag") if (text := getattr(record, name)) is not None], width)
 
 
 def _value_words(value: Any) -> str:
-    """``bool True``, ``object transformers.DynamicCache``, ``str 'abc' (first 3 of 9,000 characters)``."""
+    """Format a non-tensor value: ``bool True``, ``object transformers.DynamicCache``, ``str 'abc' (first 3 of 9,000
+    characters)``."""
     if not isinstance(value, dict):
         return repr(value)
     words = str(value.get("type", "unknown type"))
@@ -76,7 +77,7 @@ def _value_words(value: Any) -> str:
 
 
 def stats_lines(record: Record, width: int) -> list[Text]:
-    """The recorded statistics, over finite values."""
+    """Return lines with the recorded statistics over finite values."""
     stats = record.stats
     if stats is None:
         return [Text("no statistics were recorded", style=DIM)]
@@ -98,7 +99,7 @@ def _nonfinite_items(stats: Stats) -> list[tuple[str, str]]:
 
 
 def share(part: int, whole: int) -> str:
-    """``0``, ``12 (3 %)``: the count, with the percentage unless it is 0."""
+    """Format a count with its percentage: ``12 (3 %)``; ``0`` for zero."""
     if not part:
         return "0"
     percent = 100 * part / whole
@@ -106,7 +107,7 @@ def share(part: int, whole: int) -> str:
 
 
 def spark(histogram: Histogram, cells: int) -> Text:
-    """The histogram in one line of blocks, heights on a log scale."""
+    """Render the histogram as one line of blocks with heights on a log scale."""
     num = min(len(histogram.counts), max(cells, 1))
     starts = [i * len(histogram.counts) // num for i in range(num)] + [len(histogram.counts)]
     sums = [sum(histogram.counts[a:b]) for a, b in pairwise(starts)]
@@ -115,7 +116,7 @@ def spark(histogram: Histogram, cells: int) -> Text:
 
 
 def strip_text(strip: Strip, cells: int) -> Text:
-    """Largest |x| per row (or rows) as blocks; ``%``: a value is not finite, ``·``: all are zero."""
+    """Render max |x| per row (or group of rows) as blocks; ``%``: contains a non-finite value, ``·``: all zero."""
     small = strip.shrink(max(cells, 1))
     top = max(small.peaks, default=0.0)
     line = Text()
@@ -125,7 +126,7 @@ def strip_text(strip: Strip, cells: int) -> Text:
 
 
 def summary_lines(digest: Digest, width: int) -> list[Text]:
-    """Histogram and strip in one line each, and the first value that is not finite."""
+    """Return histogram and strip, one line each, and the location of the first non-finite value."""
     lines = []
     if digest.histogram is not None:
         lines.append(Text("hist ", style=DIM).append_text(_plain(spark(digest.histogram, width - 5))))
@@ -136,7 +137,7 @@ def summary_lines(digest: Digest, width: int) -> list[Text]:
 
 
 def bad_lines(digest: Digest) -> list[Text]:
-    """Coordinates of the first non-finite value; empty without one."""
+    """Return the coordinates of the first non-finite value; empty if all values are finite."""
     if digest.first_bad is None or digest.bad_row is None:
         return []
     at = ",".join(map(str, digest.first_bad))
@@ -145,7 +146,7 @@ def bad_lines(digest: Digest) -> list[Text]:
 
 
 def histogram_lines(histogram: Histogram | None, width: int, height: int = 32) -> list[Text]:
-    """One line per bin: range, count, and a bar on a log scale; at most ``height`` lines."""
+    """Return one line per bin with range, count and a bar on a log scale; at most ``height`` lines."""
     if histogram is None:
         return [Text("no finite value to count", style=DIM)]
     merged = _merge(histogram, max(height - 1, 1))
@@ -162,7 +163,7 @@ def histogram_lines(histogram: Histogram | None, width: int, height: int = 32) -
 
 
 def _merge(histogram: Histogram, num: int) -> Histogram:
-    """Merge adjacent bins evenly (a power of two at a time) until at most ``num`` are left."""
+    """Merge adjacent bins pairwise, repeatedly, until at most ``num`` bins remain or their number is odd."""
     counts: Sequence[int] = histogram.counts
     while len(counts) > num and len(counts) % 2 == 0:
         counts = [a + b for a, b in zip(counts[::2], counts[1::2], strict=True)]
@@ -170,7 +171,7 @@ def _merge(histogram: Histogram, num: int) -> Histogram:
 
 
 def corner_lines(corner: Corner, rows: RowMap | None, width: int, height: int) -> list[Text]:
-    """A window of values with row labels and column numbers; omitted rows and columns are reported."""
+    """Return a window of values with row labels and column numbers; the last line reports omitted rows and columns."""
     labels = [_row_label(corner, rows, i) for i in range(len(corner.values))]
     cells = [[value_text(value) for value in row] for row in corner.values]
     columns = [str(corner.first_column + i) for i in range(corner.values.shape[1])]
@@ -205,13 +206,13 @@ def _left_out(corner: Corner, rows: int, columns: int) -> str:
 
 
 def value_text(value: Any) -> str:
-    """One value: integers whole, floats to five significant digits."""
+    """Format a value: integers exactly, floats with five significant digits."""
     number_ = value.item() if hasattr(value, "item") else value
     return f"{number_:.5g}" if isinstance(number_, float) else str(number_)
 
 
 def no_values_text(record: Record) -> str:
-    """Why there are only statistics, and how to keep the values."""
+    """Explain why the record has no values, and how to capture them."""
     if record.dtype is None:
         return "Not a tensor: the value above is all there is."
     if record.cap is not None:
@@ -220,6 +221,6 @@ def no_values_text(record: Record) -> str:
 
 
 def _plain(text: Text) -> Text:
-    """``text`` with its base style reset, so that a dim label before it does not dim it."""
+    """Reset the base style of ``text``, so that a preceding dim label does not dim it."""
     text.style = "not dim"
     return text

@@ -12,7 +12,7 @@ from tapscope.run_format.record import Record
 
 
 class Place(NamedTuple):
-    """Request and position of a row."""
+    """Request, position and visit of a token row."""
 
     request: str
     position: int
@@ -31,18 +31,18 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RowMap:
-    """The token rows of one tensor."""
+    """The mapping of a tensor's rows to token rows."""
 
     axes: tuple[int, ...]
-    """Tensor axes that count tokens: one when packed, two (batch, sequence) when padded."""
+    """Tensor axes that enumerate tokens: one if packed, two (batch, sequence) if padded."""
     sizes: tuple[int, ...]
     """Sizes of those axes."""
     inferred: bool
-    """Whether this was inferred without dims: the leading axes have the sizes of the step's token grid."""
+    """True if inferred without dims: the leading axes have the sizes of the step's token grid."""
     slots: tuple[tuple[int, int], ...]
-    """Slots of the step's token grid the rows hold, as (first, count), in row order."""
+    """Slots of the step's token grid covered by the rows, as (first, count) in row order."""
     runs: tuple[RowSpan, ...]
-    """The step's valid rows."""
+    """The valid rows of the step."""
 
     @property
     def num_rows(self) -> int:
@@ -50,7 +50,7 @@ class RowMap:
         return math.prod(self.sizes)
 
     def place(self, row: int) -> Place | None:
-        """The request and position of the flattened token row; None for padding."""
+        """Return the request and position of the flattened token row, or None for padding."""
         slot = self._slot(row)
         for run in self.runs:
             if slot is not None and run.slot <= slot < run.slot + run.count:
@@ -58,7 +58,7 @@ class RowMap:
         return None
 
     def row_of(self, place: Place) -> int | None:
-        """The flattened token row of a place; None where the tensor does not hold it."""
+        """Return the flattened token row of a place, or None if the tensor does not contain it."""
         for run in self.runs:
             slot = run.slot + place.position - run.position
             is_run = (run.request, run.visit, run.branch) == (place.request, place.visit, place.branch)
@@ -71,12 +71,12 @@ class RowMap:
         return None
 
     def label(self, row: int) -> str:
-        """Short form for tables, see :func:`.row_label`."""
+        """Return the short label of a row for tables, see :func:`.row_label`; ``padding`` for padding."""
         place = self.place(row)
         return place.label if place else "padding"
 
     def describe(self, limit: int = 4) -> str:
-        """``request 0: 0-4, request 1: 0-1``, the spans of positions in row order."""
+        """Format the spans of positions in row order: ``request 0: 0-4, request 1: 0-1``."""
         stretches: list[tuple[str, int, int, int]] = []
         for first, num in self.slots:
             for run in self.runs:
@@ -100,10 +100,10 @@ class RowMap:
 
 
 def row_map(record: Record, step: StepLine | None) -> RowMap | None:
-    """The token rows of ``record``, or None if neither dims nor its shape gives them.
+    """Return the token rows of ``record``, or None if neither dims nor shape determine them.
 
-    Dims decide if there are any (axis ``t``, or ``b`` and ``s``); without dims the leading axes must have the
-    sizes of the step's token grid.
+    Dims take precedence (axis ``t``, or ``b`` and ``s``); without dims, the leading axes must have the sizes of the
+    step's token grid.
     """
     if step is None or not step.info.rows:
         return None
@@ -122,7 +122,7 @@ def row_map(record: Record, step: StepLine | None) -> RowMap | None:
 
 
 def dims_words(record: Record) -> str:
-    """The annotation, or why it is missing or unusable."""
+    """Return the dims annotation, or the reason why it is missing or unusable."""
     if record.dims is None:
         return "not annotated"
     try:

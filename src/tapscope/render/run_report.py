@@ -1,4 +1,4 @@
-"""RunReport: the content of `tapscope info`, collected once for text and JSON."""
+"""RunReport: the content of `tapscope info`, for both text and JSON."""
 
 import math
 from collections import Counter, defaultdict
@@ -18,9 +18,9 @@ from tapscope.run_format.run import Run
 from tapscope.run_format.sketch import NBYTES
 
 _MAX_RANGES = 8
-"""Ranges of step numbers printed for each phase."""
+"""Maximum number of step ranges printed per phase."""
 MAX_LINES = 12
-"""Anomalous sites and events printed as text; the number of omitted ones is reported, and --json prints all."""
+"""Maximum number of anomalous sites and of events printed as text; the rest is counted, and --json prints all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class RunReport:
     ranks: tuple[int, ...]
     world_size: int
     phases: dict[str, list[int]]
-    """Phase -> its steps."""
+    """Phase -> step numbers."""
     num_sites: int
     layers: tuple[int, ...]
     num_records: int
@@ -42,23 +42,23 @@ class RunReport:
     num_non_tensors: int
     """Number of records of non-tensor values (numbers, strings, …)."""
     nbytes: int
-    """Bytes of payload on disk, shared ones once."""
+    """Payload bytes on disk; shared payloads count once."""
     shared_bytes: int
-    """Bytes saved by sharing: of records whose bytes another record stored."""
+    """Bytes saved by deduplication of identical payloads."""
     metrics: list[MetricSummary]
     events: list[EventLine]
     anomalies: list[AnomalousSite]
     complete: bool
     missing: list[str]
-    """Sentences of the completeness ledger."""
+    """Sentences of the completeness report."""
 
     @property
     def fine(self) -> bool:
-        """Whether nothing is missing and there is no anomaly."""
+        """True if no data are missing and no anomaly was found."""
         return self.complete and not self.anomalies
 
     def facts(self) -> dict[str, Any]:
-        """The countable part, for JSON."""
+        """Return the fields for JSON, without lists of metrics, events and anomalies."""
         names: tuple[str, ...] = (
             "run",
             "manifest",
@@ -73,7 +73,7 @@ class RunReport:
         return {name: getattr(self, name) for name in names}
 
     def sections(self) -> list[tuple[str, list[str]]]:
-        """(heading, lines) for people."""
+        """Return (heading, lines) for text output."""
         no_anomaly = ["none: no site holds NaN, infinity or only zeros"] if self.num_records else []
         return [
             ("run", [self.run]),
@@ -118,7 +118,7 @@ class RunReport:
 
 
 def _abbreviated(steps: list[int]) -> str:
-    """Step numbers as ranges; of many ranges the first ones and the last."""
+    """Format step numbers as ranges; of many ranges only the first ones and the last."""
     ranges = compact_ranges(steps).split(",")
     return ",".join(ranges if len(ranges) <= _MAX_RANGES else [*ranges[: _MAX_RANGES - 1], "…", ranges[-1]])
 
@@ -156,7 +156,7 @@ def run_report(run: Run) -> RunReport:
 
 
 def payload_sizes(records: Records) -> tuple[int, int, int]:
-    """Number of records with values, their bytes on disk, and their bytes without sharing."""
+    """Return the number of records with values, their bytes on disk, and their bytes without deduplication."""
     files: dict[tuple[int, str], int] = {}
     file = records.of_kinds(lambda k: -1 if k.file is None else files.setdefault((k.rank, k.file), len(files)))
     kept = file >= 0
@@ -171,12 +171,13 @@ def payload_sizes(records: Records) -> tuple[int, int, int]:
 
 
 def _total(numbers: np.ndarray[Any, Any]) -> int:
-    """The exact sum of nonnegative int64 numbers, which 64 bits may not hold."""
+    """Return the exact sum of nonnegative int64 values, which may exceed 64 bits."""
     return (int((numbers >> 32).sum()) << 32) + int((numbers & 0xFFFFFFFF).sum())
 
 
 def _events(run: Run) -> list[EventLine]:
-    """In order; each configuration relative to the previous one of the rank, the first relative to the manifest."""
+    """Return events in order; each configuration is relative to the rank's previous one, the first relative to the
+    manifest."""
     begun = run.manifest.get("config")
     configs: dict[int, dict[str, Any]] = {}
     lines = []
@@ -190,7 +191,7 @@ def _events(run: Run) -> list[EventLine]:
 
 
 def _metrics(run: Run) -> list[MetricSummary]:
-    """Per name, over the lowest rank that reports it: ranks of one step mostly report the same."""
+    """Summarize each metric over the lowest rank that reports it: ranks mostly report equal values."""
     values: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for metric in run.metrics():
         values[metric.name][metric.rank].append(metric.value)
@@ -205,7 +206,7 @@ def _metrics(run: Run) -> list[MetricSummary]:
 
 
 def _anomalies(records: Records) -> list[AnomalousSite]:
-    """Anomalous sites in order of their first anomalous record."""
+    """Return anomalous sites in order of their first anomalous record."""
     first: dict[tuple[str, str], tuple[Record, Anomaly]] = {}
     amount: Counter[tuple[str, str]] = Counter()
     for record in sorted(anomalous(records), key=lambda r: (r.key.step, r.key.rank, r.seq)):

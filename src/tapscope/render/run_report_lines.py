@@ -1,4 +1,4 @@
-"""The lines of a run report: metrics, anomalous sites and events, each as text and as JSON."""
+"""Lines of a run report: metrics, anomalous sites and events, each as text and as JSON."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,11 +19,11 @@ class MetricSummary:
     mean: float
     min: float
     max: float
-    """These three are of the values that are finite; NaN where none is."""
+    """Mean, min and max are over finite values; NaN if no value is finite."""
     last: float
 
     def to_json(self) -> dict[str, Any]:
-        """Fields by name."""
+        """Return the fields by name."""
         return {name: getattr(self, name) for name in self.__slots__}
 
     def __str__(self) -> str:
@@ -33,17 +33,17 @@ class MetricSummary:
 
 @dataclass(frozen=True, slots=True)
 class AnomalousSite:
-    """A site with records of one kind of anomaly."""
+    """A site with records that have the same kind of anomaly."""
 
     site: str
     oddity: Anomaly
-    """Step and rank of the first such record."""
+    """Anomaly of the first record; ``step`` and ``rank`` are those of the same record."""
     num_records: int
     step: int
     rank: int
 
     def to_json(self) -> dict[str, Any]:
-        """Fields by name."""
+        """Return the fields by name."""
         return {
             "site": self.site,
             "kind": self.oddity.kind,
@@ -67,22 +67,22 @@ class EventLine:
 
     event: Event
     before: Mapping[str, Any] = field(default_factory=dict)
-    """Of a ``config`` event: the configuration that it replaced."""
+    """For a ``config`` event: the configuration it replaced."""
 
     def to_json(self) -> dict[str, Any]:
-        """Fields as recorded."""
+        """Return the fields as recorded."""
         return {"kind": self.event.kind, "rank": self.event.rank, "fields": self.event.fields}
 
     def __str__(self) -> str:
         if self.event.kind == "crash":
             return self._crash()
-        # A configuration by its changes; --json has all of it.
+        # Show only changed settings; --json prints the whole configuration.
         new = {k: v for k, v in self.event.fields.items() if k not in self.before or self.before[k] != v}
         fields = " ".join(f"{k}={v}" for k, v in new.items() if k != "time")
         return f"{self.event.kind}  rank {self.event.rank}  {fields}".rstrip()
 
     def _crash(self) -> str:
-        """The exception without its traceback, which --json has."""
+        """Format the exception without its traceback, which --json includes."""
         fields = self.event.fields
         step = "" if fields.get("step") is None else f"step {fields['step']}  "
         message = str(fields.get("message", "")).partition("\n")[0]

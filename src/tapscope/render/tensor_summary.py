@@ -1,6 +1,6 @@
-"""Digest: a tensor reduced to what a screen can show, in bounded memory.
+"""Digest: a tensor summarized for a screen in bounded memory.
 
-It does not keep the tensor: a summary holds a histogram, one number per (group of) rows, and a few values.
+A digest does not reference the tensor: it contains a histogram, one number per row or group of rows, and a few values.
 """
 
 import math
@@ -15,7 +15,7 @@ from tapscope.render.row_labels import RowMap
 Array = np.ndarray[Any, Any]
 
 BLOCK = 1 << 18
-"""Elements converted to float64 at a time (2 MiB)."""
+"""Number of elements converted to float64 at a time (2 MiB)."""
 STRIP_CELLS = 4096
 """Maximum number of cells of a strip; screens reduce it further."""
 CORNER_ROWS, CORNER_COLUMNS = 16, 24
@@ -30,7 +30,7 @@ class Histogram:
     high: float
 
     def edges(self, index: int) -> tuple[float, float]:
-        """Lower and upper end of one bin."""
+        """Return the lower and upper edge of a bin."""
         num = len(self.counts)
 
         def edge(i: int) -> float:
@@ -41,15 +41,15 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True)
 class Strip:
-    """Largest finite |x| along the rows, several rows per cell if there are many."""
+    """Maximum finite |x| per row, or per group of rows if there are many."""
 
     peaks: tuple[float, ...]
     bad: tuple[bool, ...]
-    """Whether the cell holds a non-finite value."""
+    """For each cell, whether it contains a non-finite value."""
     num_rows: int
 
     def shrink(self, cells: int) -> "Strip":
-        """At most ``cells`` cells, each the maximum of those it merges."""
+        """Return a strip with at most ``cells`` cells; merged cells take the maximum."""
         num = len(self.peaks)
         if num <= cells:
             return self
@@ -61,7 +61,7 @@ class Strip:
 
 @dataclass(frozen=True, slots=True)
 class Corner:
-    """A small window of a tensor seen as [rows, width]."""
+    """A small window of a tensor viewed as [rows, width]."""
 
     first_row: int
     first_column: int
@@ -76,18 +76,18 @@ class Digest:
     """A summary of one tensor's values for a screen."""
 
     histogram: Histogram | None
-    """None when no value is finite."""
+    """None if no value is finite."""
     strip: Strip
     corner: Corner
     first_bad: tuple[int, ...] | None
-    """Coordinate of the first non-finite value in row order."""
+    """Coordinates of the first non-finite value in row order."""
     bad_row: int | None
-    """Its flattened row."""
+    """Flattened row of :attr:`first_bad`."""
     around_bad: Corner | None
     rows: RowMap | None
-    """Labels of the rows; None if rows are just the first axis."""
+    """Labels of the rows; None if rows are simply the first axis."""
     is_magnitude: bool = False
-    """Complex values are shown by their magnitude."""
+    """True for complex values, which are shown as magnitudes."""
 
 
 def digest(array: Array, rows: RowMap | None = None, *, bins: int = 32) -> Digest:
@@ -110,14 +110,14 @@ def digest(array: Array, rows: RowMap | None = None, *, bins: int = 32) -> Diges
 
 
 def to_float(array: Array) -> Array:
-    """Float64 values; complex ones by magnitude."""
+    """Convert to float64; complex values are converted to magnitudes."""
     if np.issubdtype(array.dtype, np.complexfloating):
         array = np.abs(array)
     return array.astype(np.float64)
 
 
 class _Table:
-    """A tensor seen as [rows, width] without copying it: rows are its leading ``num_leading`` axes."""
+    """A tensor viewed as [rows, width] without copying; rows are the ``num_leading`` leading axes."""
 
     def __init__(self, view: Array, num_leading: int) -> None:
         self.view = view
@@ -126,7 +126,7 @@ class _Table:
         self.width = math.prod(view.shape[num_leading:])
 
     def window(self, row: int, num_rows: int) -> Array:
-        """Rows ``row`` to ``row + num_rows``, [rows, width]; copies at most that window."""
+        """Return rows ``row`` to ``row + num_rows`` as [rows, width]; copies at most this window."""
         rows = range(row, min(row + num_rows, self.num_rows))
         if len(self.leading) == 1:
             return self.view[rows.start : rows.stop].reshape(len(rows), self.width)
@@ -134,7 +134,7 @@ class _Table:
         return self.view[picked].reshape(len(rows), self.width)
 
     def blocks(self) -> Iterator[tuple[int, int, Array]]:
-        """(first row, first column, float64 block) with at most BLOCK elements each, in row order."""
+        """Yield (first row, first column, float64 block) with at most BLOCK elements each, in row order."""
         if not self.width:
             return
         rows = max(BLOCK // self.width, 1)
@@ -145,7 +145,7 @@ class _Table:
 
 
 def _scan(table: _Table) -> tuple[Strip, float | None, float | None]:
-    """The strip, and the smallest and largest finite value (None when there is none)."""
+    """Return the strip, and the smallest and largest finite value (None if there is none)."""
     cells = min(table.num_rows, STRIP_CELLS)
     peaks, bad = np.zeros(cells), np.zeros(cells, np.bool_)
     low, high = math.inf, -math.inf
@@ -166,7 +166,7 @@ def _scan(table: _Table) -> tuple[Strip, float | None, float | None]:
 
 
 def _first_bad(table: _Table, cell: int, cells: int) -> tuple[int | None, int | None]:
-    """Row and column of the first non-finite value, which is in the rows of strip cell ``cell``."""
+    """Return row and column of the first non-finite value, which is within strip cell ``cell``."""
     first = -(-cell * table.num_rows // cells)
     stop = -(-(cell + 1) * table.num_rows // cells)
     for row in range(first, stop):
@@ -179,7 +179,7 @@ def _first_bad(table: _Table, cell: int, cells: int) -> tuple[int | None, int | 
 def _coordinate(
     shape: tuple[int, ...], axes: tuple[int, ...], moved: tuple[int, ...], row: int, column: int
 ) -> tuple[int, ...]:
-    """The tensor's own coordinate of (row, column)."""
+    """Return the coordinates in the original tensor of (row, column)."""
     num = len(axes)
     lead = np.unravel_index(row, moved[:num])
     rest = iter(np.unravel_index(column, moved[num:]) if moved[num:] else ())
@@ -188,7 +188,7 @@ def _coordinate(
 
 
 def _histogram(table: _Table, low: float, high: float, bins: int) -> Histogram:
-    """Counts per bin. Quarters of the values are binned: the range of doubles could overflow."""
+    """Return counts per bin. Values are divided by 4 before binning, because the range of doubles could overflow."""
     if low == high:
         bins = 1
     counts = np.zeros(bins, np.int64)

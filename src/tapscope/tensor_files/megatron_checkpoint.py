@@ -71,8 +71,8 @@ _CONFIG = {
 
 
 def find_megatron_checkpoint(folder: Path) -> Path | None:
-    """Return the directory with the rank files: ``folder`` itself or its latest iteration; None if it is no Megatron
-    checkpoint.
+    """Return the directory with the rank files: ``folder`` itself or its latest iteration; None if there are no rank
+    files.
 
     Raises RunCorruptError if the latest iteration is missing.
     """
@@ -315,7 +315,7 @@ def _has_expert_shards(args: Mapping[str, Any], mesh: Mapping[str, int], path: P
 def dims_of_parameter(
     name: str, num_axes: int, is_gated: bool, *, num_expert_ranks: int = 1, has_expert_shards: bool = False
 ) -> str:
-    """Return the dims of a parameter according to Megatron's parallel layers; ``num_axes`` is the rank of its tensor.
+    """Return the dims of a parameter according to Megatron's parallel layers; ``num_axes`` is its number of axes.
 
     With several expert-parallel ranks, non-expert parameters are replicated over them. Tensor-parallel ranks hold whole
     experts or, with ``has_expert_shards``, shards of experts.
