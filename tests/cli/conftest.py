@@ -1,4 +1,4 @@
-"""The command line, and the model that tests of several verbs run."""
+"""Fixtures of the CLI tests: the command line, and a small model."""
 
 from pathlib import Path
 
@@ -9,11 +9,11 @@ from command_line import Cli, command_line
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of a small Llama with random weights."""
+    """Return a checkpoint of a small Llama with random weights."""
     return make_llama(tmp_path_factory.mktemp("models") / "llama")
 
 
 @pytest.fixture
 def run_cli(capsys: pytest.CaptureFixture[str]) -> Cli:
-    """Exit code, stdout and stderr of one command line."""
+    """Return a function that runs a command line and returns exit code, stdout and stderr."""
     return command_line(capsys)

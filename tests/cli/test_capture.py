@@ -1,4 +1,4 @@
-"""`dump`, `serve`, `ctl` and `diff` as a user meets them: real processes, real models, real ports."""
+"""`dump`, `serve`, `ctl` and `diff` end to end: real processes, real models, real ports."""
 
 import json
 import os
@@ -32,7 +32,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def reference(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run by transformers in fp32."""
+    """Return a run recorded by transformers in fp32."""
     path = tmp_path_factory.mktemp("runs") / "reference"
     assert main(["dump", str(llama), "-o", str(path), "--backend", "hf", *PROMPTS, "--max-new-tokens", "5", "-q"]) == 0
     return path

@@ -1,4 +1,4 @@
-"""Shell completion, as the shells ask for it."""
+"""Shell completion through the protocol of the shell hooks."""
 
 import os
 import shutil
@@ -12,7 +12,7 @@ from tapscope.cli import VERBS, main
 
 
 def complete(line: str, folder: Path) -> list[str]:
-    """What the shell's hook reads for ``line``, with the cursor at its end."""
+    """Return the completions that the shell hook receives for ``line``, with the cursor at its end."""
     answer = folder / "answer"
     answer.unlink(missing_ok=True)
     variables = {

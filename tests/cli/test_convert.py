@@ -1,4 +1,4 @@
-"""`tapscope convert`: formats that the engine, `diff` and compressed-tensors read; complete output or none."""
+"""`tapscope convert`: output readable by the engine, `diff` and compressed-tensors; either complete output or none."""
 
 import json
 import shutil
@@ -24,7 +24,7 @@ UP = "model.layers.1.mlp.up_proj.weight"
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of several shards in bf16."""
+    """Return a bf16 checkpoint with several shards."""
     path = make_llama(tmp_path_factory.mktemp("plain") / "model", seed=5, num_hidden_layers=2, torch_dtype="bfloat16")
     tensors = {name: tensor.bfloat16() for name, tensor in load_file(path / "model.safetensors").items()}
     shards = {f"model-0000{i}-of-00003.safetensors": list(tensors)[i - 1 :: 3] for i in (1, 2, 3)}

@@ -1,4 +1,4 @@
-"""Former names of flags work for one release, each with one warning."""
+"""Deprecated flag names work for one release, each with one warning."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""`tapscope golden`: a changed layer is named; other chunking, sharding and dtypes pass."""
+"""`tapscope golden`: a changed layer is named; different chunking, sharding and dtypes pass."""
 
 import json
 import struct
@@ -89,7 +89,7 @@ def test_golden_of_values_equals_that_of_sketches(llama: Path, golden: Path, tmp
 
 
 def test_golden_opens_wherever_a_run_does(golden: Path) -> None:
-    require_run(golden)  # what view and a comparison on the screen ask before they open it
+    require_run(golden)  # view and the comparison screen check this before opening a run
 
 
 @pytest.mark.parametrize("settings", [{"max_num_batched_tokens": 16}, {"tp": 2}, {"dtype": "bfloat16"}])
@@ -122,7 +122,7 @@ def test_golden_check_names_the_changed_layer(
 
 
 def with_metadata(data: bytes, **changed: Any) -> bytes:
-    """The golden file with other metadata, and the checksum of its new header."""
+    """Return the golden file with changed metadata and a recomputed header checksum."""
     (size,) = struct.unpack("<Q", data[:8])
     header = json.loads(data[8 : 8 + size])
     header["__metadata__"] |= {"crc32": "00000000"} | changed
@@ -162,7 +162,7 @@ def test_golden_with_a_changed_counter_is_damaged(
     begin, end = json.loads(data[8 : 8 + size])["sketches"]["data_offsets"]
     data[8 + size + (begin + end) // 2] ^= 1
     (tmp_path / "changed").write_bytes(data)
-    for words in (["golden", "check"], ["diff"]):  # both would compare by recorded hash
+    for words in (["golden", "check"], ["diff"]):  # both would otherwise compare recorded hashes
         assert main([*words, str(tmp_path / "changed"), str(sketched)]) == 3
         assert "changed: damaged golden file: the sketch of " in capsys.readouterr().err
     with pytest.raises(RunCorruptError, match="differs from its CRC-32"):
@@ -183,7 +183,7 @@ def test_golden_with_any_changed_byte_in_its_header_is_damaged(golden: Path, tmp
 
 
 def test_golden_of_schema_1_reads(tmp_path: Path) -> None:
-    """Its header has no checksum."""
+    """The header of schema 1 has no checksum."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 4))
     for name, scale in (("same", 1.0), ("other", 1.5)):

@@ -1,5 +1,7 @@
-"""Names in files that other people wrote never reach a terminal as control characters: every string of a run made
-hostile, every verb; and both screens in a real terminal."""
+"""Names in untrusted files never reach a terminal as control characters.
+
+Every string of a run is made hostile in turn, for every command, and both screens run in a real terminal.
+"""
 
 import json
 import os
@@ -20,11 +22,11 @@ from tapscope.cli import main
 from tapscope.core.formatting import json_line, printable
 
 HOSTILE = "EVIL\x1b]0;OWNED\x07\x1b[31m\x1b[2J\x9b31m\x08\r\x7f\u202e\u2066\nforged    line"
-"""Title, colour, clear, 8-bit CSI, backspace, bidirectional override, and a forged line of the answer."""
+"""Window title, color, clear, 8-bit CSI, backspace, bidirectional override, and a forged line of output."""
 OBEYED = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 SGR = re.compile(r"\x1b\[[0-9;]*m")
 BRIEF = "E\x1b]0;P\x07\x9b1m\u202e"
-"""As much of it as fits into a column."""
+"""A shorter hostile string that fits into a table column."""
 VERBS = (
     ("info", "{}"),
     ("info", "{}", "--verify"),
@@ -50,7 +52,7 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def leaves(item: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Paths of all strings, keys of objects included (a path that ends in None)."""
+    """Yield the paths of all strings, including object keys (as a path that ends in None)."""
     if isinstance(item, dict):
         for key, value in item.items():
             yield (*path, key, None)
@@ -63,7 +65,7 @@ def leaves(item: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def poisoned(item: Any, path: tuple[Any, ...]) -> Any:
-    """The JSON value with a hostile string appended to the string, or the key, at the path."""
+    """Return the JSON value with a hostile string appended to the string or key at ``path``."""
     copied = json.loads(json.dumps(item))
     *way, last = path[:-1] if path[-1] is None else path
     holder = copied
@@ -77,7 +79,7 @@ def poisoned(item: Any, path: tuple[Any, ...]) -> Any:
 
 
 def mutants(base: Path) -> Iterator[tuple[str, Path, bytes]]:
-    """What is hostile, the file that holds it, its bytes; each kind of line once."""
+    """Yield (description, file, hostile content); each kind of line once."""
     manifest = json.loads((base / "run.json").read_bytes())
     for path in leaves(manifest):
         yield f"run.json {path}", Path("run.json"), json.dumps(poisoned(manifest, path)).encode()
@@ -133,7 +135,7 @@ def test_messages_escape_control_characters_of_arguments(base: Path, capsys: pyt
 
 
 def hostile_run(base: Path, target: Path) -> None:
-    """A run with a hostile model name and module."""
+    """Write a run with a hostile model name and module."""
     shutil.copytree(base, target)
     manifest = json.loads((base / "run.json").read_bytes()) | {"model": HOSTILE}
     (target / "run.json").write_text(json.dumps(manifest))

@@ -1,4 +1,4 @@
-"""Command lines that cannot be meant, and paths that cannot be read or written: one sentence, no traceback."""
+"""Invalid command lines, and unreadable or unwritable paths: a one-sentence error, no traceback."""
 
 import os
 import re
@@ -22,7 +22,7 @@ ERROR = "tapscope: error: "
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`base`, and `good`, which agrees with it."""
+    """Return a directory with the run `base` and the run `good`, which agrees with it."""
     path = tmp_path_factory.mktemp("runs")
     Toy(weights(layers=1)).write(path / "base", prompts((6, 4))).close()
     Toy(weights(layers=1), dtype="bfloat16").write(path / "good", prompts((6, 4))).close()
@@ -37,12 +37,12 @@ def here(runs: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="module")
 def plain(runs: Path) -> str:
-    """What `tapscope diff base good` prints in `runs`."""
+    """Return the output of `tapscope diff base good` in `runs`."""
     return shell(f"cd {shlex.quote(str(runs))} && tapscope diff base good").stdout
 
 
 def shell(line: str, **env: str) -> "subprocess.CompletedProcess[str]":
-    """A line of bash, in which ``tapscope`` is the command."""
+    """Run a line of bash in which ``tapscope`` is the command."""
     program = f'tapscope() {{ {sys.executable} -m tapscope "$@"; }}; {line}'
     variables = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "FORCE_COLOR")} | env
     return subprocess.run(["bash", "-c", program], capture_output=True, text=True, env=variables, timeout=120)

@@ -1,4 +1,4 @@
-"""`ls`, `show`, `info` and `view` through main, over a run on disk."""
+"""`ls`, `show`, `info` and `view` through main, on a run on disk."""
 
 import json
 import os
@@ -29,14 +29,14 @@ def base(tmp_path_factory):
 
 @pytest.fixture
 def here(base, monkeypatch):
-    """The directory of the run, so that no path of this machine is printed."""
+    """Change to the directory of the run, so that output contains no machine-specific path."""
     monkeypatch.chdir(base.parent)
     monkeypatch.delenv("COLUMNS", raising=False)
 
 
 @pytest.fixture
 def run_cli(capsys, here):
-    """Exit code, stdout and stderr of one command line."""
+    """Return a function that runs a command line and returns exit code, stdout and stderr."""
 
     def run(*words):
         code = cli.main(list(words))
@@ -47,7 +47,7 @@ def run_cli(capsys, here):
 
 
 def check_golden(name, text):
-    """Compare with tests/golden; TAPSCOPE_UPDATE_GOLDEN=1 accepts what is printed now."""
+    """Compare with tests/golden; TAPSCOPE_UPDATE_GOLDEN=1 accepts the current output."""
     file = GOLDEN / f"{name}.txt"
     if os.environ.get("TAPSCOPE_UPDATE_GOLDEN") == "1":
         file.parent.mkdir(exist_ok=True)
@@ -182,7 +182,7 @@ def test_show_slice_json_equals_numpy(run_cli, base, index):
 
 
 def eval_index(array, text):
-    """The index by numpy's own reading."""
+    """Return the index as NumPy interprets it."""
     parts = []
     for part in text.split(","):
         numbers = [int(n) if n else None for n in part.split(":")] if part != "..." else []
@@ -342,7 +342,7 @@ def test_show_of_a_module_shows_its_output(run_cli):
     code, out, err = run_cli("show", "base", "*.layers.1.self_attn.o_proj:*")
     assert code == 0
     assert out.startswith("model.layers.1.self_attn.o_proj:out   step 0")
-    assert "model.layers.1.self_attn.o_proj:in[input]" in err  # can be chosen
+    assert "model.layers.1.self_attn.o_proj:in[input]" in err  # listed as a choice
 
 
 def test_info_needs_a_run_or_env(run_cli):
@@ -398,7 +398,7 @@ def test_help_of_every_verb_is_uniform_and_its_examples_parse(verb, capsys, monk
     assert examples
     for example in examples:
         assert example.startswith("  $ "), example
-        call = re.split(r"   +| [|>] ", example.removeprefix("  $ "))[0]  # what follows says what it does
+        call = re.split(r"   +| [|>] ", example.removeprefix("  $ "))[0]  # the rest is a description
         program, name, *words = shlex.split(call)
         if program == "tapscope":
             found = cli.VERBS[name]

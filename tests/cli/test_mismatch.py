@@ -1,4 +1,4 @@
-"""`tapscope mismatch`: a trainer's log-probabilities of a rollout's tokens, from real runs of both."""
+"""`tapscope mismatch`: a trainer's log-probabilities of a rollout's tokens, on real runs of both."""
 
 import json
 from pathlib import Path
@@ -33,7 +33,7 @@ def trainer(llama: Path, rollout: Path) -> Path:
 
 
 def _logits(run: Run) -> dict[tuple[str, int], torch.Tensor]:
-    """(request, position of the next token) -> logits, read record by record."""
+    """Return (request, position of the next token) -> logits, read record by record."""
     found = {}
     for record in run.select(["lm_head:out"]):
         step = run.steps[record.key.step][0].info

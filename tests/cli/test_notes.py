@@ -1,4 +1,4 @@
-"""What is not usual about a record - pass, micro-batch, slice, cap, tags - in `ls`, `show`, `view`; a real run."""
+"""Unusual properties of a record (pass, microbatch, slice, cap, tags) in `ls`, `show` and `view`, on a real run."""
 
 import json
 import shlex
@@ -21,7 +21,7 @@ Cli = Callable[..., tuple[int, str, str]]
 
 
 class Net(nn.Module):
-    """A recomputed layer, then a plain one."""
+    """A model with a recomputed layer followed by an ordinary one."""
 
     def __init__(self) -> None:
         super().__init__()

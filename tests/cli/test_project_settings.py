@@ -1,4 +1,4 @@
-"""Options of a project: `tapscope.toml`, `[tool.tapscope]` of `pyproject.toml`, and `tapscope.testing`."""
+"""Project options: `tapscope.toml`, `[tool.tapscope]` in `pyproject.toml`, and `tapscope.testing`."""
 
 import shutil
 from pathlib import Path
@@ -25,7 +25,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def project(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory with the runs, in which the command is called from a subdirectory."""
+    """Return a project directory with the runs; the working directory is one of its subdirectories."""
     shutil.copytree(runs, tmp_path, dirs_exist_ok=True)
     (tmp_path / "tests").mkdir()
     monkeypatch.chdir(tmp_path / "tests")

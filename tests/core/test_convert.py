@@ -1,4 +1,4 @@
-"""convert(): typed values from plain ones, and errors that name the field, the value and what is valid."""
+"""convert(): typed values from plain data, and errors that name the field, the value and the valid range."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

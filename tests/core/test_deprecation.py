@@ -1,4 +1,4 @@
-"""Deprecated names are accepted with one warning, and refused next to the present ones."""
+"""Deprecated names are accepted with one warning, and rejected if the current name is given as well."""
 
 import argparse
 import dataclasses

@@ -1,4 +1,4 @@
-"""wait_for_ready notices a dead process; CUDA core dumps are enabled in an environment, without losing its values."""
+"""wait_for_ready detects a dead process; enabling CUDA core dumps preserves variables of the environment."""
 
 import http.server
 import multiprocessing
@@ -16,7 +16,7 @@ from tapscope.core.errors import ConfigError, UnreachableError
 
 
 class Late(http.server.BaseHTTPRequestHandler):
-    """503 twice, then 200."""
+    """A server that responds with 503 twice, then with 200."""
 
     count = 0
 
@@ -63,7 +63,7 @@ def test_wait_for_ready_notices_a_dead_process_although_others_answer(address: s
     began = time.monotonic()
     with pytest.raises(UnreachableError, match=says):
         tapscope.wait_for_ready(address, process)
-    assert time.monotonic() - began < 30  # not the 60 s of its time limit
+    assert time.monotonic() - began < 30  # well below the 60 s time limit
 
 
 def test_wait_for_ready_takes_a_process_of_multiprocessing() -> None:

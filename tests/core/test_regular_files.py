@@ -1,4 +1,4 @@
-"""Files that are replaced atomically."""
+"""Files are replaced atomically."""
 
 import os
 from pathlib import Path

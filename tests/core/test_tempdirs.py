@@ -1,4 +1,4 @@
-"""Directories for sockets: those of a killed owner go when the next one is made, nobody else's does."""
+"""Temporary directories: those of a killed owner are removed when the next one is created, no others."""
 
 import json
 import os
@@ -31,7 +31,7 @@ def test_tempdirs_of_killed_processes_are_removed_by_the_next(tmp_path: Path) ->
         (tmp_path / "tapscope-elsewhere").symlink_to(theirs)
         (tmp_path / "other").mkdir()
         mine = make_tempdir(tmp_path)
-        assert theirs.is_dir()  # its owner lives
+        assert theirs.is_dir()  # its owner is alive
         owner.kill()
     again = make_tempdir(tmp_path)
     assert not theirs.exists()

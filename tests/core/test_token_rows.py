@@ -1,4 +1,4 @@
-"""The rows of a step, read off what models are called with."""
+"""The rows of a step, inferred from the arguments of the model call."""
 
 from typing import Any
 
@@ -113,7 +113,7 @@ def test_token_rows_do_not_guess_without_positions(ids: Any, known: dict[str, An
 
 @st.composite
 def scheduled(draw: st.DrawFn) -> list[list[tuple[str, int, int]]]:
-    """Steps of (request, first position, rows): chunks, decode steps and cached prefixes mixed."""
+    """Draw steps of (request, first position, number of rows), mixing chunks, decode steps and cached prefixes."""
     done = {name: draw(st.integers(0, 4)) for name in "abc"}
     steps = []
     for _ in range(draw(st.integers(1, 5))):

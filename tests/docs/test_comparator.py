@@ -1,4 +1,4 @@
-"""The comparator's pages and docs/diff.schema.json against the code."""
+"""The comparator's pages and docs/diff.schema.json match the code."""
 
 import json
 import re

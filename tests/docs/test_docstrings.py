@@ -1,4 +1,4 @@
-"""The examples in the docstrings of the public API run."""
+"""The examples in docstrings of the public API are executed."""
 
 import inspect
 import re
@@ -45,7 +45,7 @@ NAMES = {
 
 @pytest.fixture(scope="module")
 def names(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """A checkpoint, two equal runs and one that differs in its dtype, and the names that the examples use."""
+    """Yield the names used by the examples: a checkpoint, two equal runs, and one with another dtype."""
     folder = tmp_path_factory.mktemp("docstrings")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -76,6 +76,6 @@ def test_docstring_example_runs(names: dict[str, Any], tmp_path: Path, name: str
 
 
 def _examples(value: Any) -> list[str]:
-    """The indented blocks after ``::``."""
+    """Return the indented blocks after ``::``."""
     blocks = re.findall(r"^::\n\n((?: {4}.*\n|\n)+)", f"{inspect.getdoc(value)}\n", re.MULTILINE)
     return [textwrap.dedent(block) for block in blocks]

@@ -1,4 +1,4 @@
-"""The dumper's pages against the code: rules, expressions, triggers, calls, routes, variables."""
+"""The dumper's pages match the code: rules, expressions, triggers, calls, routes, variables."""
 
 import re
 from collections.abc import Iterable
@@ -24,7 +24,7 @@ def _page(name: str) -> str:
 
 
 def _table(page: str, heading: str) -> list[list[str]]:
-    """Cells of the rows below the line that begins with ``heading``, code marks and all."""
+    """Return the cells of the rows below the line that begins with ``heading``, including code marks."""
     lines = page[page.index(f"\n{heading}") + 1 :].splitlines()
     rows = list(takewhile(lambda line: line.startswith("|"), lines))[2:]
     return [[cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]] for row in rows]

@@ -1,4 +1,4 @@
-"""docs/guide/serve.md shows what the clients of OpenAI and Anthropic get from a server."""
+"""docs/guide/serve.md shows the output that OpenAI and Anthropic clients receive from a server."""
 
 import contextlib
 import doctest
@@ -30,7 +30,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def _printed(source: str, names: dict[str, Any]) -> str:
-    """What an interpreter prints for one example, of an exception its last line."""
+    """Return the output of an example in an interpreter; for an exception, its last line."""
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         try:
@@ -41,12 +41,12 @@ def _printed(source: str, names: dict[str, Any]) -> str:
 
 
 def _merged(stream: str) -> tuple[str, set[str]]:
-    """What a stream says in all, and the words of its lines: a slow reader gets several steps as one."""
+    """Return the merged text of a stream and the words of its lines: a slow reader receives several steps as one."""
     return "".join(PIECE.findall(stream)), set(WORD.findall(COUNT.sub("#", PIECE.sub("", stream))))
 
 
 def test_engine_page_shows_the_answers_clients_get(url: str) -> None:
-    import anthropic  # takes three seconds
+    import anthropic  # the import takes three seconds
 
     names: dict[str, Any] = {"openai": openai, "anthropic": anthropic}
     blocks = re.findall(r"^```pycon\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)

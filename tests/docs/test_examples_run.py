@@ -1,4 +1,4 @@
-"""Every example of docs/ runs, in order, and prints what the page shows."""
+"""Every example in docs/ is executed in order and prints the output shown on its page."""
 
 import re
 from importlib import import_module
@@ -22,7 +22,7 @@ def test_page_examples_print_what_the_page_shows(tmp_path: Path, page: str) -> N
 
 def test_pages_cover_quickstart_and_how_to_guides() -> None:
     how_to = {str(page.relative_to(ROOT)) for page in (ROOT / "docs/howto").glob("*.md")}
-    needs_packages = {"docs/howto/diffusers.md"}  # every example has a reason why it is not run
+    needs_packages = {"docs/howto/diffusers.md"}  # every example gives a reason why it is not executed
     assert needs_packages.isdisjoint(PAGES)
     assert {"docs/quickstart.md", *how_to} <= {*PAGES, *needs_packages}
 
@@ -40,7 +40,7 @@ def test_missing_lines_are_reported_in_order() -> None:
 
 
 def test_names_that_any_example_imports_exist() -> None:
-    """Also in examples that are not run."""
+    """Includes examples that are not executed."""
     imported = re.compile(r"^(?:>>> )?from (tapscope[\w.]*) import ([\w, ]+)$", re.MULTILINE)
     files = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     missing_names = [

@@ -1,4 +1,4 @@
-"""The page of findings: its counts are those of its rows, and the tests that it names exist."""
+"""The findings page: its counts match its rows, and the tests it names exist."""
 
 import re
 from collections import Counter

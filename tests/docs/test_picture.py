@@ -1,4 +1,4 @@
-"""The picture in the README is drawn by the real report from real runs, never by hand."""
+"""The picture in the README is rendered by the real report from real runs, never by hand."""
 
 import io
 from pathlib import Path
@@ -21,7 +21,7 @@ CULPRIT = "model.layers.2.mlp.down_proj"
 
 
 def _run(path: Path, *, engine: bool) -> None:
-    """Powers of two, so that every number in the picture is the same on any machine."""
+    """Write a run with powers of two, so that every number in the picture is the same on any machine."""
     whole = np.exp2(np.arange(8 * 16) % 5).reshape(8, 16).astype(np.float32)
     mesh, framework, dtype = ({"tp": 2}, "tapscope", "bfloat16") if engine else ({}, "transformers", "float32")
     with RunFactory(path, mesh=mesh, framework=framework, dtype=dtype, model="Llama-tiny") as run:

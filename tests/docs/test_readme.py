@@ -1,4 +1,4 @@
-"""The README's examples run as printed, in order; only the installation is not run."""
+"""The README's examples run as printed, in order; only the installation is not executed."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The site as a whole: it builds, and its generated pages are current. `make lint` checks its prose."""
+"""The site as a whole builds, and its generated pages are current. `make lint` checks its prose."""
 
 import importlib.util
 import re

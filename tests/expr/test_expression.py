@@ -149,7 +149,7 @@ def test_expression_evaluation_errors_have_one_type(text: str, values: dict[str,
 def test_expression_never_inspects_arbitrary_objects() -> None:
     class Trap:
         def __getattribute__(self, name: str) -> Any:
-            if name == "__class__":  # isinstance asks for it
+            if name == "__class__":  # isinstance reads it
                 return type(self)
             raise AssertionError(name)
 
@@ -242,13 +242,13 @@ def test_expression_random_programs_agree_with_python(text: str, values: dict[st
         try:
             expected = _python(text, values)
         except (TypeError, ZeroDivisionError):
-            _outcome(lambda: Expression(text)(values))  # an answer or EvaluationError, nothing else
+            _outcome(lambda: Expression(text)(values))  # returns a value or raises EvaluationError, nothing else
             return
     kind, found = _outcome(lambda: Expression(text)(values))
     if kind == "value" and "None" not in text:
         assert found == expected
         assert type(found) is type(expected)
-    elif kind == "error":  # texts and tuples times a number are the one thing that Python can and we do not
+    elif kind == "error":  # only multiplying strings and tuples works in Python but not here
         assert "*" in text or "+" in text or "%" in text
 
 

@@ -1,4 +1,4 @@
-"""Sites selected by regular expressions, through the command line."""
+"""Sites selected by regular expressions on the command line."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from tapscope.expr.site_pattern import site_pattern
 
 @pytest.fixture
 def runs(tmp_path: Path) -> tuple[str, str]:
-    """Two runs that differ in layers 1 and 10."""
+    """Return two runs that differ in layers 1 and 10."""
     for name, shift in (("a", 0.0), ("b", 1.0)):
         with RunFactory(tmp_path / name) as made:
             made.step()

@@ -1,5 +1,7 @@
-"""A tiny random pipeline of diffusers, run for real: which of its parts are recorded, and what a wrong schedule looks
-like. Skipped where diffusers is not installed; benchmarks.frameworks.pairs prints the whole table."""
+"""A tiny random diffusers pipeline, executed: which parts are recorded, and how an incorrect schedule is reported.
+
+Skipped without diffusers; benchmarks.frameworks.pairs prints the whole table.
+"""
 
 import importlib
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The transformers plugin: Trainer, generate() and PEFT, run for real."""
+"""The transformers plugin with real Trainer, generate() and PEFT."""
 
 import subprocess
 import sys
@@ -48,7 +48,7 @@ def llama() -> LlamaForCausalLM:
 
 
 def train(folder: Path, name: str, *, scale: float = 1.0, updates: int = 2, seed: int = 0) -> Path:
-    """A Trainer with two microbatches an update; ``scale`` is a bug in one layer's down_proj."""
+    """Run a Trainer with two microbatches per update; ``scale`` is a bug in the down_proj of one layer."""
     model, rows = llama(), torch.randint(0, 61, (8 * updates, 9), generator=torch.Generator().manual_seed(1))
     data = [{"input_ids": row, "labels": row} for row in rows]
     if scale != 1.0:
@@ -106,7 +106,7 @@ def test_callback_without_transformers_is_one_sentence(tmp_path: Path) -> None:
 
 
 def generate(model: Any, out: Path) -> Path:
-    """Two prompts, padded on the left."""
+    """Generate from two left-padded prompts."""
     ids = torch.tensor([[0, 0, 3, 4, 5], [6, 7, 8, 9, 10]])
     mask = (torch.arange(5) >= torch.tensor([[2], [0]])).long()
     with torch.no_grad(), Dumper(model, out, keep="full"):
@@ -145,7 +145,7 @@ def test_peft_model_meets_the_merged_model(tmp_path: Path) -> None:
 
 
 def backward(folder: Path, precision: str = "", *, detached: bool = False) -> Path:
-    """A forward and a backward pass, of a model that accelerate prepared unless ``precision`` is empty.
+    """Record a forward and a backward pass of a model prepared by accelerate, unless ``precision`` is empty.
 
     ``detached``: no gradient reaches an MLP.
     """
@@ -168,7 +168,8 @@ def backward(folder: Path, precision: str = "", *, detached: bool = False) -> Pa
 
 
 def test_models_that_accelerate_prepared_keep_their_names(tmp_path: Path) -> None:
-    """``Accelerator.prepare`` replaces ``forward`` for mixed precision, and casts the outputs after the loss."""
+    """``Accelerator.prepare`` replaces ``forward`` for mixed precision, and casts the outputs after computing the
+    loss."""
     with (
         open_run(backward(tmp_path)) as plain,
         open_run(backward(tmp_path, "no")) as prepared,
@@ -180,7 +181,7 @@ def test_models_that_accelerate_prepared_keep_their_names(tmp_path: Path) -> Non
         assert {record.key.site for record in prepared.select(["*"])} == sites
         assert {record.key.site for record in mixed.select(["*"])} == sites - {":out[logits].grad"}
         assert {r.dtype for r in mixed.select(["model.layers.0.mlp.up_proj:out"])} == {"bfloat16"}
-    # The cast logits are not those that the loss was computed from: their gradient is that of lm_head:out.
+    # The loss was computed from the logits before the cast, so their gradient is recorded at lm_head:out.
     assert main(["diff", str(tmp_path / "plain"), str(tmp_path / "bf16"), "-q"]) == 0
     assert main(["diff", str(tmp_path / "bf16"), str(tmp_path / "plain"), "-q"]) == 0
     with open_run(tmp_path / "plain") as plain, open_run(backward(tmp_path, "bf16", detached=True)) as cut:
@@ -191,7 +192,8 @@ def test_models_that_accelerate_prepared_keep_their_names(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("family", ["jamba", "gemma3n", "zamba2", pytest.param("lfm2", marks=pytest.mark.soak)])
 def test_modules_that_transformers_does_not_call_are_not_reported(tmp_path: Path, family: str) -> None:
-    """Convolutions and what follows them (a function), AltUp (methods), adapters of other layers; a lost hook is."""
+    """Convolutions and the parts they fuse, AltUp, and adapters of other layers are never called; a lost hook is
+    reported."""
     config_class, model_class, settings = (checkpoints.FAMILIES | moe_checkpoints.FAMILIES)[family]
     model: Any = model_class(config_class(**(moe_checkpoints.COMMON | settings))).eval()
     lost = next(module for name, module in model.named_modules() if name.endswith(("in_proj", "q_proj")))
@@ -242,7 +244,8 @@ VISION = {
 
 
 def see(out: Path, *, is_flipped: bool = False, is_apart: bool = False, dtype: torch.dtype = torch.float32) -> Path:
-    """A Qwen2.5-VL sees an image of 8 × 8 patches; ``is_apart`` calls the vision tower alone, before the text."""
+    """Record a Qwen2.5-VL on an image of 8 × 8 patches; ``is_apart`` calls the vision tower separately before the text
+    model."""
     torch.manual_seed(0)
     config = Qwen2_5_VLConfig(text_config=TEXT, vision_config=VISION, image_token_id=55, vision_start_token_id=57)
     model = Qwen2_5_VLForConditionalGeneration(config).eval().to(dtype)
@@ -300,8 +303,10 @@ WHISPER = {
 
 
 def hear(out: Path, *, scale: float = 1.0, bias: int | None = None, dtype: torch.dtype = torch.float32) -> Path:
-    """A Whisper transcribes two sounds; ``scale`` is a bug in one value channel of cross-attention, and from its third
-    token on it prefers the token ``bias``."""
+    """Record a Whisper transcribing two sounds.
+
+    ``scale`` is a bug in one value channel of cross-attention; from the third token on, ``bias`` is preferred.
+    """
     torch.manual_seed(0)
     model = WhisperForConditionalGeneration(WhisperConfig(**WHISPER)).eval()
     with torch.no_grad():

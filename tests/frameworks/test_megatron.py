@@ -1,4 +1,4 @@
-"""The Megatron plugin's rows, dims and stages; tests/comparator/test_megatron.py runs the real thing."""
+"""Rows, dims and stages of the Megatron plugin; tests/comparator/test_megatron.py uses real Megatron-core."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +19,7 @@ from tapscope.frameworks.megatron import DIMS, MegatronPlugin
 
 
 def packed_step(ids: torch.Tensor, bounds: list[int], padded: list[int] | None = None) -> StepInfo:
-    """The step of a call with PackedSeqParams."""
+    """Return the step of a call with PackedSeqParams."""
     params = SimpleNamespace(qkv_format="thd", cu_seqlens_q=torch.tensor(bounds))
     params.cu_seqlens_q_padded = None if padded is None else torch.tensor(padded)
     found = MegatronPlugin().step_rows(None, StepInfo(step=0), (ids,), {"packed_seq_params": params})
@@ -116,7 +116,7 @@ def layers(monkeypatch: pytest.MonkeyPatch) -> list[Layer]:
 
 
 def scheduled(chunks: Sequence[Stage], out: Path) -> Path:
-    """Two microbatches through all stages, which are told the number as Megatron's schedules do."""
+    """Run two microbatches through all stages, setting the microbatch number as Megatron's schedules do."""
     with Dumper(chunks, out, keep="full", params=True) as dumper, dumper.step(phase="train"):
         for number in range(2):
             x = torch.full((1, 3, 4), 1.0 + number)
@@ -147,7 +147,7 @@ def test_megatron_virtual_stages_of_one_dumper_are_one_model(tmp_path: Path, lay
 def test_megatron_number_of_a_microbatch_that_the_host_gives_takes_precedence(
     tmp_path: Path, layers: list[Layer]
 ) -> None:
-    layers[0].current_microbatch = 5  # of a schedule that ended
+    layers[0].current_microbatch = 5  # left over from a finished schedule
     model = Stage(layers)
     with Dumper(model, tmp_path / "run") as dumper:
         model(torch.ones(1, 3, 4))

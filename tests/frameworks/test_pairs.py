@@ -1,5 +1,7 @@
-"""All pairs of benchmarks/frameworks but those of vLLM, which needs an environment of its own: soak. The default tests
-of each framework are in the other files here, and in tests/comparator/test_megatron.py."""
+"""All pairs of benchmarks/frameworks except vLLM, which needs a separate environment: soak.
+
+The default tests of each framework are in the other files of this directory and in tests/comparator/test_megatron.py.
+"""
 
 import importlib
 import importlib.util
@@ -39,7 +41,7 @@ def test_pairs_of_every_installed_framework_are_answered(
     tmp_path: Path, suite: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT)])  # ranks, which get this path, import `benchmarks`
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT)])  # inherited by ranks, which import `benchmarks`
     (found,) = (one for one in pairs.suites(None) if one.name == suite)
     for name in found.packages:
         if importlib.util.find_spec(name.partition(".")[0]) is None:

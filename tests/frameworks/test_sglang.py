@@ -1,4 +1,4 @@
-"""The SGLang plugin on a stand-in for its model runner, in the processes that its server spawns."""
+"""The SGLang plugin with a stub of its model runner, in processes spawned as by its server."""
 
 import importlib.util
 import os
@@ -63,7 +63,7 @@ def test_sglang_server_is_captured_without_a_patch_and_meets_transformers(tmp_pa
 
 
 class ForwardBatch:
-    """Of SGLang, by its name."""
+    """Stub with the name of SGLang's class."""
 
     def __init__(self, mode: str, **fields: object) -> None:
         asks = {f"is_{name}": (lambda name=name: name == mode) for name in ("decode", "idle", "extend")}

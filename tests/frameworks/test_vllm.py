@@ -1,4 +1,4 @@
-"""The vLLM plugin on a stand-in for its worker; benchmarks/frameworks and docs/howto/vllm.md run the real one."""
+"""The vLLM plugin with a stub of its worker; benchmarks/frameworks and docs/howto/vllm.md use real vLLM."""
 
 import copy
 import gc
@@ -45,7 +45,7 @@ PROMPTS = {"0-0a1b2c3d": list(range(3, 12)), "1-deadbeef": list(range(40, 45))}
 
 @pytest.fixture
 def process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ProcessDumper]:
-    """A process dumper that the environment of the test configures."""
+    """Return a process dumper configured by the test's environment variables."""
     for name, value in {"ENABLED": "1", "KEEP": "full", "DIR": str(tmp_path), "EXP_NAME": "served"}.items():
         monkeypatch.setenv(f"TAPSCOPE_{name}", value)
     dumper = ProcessDumper()
@@ -68,7 +68,7 @@ def serve(
     runner: type[FirstRunner] = FirstRunner,
     bug: Any = None,
 ) -> WorkerWrapperBase:
-    """Load, warm up and prefill: whole prompts only, since the stand-in has no cache."""
+    """Load, warm up and prefill; whole prompts only, because the stub has no KV cache."""
     model = LlamaForCausalLM(CONFIG).load(weights)
     if bug is not None:
         bug(model)
@@ -76,7 +76,7 @@ def serve(
     worker.init_device()
     worker.load_model()
     worker.compile_or_warm_up_model()
-    for name, tokens in PROMPTS.items():  # its attention sees all packed rows, so one request at a time
+    for name, tokens in PROMPTS.items():  # attention covers all packed rows, so one request at a time
         scheduled = SchedulerOutput({name: len(tokens)})
         assert worker.execute_model(scheduled) is None
         worker.sample_tokens(None)
@@ -147,7 +147,8 @@ def test_vllm_plugin_diff_names_the_module_of_a_bug(
 
 
 class Drafting(FirstRunner):
-    """The last two rows of a request are drafts, of which one is accepted. The draft model shares the embeddings."""
+    """Stub in which the last two rows of a request are drafts and one is accepted; the draft model shares the
+    embeddings."""
 
     def propose_draft_token_ids(self) -> None:
         self.model.model.embed_tokens(torch.tensor([1]))
@@ -262,7 +263,8 @@ def completed(rows: StepRows) -> StepInfo:
 def test_vllm_plugin_rows_after_rejected_drafts_have_the_positions_of_the_device(
     is_second: bool, is_mrope: bool
 ) -> None:
-    """Asynchronous scheduling: each request had 2 drafts, and one of b's was rejected, which only the GPU knows."""
+    """Asynchronous scheduling: each request has 2 drafts; one draft of b is rejected, which is known only on the
+    GPU."""
     config = SimpleNamespace(async_scheduling=True)
     runner = SimpleNamespace(num_computed_tokens=torch.tensor([13, 22, 0, 0]))
     runner.req_states = SimpleNamespace(num_computed_tokens=SimpleNamespace(gpu=torch.tensor([0, 22, 13, 0])))
@@ -292,7 +294,7 @@ def test_vllm_plugin_rows_after_rejected_drafts_have_the_positions_of_the_device
 
 
 def test_vllm_plugin_rows_count_the_drafts_that_adaptive_verification_kept() -> None:
-    """6 rows were scheduled; the device kept 1 of a's drafts and none of b's, which has 2 tokens without drafts."""
+    """Of 6 scheduled rows, the device keeps 1 draft of a and none of b, which has 2 non-draft tokens."""
     runner = SimpleNamespace(adaptive_verification=object())
     config = SimpleNamespace(async_scheduling=True)
     session = vllm.WorkerSession(
@@ -476,7 +478,7 @@ def test_registry_answer_of_another_type_is_reported_and_capture_goes_on(
 
 
 class Chooser(nn.Module):
-    """A router, of whose scores the caller sees only the largest."""
+    """A router that returns only the largest score."""
 
     def __init__(self) -> None:
         super().__init__()

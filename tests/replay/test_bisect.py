@@ -1,4 +1,4 @@
-"""Bisect: finds the switched set within its bound of runs, and the weights of a real checkpoint."""
+"""Bisect finds the switched set within the bound on runs, and the changed weights of a real checkpoint."""
 
 import json
 import math
@@ -136,14 +136,14 @@ def test_bisect_command_finds_the_changed_weights(tmp_path, capsys):
     capsys.readouterr()
     assert main([*words, *state]) == 1
     assert json.loads(capsys.readouterr().out) == found | {"num_runs": found["num_runs"] - 3}
-    assert main([*words, *state, "--rtol", "1e-3"]) == 2  # other answers
+    assert main([*words, *state, "--rtol", "1e-3"]) == 2  # other options, so the stored results are invalid
     assert "not the same options" in capsys.readouterr().err
     assert main([*words, "--model", str(tmp_path / "changed"), "--max-runs", "0"]) == 2
 
 
 @pytest.fixture(scope="module")
 def dumped(tmp_path_factory):
-    """A checkpoint whose second MLP has products beyond float16, and its run in float32."""
+    """Return a checkpoint whose second MLP overflows float16, and its float32 run."""
     model, path = build(), tmp_path_factory.mktemp("dumped")
     mlp = model.model.layers[1].mlp
     mlp.gate_proj.weight.data *= 1000
@@ -151,7 +151,7 @@ def dumped(tmp_path_factory):
     mlp.down_proj.weight.data *= 1e-6
     model.save_pretrained(path / "model")
     words = ["dump", str(path / "model"), "-o", str(path / "base"), "--backend", "hf", "-q", "--keep", "full"]
-    prompts = ["--input-ids", "3,14,15,92", "--input-ids", "65,35"]  # the second is padded
+    prompts = ["--input-ids", "3,14,15,92", "--input-ids", "65,35"]  # the second prompt is padded
     assert main([*words, *prompts, "--max-new-tokens", "2"]) == 0
     return path
 
@@ -162,7 +162,7 @@ def test_bisect_command_finds_the_block_that_overflows_in_float16(dumped, capsys
     assert main([*words, "--dtype", "float16", "-q", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert (found["switched"], found["modules"]) == ("dtype", ["model.layers.1.mlp"])
-    assert found["num_modules"] == 11  # 4 of each layer, the embedding, the last norm and the head
+    assert found["num_modules"] == 11  # 4 per layer, the embedding, the final norm and the head
     assert found["num_runs"] <= math.ceil(math.log2(11)) + 3
     assert main([*words, "--dtype", "bfloat16", "-q"]) == 0
 
@@ -192,7 +192,7 @@ NORM = "transformers.models.llama.modeling_llama:LlamaRMSNorm.forward"
 
 @pytest.fixture
 def kernels(tmp_path, monkeypatch):
-    """A file of kernels in the current directory, imported only from there."""
+    """Write a file with kernels in the current directory, the only place it can be imported from."""
     (tmp_path / "own_kernels.py").write_text("""
 from torch.nn.functional import silu as plain
 
@@ -261,7 +261,7 @@ def test_bisect_command_names_what_is_wrong_with_a_kernel(dumped, kernels, capsy
 
 
 class Doubled(torch.nn.Module):
-    """Calls a static method, a function of a library that was imported by name, and an operator."""
+    """A module that calls a static method, a library function imported by name, and an operator."""
 
     @staticmethod
     def double(x):

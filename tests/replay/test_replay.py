@@ -1,4 +1,4 @@
-"""Replay: local and inherited error of a transformers model, on ten seeded bugs."""
+"""Replay: local and inherited errors of a transformers model, on ten injected bugs."""
 
 import copy
 import json
@@ -58,7 +58,7 @@ class Gelu(nn.Module):
 
 
 class WithoutResidual(nn.Module):
-    """A decoder layer that loses its first residual."""
+    """A decoder layer without its first residual connection."""
 
     def __init__(self, layer):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Pickles read by templates give what interpreting them gives, also where somebody wrote them to deceive."""
+"""Reading a pickle by template gives the same result as interpreting it, even for malicious pickles."""
 
 import io
 import pickle
@@ -21,7 +21,7 @@ STORAGES = {"0": (640, 256), "5": (1280, 256)}
 
 
 class _Stored:
-    """Pickled as a storage."""
+    """An object pickled as a storage."""
 
     def __init__(self, key: str) -> None:
         self.key = key
@@ -81,7 +81,7 @@ def test_template_keeps_apart_files_with_other_storages(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tag", ["0", "5"])
 def test_template_never_takes_the_key_of_a_storage_for_a_value(tag: str) -> None:
-    """One string object serves as the storage's key and as a value: then neither may differ."""
+    """If one string object is both the key of the storage and a value, neither may vary."""
     pickles = [_pickled({"value": _Stored(key), "tag": key, "name": "x"}) for key in ("0", tag)]
     templates = PickleTemplates()
     for data in (*pickles, *pickles):
@@ -94,7 +94,7 @@ _PICKLE = _pickled({"value": _Stored("0"), "meta": {"name": "layer", "step": 3, 
 @settings(max_examples=100)
 @given(st.integers(0, 2**32), st.integers(1, 4))
 def test_template_agrees_with_the_interpreter_on_damaged_pickles(seed: int, flips: int) -> None:
-    """Whatever bytes change, both read the same or both refuse."""
+    """For any changed bytes, both readers return equal results or both raise."""
     rng = random.Random(seed)
     base = bytearray(_PICKLE)
     for _ in range(flips):

@@ -1,4 +1,5 @@
-"""Files that torch.save wrote are read without torch, bit for bit; all else is one sentence, unexecuted."""
+"""torch.save files are read without torch, bit for bit; anything else is a one-sentence error, and no code is
+executed."""
 
 import collections
 import os
@@ -77,7 +78,7 @@ def test_torch_save_reader_round_trips_random_strided_views(tmp_path: Path, data
 def test_torch_save_reader_reads_containers_and_shared_storages(tmp_path: Path) -> None:
     base = torch.arange(10.0)
     parameter = torch.nn.Parameter(torch.ones(3))
-    parameter.sequence_parallel = True  # an attribute of its own: saved in another form
+    parameter.sequence_parallel = True  # a parameter with attributes is saved in another form
     tagged = torch.zeros(2)
     tagged.note = "x"
     value = {
@@ -140,7 +141,7 @@ def test_torch_save_reader_refuses_a_pickle_bomb_without_executing_it(
             "a key that is not a string, None or an integer below 2^31",
         ),  # would overflow the C stack
         (b"\x8b\xff\xff\xff\x7f.", "an integer of 2,147,483,647 bytes"),
-        (b"r\xff\xff\xff\x7f.", "damaged at byte"),  # would make C's memo 34 GB long
+        (b"r\xff\xff\xff\x7f.", "damaged at byte"),  # would allocate a memo of 34 GB in C
         (b"\x8d" + b"\xff" * 7 + b"\x7f.", "damaged at byte"),
         (b"]" * 10 + b"e.", "damaged at byte"),
         (b"", "damaged at byte"),
@@ -241,8 +242,8 @@ def test_torch_save_reader_random_pickles_end_in_a_value_or_one_sentence(data: b
     assert "\n" not in sentence
 
 
-_whole = st.integers(-(2**100), 2**100)  # what 16 bytes hold: longer ones are refused
-_key = st.integers(1 - 2**31, 2**31 - 1)  # others may be made to have one hash
+_whole = st.integers(-(2**100), 2**100)  # fits into 16 bytes: longer integers are rejected
+_key = st.integers(1 - 2**31, 2**31 - 1)  # larger integers could collide in their hash
 _plain = st.recursive(
     st.none() | st.booleans() | _whole | st.floats(allow_nan=False) | st.text() | st.binary(),
     lambda inner: st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(st.text() | _key, inner),

@@ -8,6 +8,6 @@ from command_line import Cli, command_line
 
 @pytest.fixture
 def run_cli(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cli:
-    """Exit code, stdout and stderr of one command line in the directory of the test."""
+    """Return a function that runs a command line in the test's directory and returns exit code, stdout and stderr."""
     monkeypatch.chdir(tmp_path)
     return command_line(capsys)

@@ -1,4 +1,4 @@
-"""Two Hugging Face checkpoints compared by the command line."""
+"""Comparison of two Hugging Face checkpoints on the command line."""
 
 import json
 import shutil
@@ -24,7 +24,7 @@ UP = "model.layers.1.mlp.up_proj.weight"
 
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint in several shards with an index."""
+    """Return a checkpoint with several shards and an index."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=128,
@@ -82,7 +82,7 @@ def test_checkpoint_diff_judges_a_cast_by_its_rounding(run_cli: Cli, sharded: Pa
 
 
 def test_checkpoint_diff_of_equal_dtypes_allows_no_difference(run_cli: Cli, sharded: Path, tmp_path: Path) -> None:
-    """One unit in the last place of one element, which the noise floor of a computation would explain."""
+    """A difference of one ULP in one element, which the noise floor of a computation would explain, is reported."""
     changed = weights(sharded)
     bits = changed[UP].view(torch.int32)
     bits[3, 4] += 1
@@ -93,7 +93,7 @@ def test_checkpoint_diff_of_equal_dtypes_allows_no_difference(run_cli: Cli, shar
 
 
 def fused(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """q, k and v, gate and up in one tensor each, as Phi-3 and the engines have them."""
+    """Fuse q, k and v, and gate and up, into one tensor each, as in Phi-3 and in inference engines."""
     found = {}
     for name, tensor in tensors.items():
         if ".q_proj." in name:
@@ -171,7 +171,7 @@ def test_checkpoint_with_an_invalid_index_is_one_sentence(
 
 @pytest.fixture(scope="module", params=list(quantized_checkpoints.CASES))
 def quantized(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
-    """(original, quantized, what the quantized one means)."""
+    """Return (original checkpoint, quantized checkpoint, its dequantized equivalent)."""
     folder = tmp_path_factory.mktemp(request.param)
     stored, meant = quantized_checkpoints.make(folder, request.param)
     original = make_llama(folder / "original", seed=5, num_hidden_layers=2, torch_dtype="float32")
@@ -198,7 +198,7 @@ def test_checkpoint_diff_names_a_wrong_scale(run_cli: Cli, quantized: tuple[Path
     names = (f"{UP}_scale_inv", f"{UP}_scale", UP.replace("weight", "scales"))
     scale = next(name for name in names if name in wrong)
     scales = wrong[scale].float()
-    scales.reshape(-1)[:1] *= 2  # of scales in E8M0, too, another value
+    scales.reshape(-1)[:1] *= 2  # a different value in E8M0 as well
     wrong[scale] = scales.to(wrong[scale].dtype)
     code, out, _ = run_cli("diff", original, write(tmp_path / "wrong", wrong, stored))
     assert code == 1
@@ -221,7 +221,7 @@ def test_checkpoint_diff_names_a_changed_weight_below_the_codes(
 
 
 def quantized_shards(folder: Path, tensors: dict[str, torch.Tensor], config: Path, kind: str) -> Path:
-    """Fused, then quantized, in two shards with an index."""
+    """Write fused and then quantized weights in two shards with an index."""
     quantize, about = quantized_checkpoints.CASES[kind]
     stored: dict[str, torch.Tensor] = {}
     for name, tensor in fused(tensors).items():
@@ -240,7 +240,7 @@ def quantized_shards(folder: Path, tensors: dict[str, torch.Tensor], config: Pat
 def test_checkpoint_diff_names_a_changed_tensor_in_a_sharded_fused_and_quantized_one(
     run_cli: Cli, tmp_path: Path, kind: str
 ) -> None:
-    """Names that differ, halves of scales, and codes and scales in different shards, all at once."""
+    """Different names, split scales, and codes and scales in different shards, combined."""
     original = make_llama(tmp_path / "original", seed=5, num_hidden_layers=2, torch_dtype="float32")
     right = weights(original)
     code, out, _ = run_cli("diff", original, quantized_shards(tmp_path / "right", right, original, kind))

@@ -1,5 +1,7 @@
-"""Files of Megatron's expert-parallel ranks: names, numbers and copies as megatron.training writes them, saved by
-torch. tests/comparator/test_megatron_moe.py has a checkpoint of the real thing."""
+"""Files of Megatron's expert-parallel ranks, saved by torch with the names, numbers and copies of megatron.training.
+
+tests/comparator/test_megatron_moe.py uses a checkpoint written by Megatron itself.
+"""
 
 import argparse
 import shutil
@@ -25,12 +27,12 @@ def local(part: str, number: int) -> str:
 
 
 def grouped(part: str, number: int) -> str:
-    """As Transformer Engine keeps them."""
+    """Return the parameter name in Transformer Engine's grouped form."""
     return f"{part}.weight{number}"
 
 
 def weights(experts: range, layers: range, name: Naming) -> Weights:
-    """What a rank holds of one model: numbered from 0, whatever its place."""
+    """Return the weights of one rank; layers and experts are numbered from 0 on every rank."""
     found: Weights = {}
 
     def add(own: str, seed: int, *shape: int) -> None:
@@ -50,7 +52,7 @@ def weights(experts: range, layers: range, name: Naming) -> Weights:
 
 
 def shard(own: str, value: torch.Tensor, tp: int, rank: int) -> torch.Tensor:
-    """What a tensor-parallel rank holds of a parameter: rows of the gate and of the up projection, or columns."""
+    """Return the tensor-parallel shard of a parameter: rows of the gate and up projections, or columns."""
     if "linear_fc1" in own:
         return torch.cat([half.chunk(tp)[rank] for half in value.chunk(2)])
     axis = 0 if "word_embeddings" in own else 1 if "router" not in own else None
@@ -67,7 +69,7 @@ def save(
     wrong: bool = False,
     expert_shards: int | None = None,
 ) -> Path:
-    """One file a rank, as get_checkpoint_name of megatron.training names them."""
+    """Write one file per rank, named like get_checkpoint_name of megatron.training."""
     args = argparse.Namespace(
         num_layers=LAYERS,
         num_experts=EXPERTS,

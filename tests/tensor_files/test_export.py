@@ -1,4 +1,4 @@
-"""`tapscope export` through the command line; what is exported is read by its own tools and by us."""
+"""`tapscope export` on the command line; exported files are read back by their own tools and by tapscope."""
 
 import csv
 import json
@@ -26,7 +26,8 @@ RNG = np.random.default_rng(0)
 
 @pytest.fixture
 def sharded(tmp_path: Path) -> Path:
-    """Two ranks, two steps: sharded and replicated tensors of several dtypes, gradients, inputs and plain values."""
+    """Write two ranks and two steps: sharded and replicated tensors of several dtypes, gradients, inputs and plain
+    values."""
     path = tmp_path / "run"
     with RunFactory(path, mesh={"tp": 2}) as made:
         for step in range(2):
@@ -58,7 +59,7 @@ def test_export_reads_back_equal(run_cli: Cli, sharded: Path, to: str) -> None:
         "model.norm:param[weight]",
         "layers.1:tap[q]",
     }
-    if to == "sglang":  # the others keep no dims
+    if to == "sglang":  # other formats have no dims
         code, out, _ = run_cli("diff", "run", "out")
         assert code == 0, out
         assert "rows: 10 aligned" in out
@@ -110,7 +111,7 @@ def test_export_to_csv_has_statistics_and_scalars(run_cli: Cli, tmp_path: Path) 
 
 
 def two_ranks(path: Path) -> None:
-    """Two ranks, two steps, one metric of rank 0."""
+    """Write two ranks and two steps, and one metric of rank 0."""
     with RunFactory(path, mesh={"tp": 2}) as made:
         for step in (0, 1):
             made.step()
@@ -139,7 +140,7 @@ def test_export_to_tensorboard_is_read_by_tensorboard(run_cli: Cli, tmp_path: Pa
 
 
 def wandb_records(path: Path) -> Iterator[bytes]:
-    """Payloads of the log of LevelDB that wandb writes, after a header of 7 bytes: blocks of 32 KiB."""
+    """Yield the payloads of wandb's LevelDB log: blocks of 32 KiB after a 7-byte header."""
     data, at, parts = path.read_bytes(), 7, b""
     while at < len(data):
         if (left := -at % 32768) and left < 7:
@@ -148,13 +149,13 @@ def wandb_records(path: Path) -> Iterator[bytes]:
         _, length, kind = struct.unpack_from("<IHB", data, at)
         parts += data[at + 7 : at + 7 + length]
         at += 7 + length
-        if kind in (1, 4):  # whole, or the last part
+        if kind in (1, 4):  # a full record, or its last part
             yield parts
             parts = b""
 
 
 def wandb_runs(path: Path) -> dict[str, dict[int, dict[str, float]]]:
-    """Name of each run -> step -> scalars."""
+    """Return name of each run -> step -> scalars."""
     from wandb.proto import wandb_internal_pb2
 
     read: dict[str, dict[int, dict[str, float]]] = {}

@@ -1,4 +1,4 @@
-"""Directories of tensor files that a user's own script wrote, through the command line."""
+"""Directories of tensor files written by a user's script, read on the command line."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from tapscope.tensor_files.site_names import site_of_tensor
 
 
 def values_of(step: int, shift: float = 0.0) -> dict[str, torch.Tensor]:
-    """What one step of a small model gives; ``shift`` moves a row of layer 1 and what follows."""
+    """Return the tensors of one step of a small model; ``shift`` changes a row of layer 1 and everything downstream."""
     torch.manual_seed(step)
     found = {f"model.layers.{layer}.mlp": torch.randn(6, 16) for layer in range(3)}
     for layer in (1, 2):
@@ -119,7 +119,7 @@ def test_other_verbs_read_tensor_files(run_cli: Cli, tmp_path: Path) -> None:
     assert "next: tapscope view a" in err
     code, out, err = run_cli("verify", "a")
     assert code == 0
-    assert "hashes are of version" not in out  # there are none
+    assert "hashes are of version" not in out  # the files have no hashes
     assert "model.layers.2.mlp:out" in run_cli("ls", "a")[1]
     assert "0.0e+00" not in run_cli("show", "a", "model.layers.2.mlp:out", "--slice", "0,:4")[1]
 
@@ -215,7 +215,7 @@ def test_arrays_come_back_as_they_were_saved(tmp_path: Path) -> None:
 
 
 def _damaged(folder: Path) -> dict[str, str]:
-    """File -> what must be said of it."""
+    """Write damaged files; returns file -> expected error message."""
     np.save(folder / "cut.npy", np.ones(100))
     (folder / "cut.npy").write_bytes((folder / "cut.npy").read_bytes()[:300])
     np.save(folder / "objects.npy", np.array([{}], object), allow_pickle=True)
@@ -353,7 +353,7 @@ def test_site_names_are_in_the_layer_of_the_file(name: str, site: str) -> None:
 
 
 def test_many_small_files_open_quickly(tmp_path: Path) -> None:
-    """A guard against quadratic work, not a benchmark."""
+    """A guard against quadratic complexity, not a benchmark."""
     for number in range(300):
         np.savez(tmp_path / f"t{number}.npz", x=np.ones(4))
     begin = time.process_time()
