@@ -111,8 +111,9 @@ class Heartbeat:
             yield item
 
     def read(self) -> HeartbeatSample:
-        """Return the current sample. Reads are not atomic, but a sample always differs from earlier ones if there was
-        progress.
+        """Return the current sample.
+
+        Reads are not atomic, but a sample always differs from earlier ones if there was progress.
         """
         ticks, activity, step, layer = self._values.tolist()
         return HeartbeatSample(ticks, Activity(activity), step, layer)

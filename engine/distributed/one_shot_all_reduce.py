@@ -36,10 +36,9 @@ class OneShotAllReduce:
     def connect(
         cls, store: Any, rank: int, size: int, device: torch.device, *, is_asked: bool = True
     ) -> "OneShotAllReduce | None":
-        """Set up the all-reduce; collective over all ranks. Returns None on all ranks if any cannot map its peers'
-        memory.
+        """Set up the all-reduce; collective over all ranks. Returns None on every rank if any cannot map its peers.
 
-        The reason is logged: as a warning if ``is_asked``, meaning that the user requested it, else as info.
+        The reason is logged: as a warning if ``is_asked``, meaning that the user requested the kernel, else as info.
         """
         level = logging.WARNING if is_asked else logging.INFO
         reason = why_not(device)
@@ -60,8 +59,9 @@ class OneShotAllReduce:
         return tensor.is_cuda and tensor.nbytes <= self._max_bytes and tensor.dtype in _DTYPES
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        """Return the sum over ranks, in rank order and float32, as a new contiguous tensor. Undefined after
-        :meth:`abort`.
+        """Return the sum over ranks, in rank order and float32, as a new contiguous tensor.
+
+        Undefined after :meth:`abort`.
         """
         return self._kernel(tensor, self._memory.addresses, self._rank, self._calls, self._give_up)
 

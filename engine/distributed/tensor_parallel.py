@@ -72,12 +72,12 @@ class TensorParallel:
         is_watched: bool = False,
         custom_all_reduce: bool | None = False,
     ) -> "TensorParallel":
-        """Connect to the other ranks over loopback, through the file ``path``. Raises RankLostError after
-        ``timeout_s``.
+        """Connect to the other ranks over loopback, through the file ``path``.
 
         Collectives of watched ranks have no timeout: the watchdog kills a rank that blocks the others. Unless
         ``custom_all_reduce`` is False, watched ranks reduce small tensors with a single kernel if their GPUs can read
-        each other's memory. If not, True logs a warning that it has no effect.
+        each other's memory. If not, True logs a warning that it has no effect. Raises RankLostError after
+        ``timeout_s``.
         """
         store = distributed.FileStore(str(path), size)
         tp = cls.join(store, rank, size, timeout_s, device, is_watched=is_watched)
@@ -106,12 +106,11 @@ class TensorParallel:
         is_watched: bool = False,
         collective_s: float | None = None,
     ) -> "TensorParallel":
-        """Connect to the other ranks through ``store``, listening on ``hostname``. Raises RankLostError after
-        ``timeout_s``.
+        """Connect to the other ranks through ``store``, listening on ``hostname``.
 
         A collective fails after ``collective_s`` (None: ``timeout_s``); among watched ranks it never times out.
 
-        CPU tensors use gloo; tensors on ``device``, if it is a GPU, use NCCL.
+        CPU tensors use gloo; tensors on ``device``, if it is a GPU, use NCCL. Raises RankLostError after ``timeout_s``.
         """
         timeout = timedelta(seconds=timeout_s)
         try:
@@ -173,8 +172,9 @@ class TensorParallel:
             abort.join(_ABORT_S if self._graph_releases else None)
 
     def capture_collectives(self, *, apart: bool = False) -> None:
-        """Prepare for capturing collectives in CUDA graphs; ``apart``: also in steps in which other ranks capture
-        nothing.
+        """Prepare for capturing collectives in CUDA graphs.
+
+        ``apart``: whether this rank also captures in steps in which other ranks capture nothing.
         """
         if apart:  # by default, NCCL exchanges buffer addresses during a capture, and ranks would wait for each other
             os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
@@ -182,9 +182,7 @@ class TensorParallel:
         self._reduce_options.asyncOp = self._gather_options.asyncOp = False
 
     def release_first(self, release: Callable[[], None]) -> None:
-        """Register ``release``, which destroys CUDA graphs with collectives, to be called before this rank
-        disconnects.
-        """
+        """Register ``release``, which destroys CUDA graphs with collectives, to run before this rank disconnects."""
         if self.size > 1:
             self._graph_releases.append(release)
 
@@ -200,8 +198,9 @@ class TensorParallel:
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
-        """Context manager for warm-up: collectives inside do not communicate; shapes are correct, values are
-        meaningless.
+        """Context manager: collectives inside do not communicate; shapes are right but values are meaningless.
+
+        Used for warm-up.
         """
         self._is_rehearsing = True
         try:
@@ -312,8 +311,8 @@ def _nccl(store: Any, rank: int, size: int, timeout: timedelta, device: torch.de
 
 
 def span(total: int, rank: int, size: int) -> tuple[int, int]:
-    """Return [start, end) of block ``rank`` when ``total`` items are split into ``size`` blocks; the first blocks may
-    have one more item.
+    """Return [start, end) of block ``rank`` of ``total`` items in ``size`` blocks; the first blocks may be longer by
+    one.
     """
     block, longer = divmod(total, size)
     return rank * block + min(rank, longer), (rank + 1) * block + min(rank + 1, longer)

@@ -150,9 +150,7 @@ class WatchdogThread:
 
 
 def enable_stack_dumps(path: Path) -> None:
-    """Let this process write its main thread's stack to ``path`` on :func:`request_stack`, even while the GIL is
-    held.
-    """
+    """Let this process write its main thread's stack to ``path`` on :func:`request_stack`, even with the GIL held."""
     file = path.open("ab", buffering=0)  # stays open for the lifetime of the process
     # Only the main thread: reading the stack of another thread that runs Python can crash the process.
     faulthandler.register(_STACK_SIGNAL, file=file, all_threads=False)

@@ -48,8 +48,9 @@ class WeightGroup:
             raise UsageError(f"rank {rank} of {world_size} could not join {what}: {reason}") from None
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Receive rank 0's values into ``tensor``, contiguous and on :attr:`device`. Raises UsageError if a rank is
-        lost.
+        """Receive rank 0's values into ``tensor``, contiguous and on :attr:`device`.
+
+        Raises UsageError if a rank is lost.
         """
         options = distributed.BroadcastOptions()
         options.rootRank = 0

@@ -64,8 +64,9 @@ class WorkerProcesses:
         self._socket.bind(worker_address(self.folder))
 
     def start(self, main: Callable[..., None], arguments: tuple[Any, ...], count: int, what: str) -> None:
-        """Spawn ``count`` workers that run ``main(number, *arguments)``. Raises UsageError if an argument cannot be
-        pickled.
+        """Spawn ``count`` workers that run ``main(number, *arguments)``.
+
+        Raises UsageError if an argument cannot be pickled.
         """
         for number in range(1, count + 1):
             Heartbeat.create(heartbeat_path(self.folder, number))
@@ -111,8 +112,9 @@ class WorkerProcesses:
         return [process.sentinel for process in self._processes.values()]
 
     def wait_for_all(self, kind: str) -> None:
-        """Wait until every worker has sent a message of type ``kind``. Raises like :meth:`check` as soon as a worker is
-        lost.
+        """Wait until every worker has sent a message of type ``kind``.
+
+        Raises like :meth:`check` as soon as a worker is lost.
         """
         while any((number, kind) not in self._received for number in self.peers):
             self._receive(POLL_MS)

@@ -101,9 +101,7 @@ class SelfAttention(nn.Module):
         return output
 
     def norm_and_rotate(self, query: Tensor, key: Tensor, rotation: Any) -> tuple[Tensor, Tensor]:
-        """Apply the norms and then the rotary embedding to query and key [tokens, heads, dim], if the layer has
-        them.
-        """
+        """Apply norms, then the rotary embedding, to query and key [tokens, heads, dim], if the layer has them."""
         if self.qk_norm:
             query, key = self.q_norm(query), self.k_norm(key)
         if not self.has_rope or rotation is None:
@@ -112,9 +110,7 @@ class SelfAttention(nn.Module):
         return rotate_both(query, key, lambda states: self.rotate(states, cos, sin))
 
     def rotate(self, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Apply the rotary embedding to ``states`` [tokens, heads, dim]; ``cos`` and ``sin`` are the outputs of
-        ``rotary_emb``.
-        """
+        """Apply the rotary embedding to ``states`` [tokens, heads, dim], given the outputs of ``rotary_emb``."""
         return rotate(states, cos, sin)
 
     def scaled(self, query: Tensor) -> Tensor:
@@ -122,9 +118,7 @@ class SelfAttention(nn.Module):
         return query if self.query_scale is None else (query * self.query_scale[:, None, None]).to(query.dtype)
 
     def _fused_core(self, query: Tensor, key: Tensor, value: Tensor, rotation: Any, cache: StepCache) -> Tensor | None:
-        """Compute :meth:`core` with one kernel for q/k norm, rope and the cache write; return None if it is not
-        applicable.
-        """
+        """Compute :meth:`core` with one kernel for q/k norm, rope and cache write; return None if not applicable."""
         pools = cache.pools(self.attn.layer)
         fused = fused_for(query, *self._hidden_by_fusion)
         if fused is None or pools is None or not (self._uses_all_heads and self._may_fuse):

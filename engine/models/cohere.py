@@ -17,9 +17,7 @@ class CohereRotaryEmbedding(RotaryEmbedding):
     """Cosines and sines for rotating adjacent features; counterpart of transformers' CohereRotaryEmbedding."""
 
     def forward(self, x: Tensor, position_ids: Tensor, lengths: Tensor | None = None) -> Rotation:
-        """Return cos and sin [tokens, head_dim] for positions [tokens], with each frequency repeated for two adjacent
-        features.
-        """
+        """Return cos and sin [tokens, head_dim] for positions [tokens]; adjacent features have the same frequency."""
         cos, sin = super().forward(x, position_ids, lengths)
         half = cos.shape[-1] // 2
         return cos[:, :half].repeat_interleave(2, dim=-1), sin[:, :half].repeat_interleave(2, dim=-1)

@@ -75,8 +75,9 @@ class DecoderLayer(nn.Module):
         self.tap_dims = {"in[hidden_states]": WHOLE, "in[position_ids]": TOKENS, "out": WHOLE} | ANGLE_INPUTS
 
     def make_attention(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> nn.Module:
-        """Create ``self_attn`` of layer ``layer``, called with hidden_states, position_embeddings and
-        past_key_values.
+        """Create ``self_attn`` of layer ``layer``.
+
+        It is called with hidden_states, position_embeddings and past_key_values.
         """
         return self.attention_class(config, layer, tp, dtype)
 
@@ -154,9 +155,7 @@ class Decoder(nn.Module):
         self.rotary_emb, self.is_dynamic = self.make_rotary(config), not config.is_prefix_shareable
         self._temperature = config.temperature_floor, config.temperature_scale, config.temperature_offset
         self.aux_layers: tuple[int, ...] = ()
-        """Layers whose inputs are kept in :attr:`aux_hidden_states`; the number of layers selects the last layer's
-        output.
-        """
+        """Layers whose inputs are kept in :attr:`aux_hidden_states`; the number of layers selects the last output."""
         self.aux_hidden_states: list[Tensor] = []
         """Inputs [tokens, hidden] of :attr:`aux_layers` in the last step, read by EAGLE-3."""
         self._aux: dict[int, Tensor] = {}
@@ -190,9 +189,7 @@ class Decoder(nn.Module):
         return [self.rotary_emb(hidden_states, position_ids=position_ids, **options)] * len(self.layers)
 
     def start_layer(self, number: int, states: Tensor | ResidualStream) -> None:
-        """Report layer ``number`` to the watchdog and keep its input [tokens, hidden] if it is one of
-        :attr:`aux_layers`.
-        """
+        """Report layer ``number`` to the watchdog; keep its input [tokens, hidden] if it is in :attr:`aux_layers`."""
         self.heartbeat.start_layer(number)
         self._keep_aux(number, states)
 
@@ -297,22 +294,24 @@ class CausalLM(nn.Module):
         return {layer: self.cache_layout(layer)}
 
     def state_units(self) -> Shard:
-        """Return this rank's shard of the units by which a recurrent state is split. Only for models with recurrent
-        layers.
+        """Return this rank's shard of the units by which a recurrent state is split.
+
+        Only for models with recurrent layers.
         """
         raise NotImplementedError(f"{type(self).__name__} has no recurrent state")
 
     def state_shapes(self, units: int) -> tuple[tuple[int, int], tuple[int, int, int]]:
-        """Return the shapes of a request's state in one layer with ``units`` units: convolution window and recurrent
-        matrix.
+        """Return the shapes of a request's convolution window and recurrent matrix in one layer with ``units``
+        units.
         """
         raise NotImplementedError(f"{type(self).__name__} has no recurrent state")
 
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, past_key_values: StepCache, logits_to_keep: Tensor | None = None
     ) -> CausalLMOutput:
-        """Map token ids and positions, [tokens] int64 each, to the logits of rows ``logits_to_keep`` (int64; None: all
-        rows).
+        """Map token ids and positions, [tokens] int64 each, to the logits of rows ``logits_to_keep``.
+
+        ``logits_to_keep`` is int64; None selects all rows.
         """
         decoder = self.decoder if self.decoder_graph is None else self.decoder_graph
         outputs = decoder(input_ids, position_ids=position_ids, past_key_values=past_key_values)

@@ -129,9 +129,7 @@ class DeepseekAttention(nn.Module):
         return core.absorbed(query, cache)
 
     def _expand(self, latent: Tensor, cache: StepCache) -> Tensor:
-        """Return keys and values of the step's rows, [tokens, heads * (nope + value)], from the latents as stored in
-        the cache.
-        """
+        """Return keys and values of the step's rows, [tokens, heads * (nope + value)], from the latents as cached."""
         if cache.is_rounded:
             latent = cache.written(self.layer)[0][:, 0, : self.mla.kv_lora_rank]
         expanded: Tensor = self.kv_b_proj(latent)
@@ -142,8 +140,9 @@ class DeepseekV3Attention(DeepseekAttention):
     """Counterpart of transformers' DeepseekV3Attention."""
 
     def rotate(self, states: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> Tensor:
-        """Rotate by cosines and sines [tokens, rope]. As in transformers, interleaved pairs are returned as two
-        halves.
+        """Rotate by cosines and sines [tokens, rope].
+
+        As in transformers, interleaved pairs are returned as two halves.
         """
         return (rotate_to_halves if self.mla.is_interleaved else rotate)(states, *position_embeddings)
 
@@ -159,9 +158,7 @@ class LatentCausalLM(MoeCausalLM):
     """A causal LM with latent attention."""
 
     def cache_layout(self, layer: int) -> CacheLayout:
-        """Return the layout of one latent per position, replicated on every rank; values are derived from the
-        latent.
-        """
+        """Return the layout of a latent per position, replicated on every rank; values are derived from it."""
         assert self.config.mla is not None
         mla = self.config.mla
         width = mla.kv_lora_rank + mla.rope_dim
@@ -175,8 +172,9 @@ class DeepseekV3ForCausalLM(LatentCausalLM):
 
 
 class DeepseekV2Rotary(nn.Module):
-    """Rotations as complex numbers of magnitude ``attention_scaling``; counterpart of transformers'
-    DeepseekV2RotaryEmbedding.
+    """Rotations as complex numbers of magnitude ``attention_scaling``.
+
+    Counterpart of transformers' DeepseekV2RotaryEmbedding.
     """
 
     inv_freq: Tensor

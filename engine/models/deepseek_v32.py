@@ -63,8 +63,7 @@ class DeepseekV32ForCausalLM(LatentCausalLM):
     layer_class = DeepseekV32DecoderLayer
 
     def cache_layouts(self, layer: int) -> dict[CacheEntry, CacheLayout]:
-        """Return the layouts of the latent and, in layers with an indexer, the index key; both are replicated on every
-        rank.
+        """Return the layouts of the latent and, in layers with an indexer, the index key, replicated on every rank.
 
         Index keys keep the compute dtype regardless of the cache dtype, because rounding would change the selected
         keys.

@@ -12,8 +12,8 @@ from tapscope.engine.models.decoder import CausalLM, CausalLMOutput, ModelOutput
 
 
 class SharedModule(nn.Module):
-    """Proxy that calls a module of the target under the head's own name: taps belong to the head, weights to the
-    target.
+    """Proxy for a module of the target under the head's own name: the head has its own taps but the target's
+    weights.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -29,10 +29,10 @@ class SharedModule(nn.Module):
 
 
 class DraftHead(CausalLM):
-    """Base class of draft heads: the row at position p reads the token at p + 1 and the hidden state at p, and predicts
-    the token at p + 2.
+    """Base class of draft heads, which predict tokens from hidden states.
 
-    Hidden states are the target's, or the head's own outputs at positions that the target has not computed.
+    The row at position p reads the token at p + 1 and the hidden state at p, and predicts the token at p + 2. Hidden
+    states are the target's, or the head's own outputs at positions that the target has not computed.
     """
 
     def __init__(self, config: ModelConfig, target: CausalLM) -> None:
@@ -56,14 +56,11 @@ class DraftHead(CausalLM):
         return self._decode
 
     def read(self, hidden_states: Tensor) -> Tensor:
-        """Project hidden states [tokens, width] to the head's input [tokens, hidden]; states of width ``hidden`` are
-        unchanged.
-        """
+        """Project hidden states [tokens, width] to [tokens, hidden]; states of width ``hidden`` are unchanged."""
         return hidden_states
 
     def compute(self, inputs_embeds: Tensor, hidden_states: Tensor, **inputs: Any) -> tuple[Tensor, Tensor]:
-        """Map embeddings and hidden states, [tokens, hidden] each, to the inputs of the output head and of the next
-        row.
+        """Return the inputs of the output head and of the next row, from embeddings and hidden states [tokens, hidden].
 
         ``inputs``: position_ids, position_embeddings and past_key_values of the layer.
         """

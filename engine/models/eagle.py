@@ -120,8 +120,9 @@ class Eagle3Layer(nn.Module):
 
 
 class Eagle3Model(DraftHead):
-    """EAGLE-3 head: reads the states of three layers and has its own output head, often over the most frequent tokens
-    only.
+    """EAGLE-3 head: reads the states of three layers and has its own output head.
+
+    The output head often covers the most frequent tokens only.
     """
 
     skipped_prefixes = ("embed_tokens.", "d2t", "t2d")
@@ -140,9 +141,7 @@ class Eagle3Model(DraftHead):
         self._token_ids = None if token_ids is None else token_ids.to(self.rotary_emb.inv_freq.device)
 
     def read(self, hidden_states: Tensor) -> Tensor:
-        """Project the concatenated states of the target's layers to [tokens, hidden]; the head's own states are
-        unchanged.
-        """
+        """Project the concatenated states of the target's layers to [tokens, hidden]; own states are unchanged."""
         if hidden_states.shape[1] == self.config.hidden_size:
             return hidden_states
         output: Tensor = self.fc(hidden_states)

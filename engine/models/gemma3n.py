@@ -79,8 +79,9 @@ class Gemma3nAttention(SelfAttention):
 
 
 class Gemma3nMLP(GatedMLP):
-    """Counterpart of transformers' Gemma3nTextMLP: zeroes gates below a cutoff derived from their mean and standard
-    deviation.
+    """MLP that zeroes gates below a cutoff derived from their mean and standard deviation.
+
+    Counterpart of transformers' Gemma3nTextMLP.
     """
 
     def __init__(self, config: ModelConfig, layer: int, tp: TensorParallel, dtype: torch.dtype) -> None:
@@ -140,8 +141,9 @@ class Gemma3nAltUp(CheckpointModule):
         return (activated - predictions[self.active]) * coefficients.T.unsqueeze(-1) + predictions
 
     def scale_corrected_output(self, corrected: Tensor) -> Tensor:
-        """Multiply [tokens, hidden] by a weight. A plain method, because transformers does not call it as a module
-        either.
+        """Multiply [tokens, hidden] by a weight.
+
+        A plain method, because transformers does not call it as a module either.
         """
         return corrected * self.correct_output_scale
 
@@ -189,9 +191,7 @@ class LayerInputsDecoderLayer(DecoderLayer):
         self.tap_dims |= {"in[per_layer_input]": WHOLE}
 
     def of_layer_input(self, states: Tensor, per_layer_input: Tensor) -> Tensor:
-        """Return the contribution [tokens, hidden] of ``per_layer_input`` [tokens, per-layer features] to the hidden
-        states.
-        """
+        """Return the addend [tokens, hidden] of the states from ``per_layer_input`` [tokens, per-layer features]."""
         gated = self.act_fn(self.per_layer_input_gate(states)) * per_layer_input
         output: Tensor = self.post_per_layer_input_norm(self.per_layer_projection(gated))
         return output
@@ -224,7 +224,7 @@ class Gemma3nDecoderLayer(LayerInputsDecoderLayer):
         position_ids: Tensor,
         past_key_values: StepCache,
     ) -> Tensor:
-        """Map streams [streams, tokens, hidden] and per-layer inputs [tokens, per-layer features] to [streams, tokens,
+        """Map [streams, tokens, hidden] and per-layer inputs [tokens, per-layer features] to [streams, tokens,
         hidden].
         """
         predictions = self.altup.predict(hidden_states)
@@ -257,9 +257,7 @@ class LayerInputsDecoder(Gemma3Decoder):
         self.per_layer_projection_norm = Olmo2RMSNorm(size, config.rms_norm_eps, dtype, "t l h # tp:replicated")
 
     def inputs_of_layers(self, input_ids: Tensor, embedded: Tensor) -> Tensor:
-        """Return per-layer inputs [tokens, layers, per-layer features], computed from the tokens and their
-        embeddings.
-        """
+        """Return per-layer inputs [tokens, layers, per-layer features], from the tokens and their embeddings."""
         assert self.layer_inputs is not None, "the model has no layer inputs"
         known = torch.where(input_ids < self.layer_inputs.vocab_size, input_ids, 0)
         shape = len(input_ids), len(self.layers), self.layer_inputs.size

@@ -1,6 +1,4 @@
-"""GLM-4 and GLM-4.5 with Hugging Face's module names: partial rotary embedding, of adjacent features in dense
-models.
-"""
+"""GLM-4 and GLM-4.5 with Hugging Face's module names: partial rotary embedding, interleaved in dense models."""
 
 import torch
 from torch import Tensor

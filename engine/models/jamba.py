@@ -69,9 +69,7 @@ class JambaMambaMixer(RecurrentLayer, CheckpointModule):
         return projected
 
     def scan_row(self, parts: tuple[Tensor, ...], matrix: Tensor) -> tuple[Tensor, Tensor]:
-        """Apply one row per request, see :meth:`.RecurrentLayer.scan_row`; ``parts``: c, b, x times the step, and the
-        step.
-        """
+        """Apply one row per request, see :meth:`.RecurrentLayer.scan_row`; ``parts``: c, b, x times step, and step."""
         c, b, x, step = parts
         output, matrix = selective_row(c, b, x, self._decay(step), matrix.squeeze(-1))
         return output, matrix.unsqueeze(-1)

@@ -62,8 +62,9 @@ class KimiForgetGate(CheckpointModule):
 
 
 class KimiGatedRMSNorm(GatedRMSNorm):
-    """x / rms(x) * weight * sigmoid(gate) per head, all in float32; counterpart of transformers'
-    KimiLinearRMSNormGated.
+    """x / rms(x) * weight * sigmoid(gate) per head, all in float32.
+
+    Counterpart of transformers' KimiLinearRMSNormGated.
     """
 
     def __init__(self, size: int, eps: float, dtype: torch.dtype) -> None:

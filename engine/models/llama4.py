@@ -51,9 +51,7 @@ class Llama4Attention(SelfAttention):
         self.tap_dims |= {"in[position_embeddings]": ANGLES}
 
     def norm_and_rotate(self, query: Tensor, key: Tensor, rotation: Any) -> tuple[Tensor, Tensor]:
-        """Apply the rotary embedding and then the norms to query and key [tokens, heads, dim], if the layer has
-        them.
-        """
+        """Apply the rotary embedding, then norms, to query and key [tokens, heads, dim], if the layer has them."""
         if self.has_rope:
             query, key = rotate_complex(query, rotation), rotate_complex(key, rotation)
         if self.qk_norm is not None:

@@ -56,9 +56,7 @@ class GatedMLP(nn.Module):
         return product
 
     def _fused_product(self, x: Tensor) -> Tensor | None:
-        """Compute :meth:`_product` with one kernel; return None if not applicable or if a replaced module is
-        watched.
-        """
+        """Compute :meth:`_product` with one kernel; return None if not applicable or if a fused module is watched."""
         linear, modules = self.gate_up_proj, (self.gate_up_proj, self.gate_proj, self.up_proj, self.act_fn)
         fused = product_kernels(x, *modules) if linear.is_plain else None
         if fused is None or self.act_fn.name not in fused.split_linear.KINDS or any(map(is_watched, modules)):

@@ -52,8 +52,9 @@ class MtpModel(DraftHead):
         return type(self._target[0]).cache_layout(self, layer)
 
     def compute(self, inputs_embeds: Tensor, hidden_states: Tensor, **inputs: Any) -> tuple[Tensor, Tensor]:
-        """Run the MTP layer, see :meth:`.DraftHead.compute`. The next row reads the normalized state, like the
-        target's.
+        """Run the MTP layer, see :meth:`.DraftHead.compute`.
+
+        The next row reads the normalized state, like the target's.
         """
         output = self.layers[0](inputs_embeds, hidden_states, **inputs)
         return output, output

@@ -1,6 +1,4 @@
-"""Text models of multimodal checkpoints with Hugging Face's module names: Gemma 3 and Mistral 3. Images are
-unsupported.
-"""
+"""Text models of multimodal checkpoints with Hugging Face's module names: Gemma 3 and Mistral 3. No image support."""
 
 from typing import ClassVar
 

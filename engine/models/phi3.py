@@ -14,16 +14,18 @@ from tapscope.engine.models.decoder import CausalLM, DecoderLayer
 
 
 class Phi3Attention(SelfAttention):
-    """Attention with query, key and value packed into one checkpoint tensor; counterpart of transformers'
-    Phi3Attention.
+    """Attention with query, key and value packed into one checkpoint tensor.
+
+    Counterpart of transformers' Phi3Attention.
     """
 
     linear_class = PackedLinear
 
 
 class Phi3MLP(nn.Module):
-    """down(up(x) * act(gate(x))) with gate and up packed into one checkpoint tensor; counterpart of transformers'
-    Phi3MLP.
+    """down(up(x) * act(gate(x))) with gate and up packed into one checkpoint tensor.
+
+    Counterpart of transformers' Phi3MLP.
     """
 
     def __init__(self, config: ModelConfig, size: int, tp: TensorParallel, dtype: torch.dtype) -> None:

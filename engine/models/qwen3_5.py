@@ -44,8 +44,9 @@ class Qwen3_5Decoder(Decoder):
     """Counterpart of transformers' Qwen3_5TextModel."""
 
     def make_rotary(self, config: ModelConfig) -> nn.Module:
-        """Create ``rotary_emb``. Its positions are not a site, because transformers repeats them for three image
-        axes.
+        """Create ``rotary_emb``.
+
+        Its positions are not a site, because transformers repeats them for three image axes.
         """
         rotary: nn.Module = super().make_rotary(config)
         rotary.tap_ports = ("out",)  # type: ignore[assignment]

@@ -1,6 +1,4 @@
-"""Qwen3-Next with Hugging Face's module names: gated delta nets in most layers, gated attention in the others,
-experts.
-"""
+"""Qwen3-Next with Hugging Face's module names: gated delta nets or gated attention per layer, with experts."""
 
 from collections.abc import Iterator
 from typing import ClassVar

@@ -63,8 +63,9 @@ def _share(module: nn.Module, source: nn.Module) -> None:
 
 
 class Zamba2Attention(SelfAttention):
-    """Attention over the hidden states concatenated with the embeddings; counterpart of transformers'
-    Zamba2Attention.
+    """Attention over the hidden states concatenated with the embeddings.
+
+    Counterpart of transformers' Zamba2Attention.
     """
 
     def __init__(self, config: ModelConfig, number: int, tp: TensorParallel, dtype: torch.dtype) -> None:
@@ -83,9 +84,7 @@ class Zamba2Attention(SelfAttention):
             )
 
     def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Project [tokens, 2 * hidden] to query, key and value [tokens, heads, dim], including the adapters'
-        contributions.
-        """
+        """Project [tokens, 2 * hidden] to query, key and value [tokens, heads, dim], including adapters."""
         query, key, value = super().project(hidden_states)
         if self.has_adapters:
             query = query + self._heads(self.linear_q_adapter_list[self.number](hidden_states))
@@ -95,8 +94,9 @@ class Zamba2Attention(SelfAttention):
 
 
 class Zamba2MLP(nn.Module):
-    """down(act(gate(x)) * up(x)), with gate and up in one projection plus its adapter; counterpart of transformers'
-    Zamba2MLP.
+    """down(act(gate(x)) * up(x)), with gate and up in one projection plus its adapter.
+
+    Counterpart of transformers' Zamba2MLP.
     """
 
     def __init__(self, config: ModelConfig, number: int, tp: TensorParallel, dtype: torch.dtype) -> None:

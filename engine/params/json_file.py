@@ -21,8 +21,9 @@ def lfs_pointer_error(path: Path) -> str | None:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file. Raises FileNotFoundError, or CheckpointError if the file has any other
-    content.
+    """Read a JSON object from a file.
+
+    Raises FileNotFoundError, or CheckpointError if the file has any other content.
     """
     try:
         text = path.read_text(encoding="utf-8")

@@ -117,9 +117,7 @@ class StopRegex:
         self._keep(self._text + new, len(self._text) + len(new))
 
     def feed(self, new: str) -> tuple[int, int] | None:
-        """Append ``new`` and return [start, end) of the first match that it completes, which ends the search; else
-        None.
-        """
+        """Append ``new``; return [start, end) of the first match that it completes, which ends the search, or None."""
         text, known = self._text + new, len(self._text)
         is_possible = self._expression.possible.search(text, self._first) is not None
         for end in range(known, len(text)) if is_possible else ():

@@ -1,5 +1,4 @@
-"""AsyncRunner: serve asyncio programs of this process from an engine or its DP replicas; concurrent calls share its
-steps.
+"""AsyncRunner: serve asyncio programs of this process from an engine or its DP replicas; calls share steps.
 
 A thread runs the engine's service loop. Clients talk to it over ZMQ, exactly as to an engine in another process.
 """
@@ -37,8 +36,9 @@ _ADDRESS = "inproc://engine"
 
 
 class AsyncRunner:
-    """Runs an engine in a background thread for any number of event loops. The engine must not be used otherwise until
-    the runner is closed.
+    """Runs an engine in a background thread for any number of event loops.
+
+    The engine must not be used otherwise until the runner is closed.
     """
 
     def __init__(
@@ -131,10 +131,9 @@ class AsyncRunner:
     async def stream(
         self, prompt: Prompt, params: SamplingParams, request_id: str | None, **options: Any
     ) -> AsyncGenerator[Output]:
-        """Complete one prompt; closing the generator early aborts the request. ``options`` are further fields of
-        Request.
+        """Complete one prompt; closing the generator early aborts the request.
 
-        Raises UsageError.
+        ``options`` are further fields of Request. Raises UsageError.
         """
         if params.n > 1:
             raise UsageError(f"n={params.n}: a stream yields one generation; start several streams instead")

@@ -134,8 +134,9 @@ class EngineClient:
         options: Mapping[str, Any] | None = None,
         dp_rank: int | None = None,
     ) -> Output:
-        """Complete ``prompt`` like :meth:`stream`, but return all outputs merged into one. Cancelling aborts the
-        request.
+        """Complete ``prompt`` like :meth:`stream`, but return all outputs merged into one.
+
+        Cancelling aborts the request.
         """
         whole: Output | None = None
         streamed = self.stream(prompt, params, request_id=request_id, options=options, dp_rank=dp_rank)
@@ -146,8 +147,9 @@ class EngineClient:
         return whole
 
     def abort(self, request_id: str | None) -> None:
-        """Abort the live request with this id, of any client, or all requests (None); they finish with reason
-        ``abort``.
+        """Abort the live request with this id, of any client, or all requests (None).
+
+        Aborted requests finish with reason ``abort``.
         """
         holder = None if request_id is None else self._live.get(request_id)
         for replica in self.replicas if holder is None else (holder,):
@@ -209,8 +211,9 @@ class EngineClient:
         return {"num_live": sum(answer["num_live"] for answer in answers if not isinstance(answer, TapscopeError))}
 
     async def release_memory(self, tags: Sequence[str] | None) -> dict[str, Any]:
-        """Release memory on every replica. If a replica fails, memory is resumed on all replicas and the error is
-        raised.
+        """Release memory on every replica.
+
+        If a replica fails, memory is resumed on all replicas and the error is raised.
         """
         self.forget_prefixes()
         answers = await self.ask_all("release_memory", tags=tags)
@@ -223,8 +226,9 @@ class EngineClient:
         return first
 
     async def load_adapter(self, name: str, folder: str) -> None:
-        """Load a LoRA adapter on every replica. If a replica fails, the adapter is unloaded from the others and the
-        error raised.
+        """Load a LoRA adapter on every replica.
+
+        If a replica fails, the adapter is unloaded from the others and the error raised.
         """
         answers = await self.ask_all("load_adapter", name=name, folder=folder)
         refused = _errors(answers)
@@ -260,9 +264,7 @@ class EngineClient:
         return await asyncio.get_running_loop().run_in_executor(self._readers, work, *arguments)
 
     async def build(self, num_values: int, work: Callable[..., T], *arguments: Any) -> T:
-        """Run ``work(*arguments)``, which builds a response of ``num_values`` numbers, in a thread if the response is
-        large.
-        """
+        """Run ``work(*arguments)``, which builds a response of ``num_values`` numbers; in a thread if it is large."""
         if num_values <= _LARGE_OUTPUT:
             return work(*arguments)
 
@@ -280,8 +282,9 @@ class EngineClient:
     def _blocks(
         self, prompt_ids: tuple[int, ...], params: SamplingParams, options: Mapping[str, Any] | None, salt: str
     ) -> list[Block]:
-        """Return the prompt's blocks for the prefix index; empty without prefix affinity or if all rows must be
-        computed.
+        """Return the prompt's blocks for the prefix index.
+
+        Empty without prefix affinity or if all rows must be computed.
         """
         options = options or {}
         computes_all = params.needs_every_row or "capture" in options or options.get("pooling") == "mean"

@@ -194,8 +194,9 @@ class EngineService:
                 self._abort([name])
 
     def _abort(self, names: list[str]) -> None:
-        """Abort live requests and deliver their outputs. Requests whose grammars are being compiled are aborted after
-        submission.
+        """Abort live requests and deliver their outputs.
+
+        Requests whose grammars are being compiled are aborted after submission.
         """
         for name in names:
             if name in self._preparing:

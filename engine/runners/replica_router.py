@@ -8,9 +8,7 @@ from tapscope.engine.runners.prefix_index import Block
 from tapscope.engine.runners.replica_client import Replica
 
 REQUEST_TOKENS = 256
-"""Cost of a live request in tokens: a replica with one more request wins if it has cached over this many more prompt
-tokens.
-"""
+"""Cost of a live request in tokens. One more request is outweighed by more cached prompt tokens than this."""
 
 
 class Choice(NamedTuple):

@@ -136,8 +136,9 @@ class SyncRunner:
         return assembler.generation()
 
     def _step(self) -> list[Output]:
-        """Run one step and return its outputs with text. A request that ends with a stop string is aborted in the
-        engine.
+        """Run one step and return its outputs with text.
+
+        A request that ends with a stop string is aborted in the engine.
         """
         try:
             step = self._engine.step()

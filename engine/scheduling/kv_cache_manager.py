@@ -89,14 +89,13 @@ class KVCacheManager:
         return self.groups[0].max_pages(num_positions)
 
     def too_small(self, num_positions: int) -> PageGroup | None:
-        """Return the first group with fewer pages than a request of ``num_positions`` needs; None if all groups
-        suffice.
-        """
+        """Return the first group with fewer pages than a request of ``num_positions`` needs, or None."""
         return next((g for g in self.groups if g.max_pages(num_positions) > g.pages.num_pages), None)
 
     def can_admit(self, request: Request, running: Sequence[Request], watermark: float) -> bool:
-        """Return whether the known tokens of ``request`` and ``running`` fit in the cache, with a fraction
-        ``watermark`` of its pages to spare.
+        """Return whether the known tokens of ``request`` and ``running`` fit in the cache.
+
+        A fraction ``watermark`` of the pages must remain available, and each request needs its recurrent states.
         """
         if self.states is not None and len(running) >= self.states.max_num_seqs:
             return False
@@ -107,8 +106,9 @@ class KVCacheManager:
         )
 
     def can_extend(self, requests: Sequence[tuple[Request, int]]) -> bool:
-        """Return whether pages are available for the next position of each (request, position) and no request needs a
-        new state slot.
+        """Return whether each (request, position), its next position, can be computed without further preparation.
+
+        Pages must be available, and no request may need a new state slot.
         """
         if self.states is not None and any(self.states.makes_checkpoint(*each) for each in requests):
             return False  # the step after a checkpoint writes to a new slot
@@ -122,9 +122,7 @@ class KVCacheManager:
         return min(group.num_computable_rows(request) for group in self.groups)
 
     def allocate(self, request: Request, end: int) -> None:
-        """Allocate pages for the request's positions before ``end``, which must be within :meth:`num_computable_rows`
-        rows.
-        """
+        """Allocate pages for the request's positions before ``end``, within :meth:`num_computable_rows`."""
         for group in self.groups:
             group.allocate(request, end)
 
@@ -141,25 +139,24 @@ class KVCacheManager:
         return rows if self.states is None else min(rows, self.states.num_draft_slots)
 
     def allocate_state(self, request: Request, num_drafts: int = 0) -> tuple[int, ...]:
-        """Return the state slots that the request's next step reads and writes, see :attr:`ScheduledRequest.states`;
-        empty for models without recurrent state.
+        """Return the state slots that the request's next step reads and writes, see :attr:`ScheduledRequest.states`.
+
+        Empty for models without recurrent state.
         """
         return () if self.states is None else self.states.allocate(request, num_drafts)
 
     def chunk_end(self, request: Request, start: int, end: int) -> int:
-        """Return the end of a prefill chunk from ``start`` to at most ``end``, cut where the recurrent state becomes a
-        checkpoint.
-        """
+        """Return the end of a prefill chunk of at most [``start``, ``end``), cut where states become checkpoints."""
         if self.states is None or end - start <= 1:
             return end
         known = request.table(0).num_shared_pages + min(len(group.cached_path(request)) for group in self.groups)
         return self.states.chunk_end(request, start, end, known * self.page_size)
 
     def next_shareable_page(self, request: Request) -> tuple[RadixNode, Key] | None:
-        """Return parent node and key, in the primary group, of the first page that the request does not share yet; None
-        if that page may not be shared.
+        """Return parent node and key of the first page, in the primary group, that the request does not share yet.
 
-        The last known token is never taken from the cache: at least one row must be computed to produce logits.
+        Returns None if that page may not be shared. The last known token is never taken from the cache: at least one
+        row must be computed to produce logits.
         """
         end = (request.table(0).num_shared_pages + 1) * self.page_size
         if not self._shares or request.needs_every_row or request.has_nan or end >= len(request.tokens):
@@ -167,9 +164,7 @@ class KVCacheManager:
         return self.groups[0].next_page_key(request)
 
     def match_prefix(self, request: Request) -> None:
-        """Share the longest run of the request's next pages that every group has cached, so that their tokens need not
-        be computed.
-        """
+        """Share the request's next pages as far as every group has cached them; their tokens need not be computed."""
         if self.next_shareable_page(request) is None:
             return
         paths: list[list[RadixNode]] = []
@@ -196,8 +191,9 @@ class KVCacheManager:
         request.num_computed = max(request.num_computed, request.table(0).num_shared_pages * self.page_size)
 
     def cache_full_pages(self, request: Request) -> None:
-        """Insert newly filled pages into the prefix trees and free pages that left a window. Called after rows were
-        computed.
+        """Insert newly filled pages into the prefix trees and free pages that left a window.
+
+        Called after rows were computed.
         """
         for group in self.groups:
             group.cache_full_pages(request)

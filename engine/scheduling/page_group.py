@@ -59,8 +59,9 @@ class BlockAllocator:
 
 
 def page_key(request: Request, page: int, size: int) -> Key:
-    """Return the tree key of the request's ``page``. As in vLLM, a salt or adapter in the key of the first page
-    separates all pages below.
+    """Return the tree key of the request's ``page``.
+
+    As in vLLM, a salt or adapter in the key of the first page separates all pages below.
     """
     tokens = tuple(request.tokens[page * size : (page + 1) * size])
     return tokens if page else (*request.cache_key, *tokens)
@@ -115,9 +116,7 @@ class PageGroup:
         return (len(table.pages) + self.num_available) * self.page_size - request.num_computed
 
     def num_draft_rows(self, request: Request, num_reserved: int) -> int:
-        """Return how many rows after the request's next one fit if ``num_reserved`` pages must stay available; may be
-        negative.
-        """
+        """Return how many rows after the request's next one fit with ``num_reserved`` pages left; may be negative."""
         num_pages = len(request.table(self.index).pages) + max(0, self.num_available - num_reserved)
         return num_pages * self.page_size - request.num_computed - 1
 
@@ -131,6 +130,7 @@ class PageGroup:
 
     def allocate(self, request: Request, end: int) -> None:
         """Allocate pages for the request's positions before ``end``, which must be within :meth:`num_computable_rows`.
+
         Cached pages are evicted if too few are free.
         """
         table = request.table(self.index)
@@ -149,8 +149,8 @@ class PageGroup:
         return table.prefix_node or self.tree.root, page_key(request, table.num_shared_pages, self.page_size)
 
     def has_prefix(self, request: Request, nodes: Sequence[RadixNode]) -> bool:
-        """Return whether the tree has the pages of ``nodes``, the request's next ones, that are within the window of
-        later rows.
+        """Return whether the tree has the pages of ``nodes``, the request's next ones, except those out of the
+        window.
         """
         return all(node.page >= 0 for node in nodes[self._num_newly_out_of_window(request, len(nodes)) :])
 
@@ -209,9 +209,7 @@ class PageGroup:
         return len(pages)
 
     def drop_prefix(self, request: Request) -> None:
-        """Drop every cached prefix that starts with the request's first page, so that no later request shares its
-        pages.
-        """
+        """Drop every cached prefix that starts with the request's first page, so that it is not shared anymore."""
         self.pages.free_pages(self.tree.drop(page_key(request, 0, self.page_size)))
 
     def check(self, running: Sequence[Request]) -> None:

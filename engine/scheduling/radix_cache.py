@@ -67,18 +67,18 @@ class RadixCache:
         """Number of subtrees dropped so far; makes their keys unique."""
 
     def hold(self, node: RadixNode) -> None:
-        """Add a reference to ``node``, which must not be a gap. Unless ``has_gaps``, the request must already hold the
-        parent.
+        """Add a reference to ``node``, which must not be a gap.
+
+        Unless ``has_gaps``, the request must already hold the parent.
         """
         if node.refs == 0:
             self.num_evictable -= 1
         node.refs += 1
 
     def insert(self, parent: RadixNode, key: Key, page: int) -> RadixNode:
-        """Insert ``page`` below ``parent``, as a new node or into a gap, and return the node with one reference, the
-        caller's.
+        """Insert ``page`` below ``parent``, as a new node or into a gap, and return its node.
 
-        The caller must hold ``parent``.
+        The caller must hold ``parent``, and holds the returned node.
         """
         node = parent.children.setdefault(key, RadixNode(parent, key, page))
         node.page, node.refs = page, 1
@@ -161,8 +161,9 @@ class RadixCache:
         _require(free == self.num_evictable, f"{free} pages evictable, counted {self.num_evictable}")
 
     def _push_if_evictable(self, node: RadixNode) -> None:
-        """Push ``node`` onto the eviction heap if it is evictable. Rebuild the heap once stale entries outnumber valid
-        ones.
+        """Push ``node`` onto the eviction heap if it is evictable.
+
+        Rebuild the heap once stale entries outnumber valid ones.
         """
         if not self._is_evictable(node):
             return

@@ -282,8 +282,7 @@ class Scheduler:
         return finished
 
     def _append(self, request: Request, scheduled: ScheduledRequest, drawn: Sequence[int]) -> int:
-        """Append the first token of ``drawn`` and one more for each accepted draft; return the number of appended
-        tokens.
+        """Append the first token of ``drawn`` and one more per accepted draft; return the number of tokens.
 
         A draft is accepted if it equals the token appended before it. Rows of rejected drafts were computed from tokens
         that are not in the request, so their samples are dropped.
@@ -321,9 +320,7 @@ class Scheduler:
         self._kept_rows.append(KeptRows(request.id, request.row, scheduled.position, rows, slots))
 
     def take_kept_rows(self) -> list[KeptRows]:
-        """Return and clear the rows recorded by :meth:`commit`, which must be moved in the KV caches before the next
-        step.
-        """
+        """Return and clear the rows recorded by :meth:`commit`, to be moved in the KV caches before the next step."""
         kept, self._kept_rows = self._kept_rows, []
         return kept
 
@@ -363,9 +360,7 @@ class Scheduler:
         _require(len(self.waiting) == sum(1 for _ in self.waiting), "the length of the waiting queue is wrong")
 
     def _schedule(self, request: Request, builder: StepBuilder, drafts: Drafts = NO_DRAFTS) -> None:
-        """Schedule a running request in the step, within the available rows and pages, preempting less urgent requests
-        if needed.
-        """
+        """Schedule a running request within the available rows and pages; preempt less urgent requests if needed."""
         if request.row < 0 or builder.num_rows_left == 0:
             return
         self._match_prefix(request)

@@ -17,9 +17,7 @@ class SchedulerConfig:
     eos_token_ids: tuple[int, ...] = ()
     prefix_cache: bool = True
     window: int | None = None
-    """Largest attention window of the primary group's layers in positions, including the row itself; None for full
-    attention.
-    """
+    """Attention window of the primary group in positions, including the row itself; None for full attention."""
     windowed_pools: tuple[tuple[int, int], ...] = ()
     """(pages, window) of each further cache group, whose layers have smaller windows."""
     num_state_slots: int = 0
@@ -73,8 +71,9 @@ class SchedulerConfig:
         return self.waiting_timeout_s is not None or self.running_timeout_s is not None
 
     def timeout_reason(self, submitted_s: float, started_s: float | None, now_s: float) -> str | None:
-        """Return a message if a live request, first admitted at ``started_s`` (None: still waiting), has timed out;
-        else None.
+        """Return a message if a live request has timed out, else None.
+
+        ``started_s`` is the time of the first admission; None while the request has not been admitted.
         """
         if started_s is None:
             limit_s, took_s, state = self.waiting_timeout_s, now_s - submitted_s, "waiting"

@@ -73,8 +73,7 @@ class StateGroup:
         return max(self.slots.num_free - self._num_reserved, num_left)
 
     def allocate(self, request: Request, num_drafts: int = 0) -> tuple[int, ...]:
-        """Return (slot to read, slot to write) for the request's next step; the slot to read is -1 for the initial
-        state.
+        """Return (slot to read, slot to write) for the request's next step; -1 reads the initial state.
 
         With ``num_drafts``, one slot for the state after each draft follows. While a draft model runs
         (``state.is_drafting``), each of its steps writes to one draft slot instead of the request's own slot.
@@ -93,8 +92,7 @@ class StateGroup:
         return (read, *new) if state.is_drafting else (read, state.slot, *new)
 
     def chunk_end(self, request: Request, start: int, end: int, known: int) -> int:
-        """Return the end of a prefill chunk of at most [``start``, ``end``), cut so that the final state becomes a
-        checkpoint.
+        """Return the end of a prefill chunk of at most [``start``, ``end``), cut where its state becomes a checkpoint.
 
         ``known``: end of the prefix that the other groups have cached.
         """
@@ -157,9 +155,7 @@ class StateGroup:
         return len(slots)
 
     def drop_prefix(self, request: Request) -> None:
-        """Drop every checkpoint of a prefix that starts with the request's first page, see
-        :meth:`.PageGroup.drop_prefix`.
-        """
+        """Drop every checkpoint whose prefix starts with the request's first page."""
         self.slots.free_pages(self.tree.drop(page_key(request, 0, self.page_size)))
 
     def check(self, running: Sequence[Request]) -> None:

@@ -50,8 +50,9 @@ class StepBuilder:
         return any(other is request for other, _ in self.planned)
 
     def is_being_computed(self, request: Request) -> bool:
-        """Return whether another request in this step computes the next page of ``request``, which can then share it in
-        the next step.
+        """Return whether another request in this step computes the next page of ``request``.
+
+        ``request`` can then share the page in the next step.
         """
         return bool(self._pages_in_step) and self._kv_cache_manager.next_shareable_page(request) in self._pages_in_step
 

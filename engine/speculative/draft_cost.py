@@ -16,9 +16,7 @@ from tapscope.engine.requests.request import Request
 from tapscope.engine.requests.step_plan import StepPlan
 
 _NUM_KEPT_STEPS = 8
-"""Number of recent steps kept per kind. A fast one of them represents the kind, because unrelated delays slow others
-down.
-"""
+"""Number of recent steps kept per kind. A fast one represents them, because unrelated delays slow others."""
 _MIN_STEPS = 3
 """Minimum number of steps of each kind, with and without drafts, from which a cost is computed."""
 _REMEASURE_AFTER_STEPS = 512
@@ -28,8 +26,9 @@ _MIN_STEPS_OF_SIZE = 16
 _MAX_SIZE_RATIO = 4
 """Maximum ratio between two batch sizes that count as similar."""
 _LEAST_GAIN = 1.1
-"""Minimum ratio of acceptance rate to cost. Close to 1, switching drafts on and off is not worthwhile, and requests
-below the average fall behind.
+"""Minimum ratio of acceptance rate to cost.
+
+Near 1, switching drafts on and off is not worthwhile, and requests below the average fall behind.
 """
 _FIRST_TRIAL = 128
 """Steps without drafts before a trial with drafts, in case acceptance has changed; doubles after each trial."""
@@ -181,8 +180,6 @@ def _lower_tercile(values: Iterable[float]) -> float:
 
 
 def _rounded(count: int) -> int:
-    """Round ``count`` up to four significant binary digits: with 8 requests, a token takes much less time than
-    with 5.
-    """
+    """Round ``count`` up to four significant bits: with 8 requests, a token takes much less time than with 5."""
     unit = 1 << max(0, count.bit_length() - 4)
     return -(-count // unit) * unit

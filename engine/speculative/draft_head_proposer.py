@@ -88,9 +88,7 @@ class _Drafting:
         return [self.candidates[each].token for each in branch(parents, candidate)]
 
     def add_level(self, candidates: Sequence[tuple[int, Sequence[tuple[int, float]]]], num_branches: int) -> None:
-        """Add a level: for each (parent, children) in ``candidates``, the (token, log-probability) children of the
-        parent.
-        """
+        """Add a level: ``candidates`` has (parent, children) with the (token, log-probability) of each child."""
         first = len(self.candidates)
         for parent, after in candidates:
             before = 0.0 if parent < 0 else self.candidates[parent].score
@@ -99,8 +97,9 @@ class _Drafting:
         self.level, self.num_levels = new[:num_branches], self.num_levels + 1
 
     def drafts(self) -> Drafts:
-        """Return the ``num_drafts`` most probable candidates. Parents come before children, which are never more
-        probable.
+        """Return the ``num_drafts`` most probable candidates.
+
+        Parents come before children, which are never more probable.
         """
         best = sorted(range(len(self.candidates)), key=lambda each: -self.candidates[each].score)[: self.num_drafts]
         place = {candidate: index for index, candidate in enumerate(best)} | {-1: -1}
@@ -320,15 +319,13 @@ class DraftHeadProposer:
                 item.add_level([(parent, next(after)) for parent in parents], self._num_branches)
 
     def _known_rows(self, item: _Drafting, count: int) -> tuple[ScheduledRequest, list[int]]:
-        """Return the next ``count`` rows that the target has computed, and the candidates whose children they
-        predict.
-        """
+        """Return the next ``count`` rows that the target has computed, and the candidates that get children."""
         samples = item.is_unfinished and item.start + count >= item.request.num_computed
         tokens = item.request.tokens[item.start + 1 : item.start + count + 1]
         return self._scheduled(item, item.start, tokens, (), num_logits=int(samples)), [-1] if samples else []
 
     def _level_rows(self, item: _Drafting) -> tuple[ScheduledRequest, list[int]]:
-        """Return the rows of the last level, and the candidates whose children they predict."""
+        """Return the rows of the last level, and the candidates that get children."""
         place, level = item.request.num_computed + len(item.rows), item.level
         item.rows += level
         tokens = [item.candidates[each].token for each in level]

@@ -35,10 +35,10 @@ def draw_drafts(
 def draw_candidates(
     sampler: Sampler, logits: Tensor, vocab_size: int, requests: Sequence[tuple[Request, Sequence[int]]], count: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the ``count`` most likely tokens of each row and their log-probabilities given the noise, [rows, count]
-    each.
+    """Return the ``count`` most likely tokens of each row and their log-probabilities, [rows, count] each.
 
-    A token that may not follow has -inf. The other arguments are those of :func:`draw_drafts`.
+    Log-probabilities are given the noise; -inf for a token that may not follow. The other arguments are those of
+    :func:`draw_drafts`.
     """
     noisy, _, dead = sampler.noisy_scores(*_inputs(logits, vocab_size, requests))
     best, tokens = noisy.float().log_softmax(-1).topk(min(count, vocab_size), dim=-1)

@@ -34,11 +34,10 @@ class AheadProposer(Proposer, Protocol):
         ...
 
     def draft_ahead(self, plan: StepPlan, requests: Sequence[tuple[Request, int]], sampled: Tensor) -> int:
-        """Start drafting after the step ``plan``, which was launched last; return the number of draft model steps, 0 if
-        impossible.
+        """Start drafting after the step ``plan``, which was launched last; return the number of draft model steps.
 
         ``requests``: the step's requests, each with its draft depth, 0 for no drafts. ``sampled`` [rows]: the step's
-        sampled tokens on the device.
+        sampled tokens on the device. Returns 0 if drafting on the device is not possible.
         """
         ...
 

@@ -91,9 +91,7 @@ class DraftLength:
         return self.length if num_generated >= self._resume_at else 0
 
     def update(self, num_generated: int, depth: int, num_accepted: int, num_drafts: int | None = None) -> None:
-        """Update after a verification of ``num_drafts`` draft tokens of depth ``depth``; ``num_drafts`` is None for a
-        chain.
-        """
+        """Update after a verification of ``num_drafts`` draft tokens (None: a chain) of depth ``depth``."""
         self._num_drafts = _DECAY * self._num_drafts + (depth if num_drafts is None else num_drafts)
         self._num_accepted = _DECAY * self._num_accepted + num_accepted
         if num_accepted == depth:
@@ -169,7 +167,7 @@ class Speculator:
         return drafts
 
     def _drafts_ahead(self, request: Request) -> bool:
-        """Return whether :meth:`draft_ahead` drafts for the request, so that :meth:`propose` need not wait for the
+        """Return whether :meth:`draft_ahead` drafts for ``request``; :meth:`propose` then need not wait for the
         device.
         """
         if self._was_refused or self._device_proposer is None:

@@ -5,8 +5,9 @@ from itertools import groupby
 
 
 class VisitCounts:
-    """Counts of computations per position. Rejected drafts and preemptions cause positions to be computed again, which
-    recordings distinguish as visits.
+    """Counts of computations per position.
+
+    Rejected drafts and preemptions cause positions to be computed again, which recordings distinguish as visits.
     """
 
     def __init__(self) -> None:

@@ -12,14 +12,15 @@ from torch.profiler import record_function
 from tapscope.kernels.native import library
 
 _KINDS = {torch.float32: (library.CODES["float32"], 64), torch.bfloat16: (library.CODES["bfloat16"], 32)}
-"""dtype -> (its code, maximum number of rows). With more rows PyTorch is faster, because packing the weights first pays
-off (measured with AVX-512).
+"""dtype -> (its code, maximum number of rows).
+
+With more rows PyTorch is faster, because packing the weights first pays off (measured with AVX-512).
 """
 _NOT_PROFILED = nullcontext()
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``torch.nn.functional.linear``: [rows, ins], [outs, ins], [outs] -> [rows, outs], in the input's dtype.
+    """Compute ``torch.nn.functional.linear``: [rows, ins], [outs, ins], [outs] -> [rows, outs], in the input's dtype.
 
     Accumulates in float32. With the kernel (kernels/native/linear.cpp), each output row depends only on the same input
     row, bit for bit. PyTorch is the fallback on other devices, processors and dtypes, for many rows, when gradients are
@@ -53,8 +54,9 @@ def grouped_linear(input: Tensor, weight: Tensor, ends: Tensor) -> Tensor | None
 
 
 def in_profile(name: str) -> AbstractContextManager[Any]:
-    """Context manager: show native computation as ``tapscope::NAME`` in the PyTorch profiler, which otherwise sees only
-    operators.
+    """Context manager: show native computation as ``tapscope::NAME`` in the PyTorch profiler.
+
+    The profiler only sees PyTorch operators otherwise.
     """
     profiling: Any = torch.autograd  # partly without type hints
     return record_function(f"tapscope::{name}") if profiling._profiler_enabled() else _NOT_PROFILED

@@ -22,8 +22,7 @@ def paged_attention(
     *,
     stored_scales: tuple[float, float] = (1.0, 1.0),
 ) -> Tensor | None:
-    """Attend with [requests, heads, key dim] to pages -> [requests, heads, value dim]; None if the kernel is not
-    applicable.
+    """Attend from queries [requests, heads, key dim] to pages -> [requests, heads, value dim]; None if not applicable.
 
     ``keys`` and ``values`` are [pages, page_size, kv_heads, dim]; ``values`` may be a view of the first features of
     ``keys``. They have the query's dtype or FP8; FP8 values are multiplied by ``stored_scales`` (keys, values) and
@@ -62,7 +61,7 @@ def paged_reference(
     *,
     stored_scales: tuple[float, float] = (1.0, 1.0),
 ) -> Tensor:
-    """Reference of :func:`paged_attention`, one request at a time."""
+    """Compute :func:`paged_attention` in plain PyTorch, one request at a time."""
     if keys.dtype != query.dtype:
         keys, values = (
             (pool.float() * by).to(query.dtype) for pool, by in zip((keys, values), stored_scales, strict=True)
