@@ -191,7 +191,9 @@ class LayerInputsDecoderLayer(DecoderLayer):
         self.tap_dims |= {"in[per_layer_input]": WHOLE}
 
     def of_layer_input(self, states: Tensor, per_layer_input: Tensor) -> Tensor:
-        """Return the addend [tokens, hidden] of the states from ``per_layer_input`` [tokens, per-layer features]."""
+        """Return the contribution of ``per_layer_input`` [tokens, per-layer features] to the states [tokens,
+        hidden].
+        """
         gated = self.act_fn(self.per_layer_input_gate(states)) * per_layer_input
         output: Tensor = self.post_per_layer_input_norm(self.per_layer_projection(gated))
         return output

@@ -95,7 +95,7 @@ class KVCacheManager:
     def can_admit(self, request: Request, running: Sequence[Request], watermark: float) -> bool:
         """Return whether the known tokens of ``request`` and ``running`` fit in the cache.
 
-        A fraction ``watermark`` of the pages must remain available, and each request needs its recurrent states.
+        A fraction ``watermark`` of the pages must remain available, and there must be state slots for one more request.
         """
         if self.states is not None and len(running) >= self.states.max_num_seqs:
             return False
@@ -106,9 +106,9 @@ class KVCacheManager:
         )
 
     def can_extend(self, requests: Sequence[tuple[Request, int]]) -> bool:
-        """Return whether each (request, position), its next position, can be computed without further preparation.
+        """Return whether each request can compute its next position, given as (request, position), without preemption.
 
-        Pages must be available, and no request may need a new state slot.
+        Pages of every group must be available, and no request may need a new state slot.
         """
         if self.states is not None and any(self.states.makes_checkpoint(*each) for each in requests):
             return False  # the step after a checkpoint writes to a new slot

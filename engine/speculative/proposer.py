@@ -60,5 +60,5 @@ class AheadProposer(Proposer, Protocol):
         ...
 
     def catch_up(self, requests: Sequence[Request]) -> None:
-        """Start computing these rows, while steps of the target may be in flight."""
+        """Start computing the rows that :meth:`is_behind` detects, while steps of the target may be in flight."""
         ...
