@@ -359,4 +359,4 @@ def _normalized(name: str, value: Any) -> Any:
     return str(value) if name in _PATHS and isinstance(value, Path) else value
 
 
-_PATHS = ("quantization_param_path", "speculative_draft_model_path")
+_PATHS = ("quantization_param_path", "speculative_draft_model_path", "profile_dir")

@@ -225,6 +225,11 @@ def test_engine_config_errors_name_field_value_and_rule(path: Path, settings: di
         LLM(path, **settings)
 
 
+@pytest.mark.parametrize("name", ["quantization_param_path", "profile_dir"])
+def test_engine_config_accepts_path_for_file_and_directory_settings(name: str) -> None:
+    assert getattr(EngineConfig.build(Path("model"), {name: Path("a/b")}), name) == "a/b"
+
+
 def test_llm_accepts_an_engine_config(path: Path) -> None:
     config = EngineConfig(model=str(path), page_size=8)
     with LLM(config) as llm:
