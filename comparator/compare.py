@@ -201,7 +201,7 @@ def compare_open_runs(
 
 
 def _compare(baseline: Run, target: Run, options: CompareOptions, progress: Progress | None) -> Comparison:
-    """Run all stages, and repeat them without corrupt values until no culprit is a corrupt value."""
+    """Run all stages; while a culprit is a corrupt value, repeat them without that value."""
     corrupt = CorruptRecords(baseline), CorruptRecords(target)
     rules = compile_rules((*options.rules, *options.mapping.rules))
     while True:
@@ -226,7 +226,8 @@ def _judge(measured: MeasuredRuns, rules: tuple[Rule, ...], corrupt: _Corrupt) -
 
 
 def _has_corrupt_culprit(corrupt: _Corrupt, judged: JudgedRuns) -> bool:
-    """Check the values of every culprit; True if one is corrupt, rather than computed by a module."""
+    """Return whether a culprit's values are corrupt in storage, rather than computed by a module; checks every
+    culprit."""
     sites = {divergence.finding.site for divergence in judged.divergences}
     pairs = [one.pair for one in judged.screened.judged if one.site in sites]
     sides = [p.baseline for p in pairs if p.baseline], [p.target for p in pairs if p.target]

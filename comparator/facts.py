@@ -79,7 +79,7 @@ class ErrorMetrics(Struct, frozen=True, gc=False):
 
 
 class Place(Struct, frozen=True, gc=False):
-    """A place in a tensor: step, and token row or index."""
+    """A place in a tensor: a step, and a token row or an index."""
 
     step: int
     """Target step."""
@@ -90,7 +90,7 @@ class Place(Struct, frozen=True, gc=False):
     index: tuple[int, ...] = ()
     """(row, column) for a tensor compared as a whole, (column,) within a token row."""
     rank: int | None = None
-    """Target rank that holds the place, if it is the only one."""
+    """The only target rank with this place; None if several ranks have it."""
     element: tuple[int, ...] = ()
     """Index along all axes of a tensor compared as a whole, in the form of ``tapscope show --slice``; empty if unknown,
     or within a token row."""
@@ -147,7 +147,7 @@ class RowCounts(Struct, frozen=True, gc=False):
     num_unaligned: int = 0
     """Rows whose token the other run never computed."""
     num_absent: int = 0
-    """Rows that both runs computed but only one of them recorded at this site."""
+    """Rows that both runs computed but only one run recorded at this site."""
 
 
 class ChoiceDifference(Struct, frozen=True, gc=False):

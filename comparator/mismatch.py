@@ -196,7 +196,7 @@ def _result(comparison: Comparison, finding: Finding, logprobs: TokenLogprobs, k
 
 
 def _routing(comparison: Comparison) -> Iterator[RoutingAgreement]:
-    """Routers that chose different experts in at least one token row."""
+    """Yield the agreement of each router that chose different experts in at least one token row."""
     for finding in comparison.report.findings:
         detail = comparison.detail(finding) if is_router(finding.site) else None
         if detail is not None and (router := detail.router) is not None and router.num_flips:

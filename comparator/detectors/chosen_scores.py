@@ -20,7 +20,7 @@ class Rows(Struct, frozen=True):
     pairs: Array
     """[rows]: row pair of each row, or the row number in a tensor compared as a whole; ascending."""
     baseline: Array
-    """[rows, width]"""
+    """[rows, width]: values of the baseline."""
     target: Array
 
 

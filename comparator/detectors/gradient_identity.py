@@ -40,7 +40,7 @@ _LOOSE_FLOOR = 0.02
 _MAX_ELEMENTS = 1 << 26
 """Maximum number of elements read in total."""
 _MIN_PARAMETERS = 3
-"""Minimum number of parameters that show what is usual in a run."""
+"""Minimum number of parameters from which to infer the usual gain and error of a run."""
 _ROW_TESTS = frozenset({"median_row", "p90_p98_row", "max_row", "element", "max_element"})
 _VALUES = ("out", "out[0]")
 _LINEAR = 3

@@ -116,7 +116,7 @@ def _error(run: Run, first: Record, again: Record) -> float:
         return 0.0  # statistics differ by rounding and show little
     try:
         one, two = (np.asarray(run.array(record)).astype(_wide(record)) for record in (first, again))
-    except DataError:  # unreadable bytes are reported as a finding of their own
+    except DataError:  # unreadable bytes are a separate finding
         return 0.0
     if np.array_equal(one, two, equal_nan=one.dtype.kind in "fc"):
         return 0.0

@@ -88,7 +88,7 @@ def sample(num: int, width: int, num_joins: int) -> Array:
     most = max(MAX_ELEMENTS // max(width, 1), min(_FEW_ROWS, _MAX_COLUMNS // max(width, 1)))
     wanted = max(1, min(num, _MAX_ROWS // num_joins, most // num_joins))
     at = (np.arange(wanted) * ((num - 1) / max(wanted - 1, 1))).astype(np.int64)
-    at[wanted - 1 :] = num - 1 if wanted > 1 else 0  # whatever the rounding
+    at[wanted - 1 :] = num - 1 if wanted > 1 else 0  # regardless of rounding
     return _read_only(at)
 
 

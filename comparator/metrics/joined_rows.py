@@ -123,14 +123,14 @@ class JoinedRows:
 
 
 def compare_blocks(left: list[Block], right: list[Block], join: RowJoin) -> RowMeasures:
-    """Compare a single join."""
+    """Compare the rows of a single join."""
     joined = JoinedRows()
     joined.add(left, right, join)
     return joined.compared().rows
 
 
 def compare_columns(one: Columns, two: Columns, join: RowJoin, *, masks: bool = False) -> RowMeasures:
-    """Compare a single join in a single column range."""
+    """Compare the rows of a single join in a single column range."""
     joined = JoinedRows()
     joined.add_columns([(0, one, two)], join, masks=masks)
     return joined.compared().rows

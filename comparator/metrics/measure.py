@@ -68,7 +68,7 @@ class MeasuredPair(Struct, frozen=True):
 
 
 class _JoinsToRead(NamedTuple):
-    """The joins of a pair that are read."""
+    """The joins of a pair that are read, with the counts of the others."""
 
     parts: tuple[ReadJoin, ...]
     num_hashed: int

@@ -64,7 +64,7 @@ class LearnedCondition(Effect[float]):
         inputs, errors = self.inputs, self.effects[UnevenRows].judged.errors
         local, typical = self.effects[LocalError].column, self.effects[InheritedError].typical
         has_inputs = np.array([bool(inputs.graph.inputs(node).nodes) for node in inputs.nodes], bool)
-        is_finite = np.isfinite(errors[0]) & np.isfinite(typical)  # inf in one layer says nothing about the others
+        is_finite = np.isfinite(errors[0]) & np.isfinite(typical)  # one infinite layer does not affect the others
         shows = np.flatnonzero((local != 0.0) & has_inputs & (errors[-1] != 0.0) & is_finite)
         observed = errors[0][shows] / hypot(typical[shows], local[shows])
         layers: dict[str, list[int]] = {}

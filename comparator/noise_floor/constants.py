@@ -31,7 +31,7 @@ LARGEST_OF_MILLION = 6.0
 MEDIAN_SAMPLING = math.sqrt(math.pi / 2.0)
 """Standard error of the median of n normal values, in standard deviations / sqrt(n) (derived)."""
 
-# Distribution over token rows, one number at each of spread.QUANTILES
+# Distribution over token rows, one number per quantile of error_distribution.QUANTILES
 
 QUANTILE_WIDENING = (1.0, 2.0, 3.0, 5.0)
 """Rounding error at each quantile over rows relative to the median row, because rows differ in size (fitted)."""

@@ -131,7 +131,7 @@ class FloorEffect(Struct, frozen=True):
     floor_without: float | None
     """Floor of the deciding test with this effect disabled; None for an effect that every floor needs."""
     explanation: str
-    """One sentence."""
+    """One sentence on why the effect applies."""
 
 
 class _Columns(NamedTuple):

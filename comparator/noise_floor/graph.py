@@ -163,7 +163,7 @@ class Graph:
         one, two = holders[0].get(node.identities[0]), holders[1].get(node.identities[1])
         if one is not None and one == two:
             return Inputs((one,), "aliased", 0)
-        if not node.numeric:  # integers may be equal on one side by accident
+        if not node.numeric:  # integers may be equal on one side by chance
             return None
         # The two sites are equal in only one run: in the other run, the later site has a value of its own.
         origin = max((each for each in (one, two) if each is not None), default=None)

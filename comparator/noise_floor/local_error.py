@@ -28,7 +28,7 @@ class LocalError(Effect[float]):
     is_sum = True
 
     def find(self) -> Mapping[int, float]:
-        """Node -> error."""
+        """Compute node -> error."""
         rounding, order = self.effects[DtypeRounding].values, self.effects[ReductionOrder].values
         angle, time = self.effects[RopeAngle].values, self.effects[TimeEmbedding].values
         attention = self.effects[InheritedAttention].values

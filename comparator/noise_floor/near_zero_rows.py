@@ -146,7 +146,7 @@ class UnevenRows(Effect[tuple[Quantiles, float]]):
 
     @cached_property
     def judged(self) -> ErrorColumns:
-        """The errors that are compared with floors, in columns."""
+        """The error distributions to compare with floors, in columns."""
         spreads = self.inputs.spreads
         errors, peak = spreads.errors.copy(), spreads.peak.copy()
         for node, (even, even_peak) in self.values.items():

@@ -93,7 +93,7 @@ def open_runs(
 
 
 def _unpaired_drafts(runs: tuple[Run, Run]) -> tuple[tuple[frozenset[int], frozenset[int]], list[str]]:
-    """Return the draft model's steps of each run if only one run has any, and a note about them."""
+    """Return the draft model's steps of each run if only one run has any, and a note about these steps."""
     left, right = draft_steps_of(runs[0]), draft_steps_of(runs[1])
     if bool(left) == bool(right):
         return (frozenset(), frozenset()), []
@@ -153,8 +153,7 @@ def map_rows(baseline: Run, target: Run, options: CompareOptions | None = None) 
 
 
 def _token_grids(run: Run, steps: frozenset[int] | None, ranks: frozenset[int] | None) -> TokenGrids:
-    """Return the token grids that the host recorded, or where better those inferred from the recorded model
-    arguments."""
+    """Return the recorded token grids, replaced by grids inferred from recorded model arguments where these exist."""
     recorded = recorded_grids_of(run, steps, ranks)
     read = inferred_grids(run, frozenset(grid.step for grid in recorded), steps)
     better = {grid.step for grid in read.grids}

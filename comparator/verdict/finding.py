@@ -20,7 +20,7 @@ class Verdict(StrEnum):
     SAME = "same"
     """Bitwise equal, or numerically equal if the dtypes differ."""
     CLOSE = "close"
-    """Different, but within what rounding explains or the tolerance allows."""
+    """Different, but by no more than rounding explains or the tolerance allows."""
     DIFFERS = "differs"
     """Different by more than rounding explains or the tolerance allows."""
     SHAPE = "shape"

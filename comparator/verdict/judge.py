@@ -267,7 +267,7 @@ class Judge:
         change = self._standards.changes.get(result.site)
         if change is not None and not change.is_unexplained and (not change.scores or change.scores in within):
             return _finding(result, order, Verdict.CLOSE, test="exact", judged_by="equality", notes=(change.sentence,))
-        follows = change is not None and not change.is_unexplained  # follows from scores that exceed their own floor
+        follows = change is not None and not change.is_unexplained  # its scores exceed their own floor
         return _finding(
             result,
             order,

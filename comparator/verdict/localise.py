@@ -26,7 +26,7 @@ MIN_EVENT_MEMBERS = 3
 CLEAR_RATIO = 2.0
 """A culprit is certain if its own error exceeds its floor by this factor."""
 OUTDONE_RATIO = 2.0 * CLEAR_RATIO
-"""Factor above its floor at which another culprit precedes a first culprit that is not clear."""
+"""Ratio to its floor from which another culprit precedes a first culprit that is not clear."""
 SUSPECT_RATIO = 0.5
 """Fraction of its own floor from which an upstream site may be the place where the error begins."""
 MAX_HOPS = 3
@@ -173,7 +173,7 @@ def _is_scaled(finding: Finding, gain: float) -> bool:
 
 
 def _onset_key(node: int, bad: dict[int, int], graph: Graph) -> tuple[int, bool, int]:
-    """Return the sort key of when a node became wrong; within a step, optimizer updates come last."""
+    """Return a sort key for the moment at which a node became wrong; within a step, optimizer updates come last."""
     return bad[node], graph.nodes[node].is_trained, node
 
 
@@ -288,8 +288,8 @@ def _earlier_suspect(
 ) -> int | None:
     """Return the first upstream site that is almost a culprit itself, if the actual culprit barely exceeds its floor.
 
-    The culprit's error must be within what a module may make of the upstream error. Values are related to values, and
-    gradients to gradients.
+    The culprit's error must not exceed the upstream error times the default condition. Values are related to values,
+    and gradients to gradients.
     """
     finding = findings[matched[node]]
     if _is_clear(finding) or finding.judged_by not in ("rounding", "noise_run"):

@@ -1,4 +1,4 @@
-"""Options of the wrong type are refused where they are given."""
+"""Options of the wrong type are rejected on construction."""
 
 from typing import Any
 

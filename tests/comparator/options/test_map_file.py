@@ -1,4 +1,4 @@
-"""Map files: what is in them is checked before anything is compared, and every fault is one clear error."""
+"""Map files: the content is validated before any comparison, and every mistake gives one clear error."""
 
 import json
 from pathlib import Path
@@ -265,7 +265,7 @@ def test_map_file_very_long_site_name_is_matched_quickly(tmp_path: Path) -> None
 
 
 def test_map_file_names_that_change_places_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Entries apply in order, so a cycle of two gives both sites one name; through a third name they change places."""
+    """Entries apply in order: a cycle of two gives both sites the same name, a third name swaps them."""
     values = np.random.default_rng(0).standard_normal((2, 4, 8)).astype(np.float32)
     for name, order in (("base", (0, 1)), ("target", (1, 0))):
         with RunFactory(tmp_path / name) as run:

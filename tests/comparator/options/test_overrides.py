@@ -1,4 +1,5 @@
-"""Dims and meshes given at compare time count, match something, and are refused where they cannot be meant."""
+"""Dims and meshes given at comparison time take effect, must match something, and are rejected where they are
+invalid."""
 
 import argparse
 import json
@@ -24,7 +25,7 @@ WHOLE = np.random.default_rng(1).standard_normal((ROWS, 8)).astype(np.float32)
 
 
 def write(path: Path, parts: dict[int, np.ndarray], dims: str | None, *, mesh: bool = True) -> None:
-    """Two sites; without ``mesh`` as many ranks that do not say where they stand."""
+    """Write two sites; without ``mesh``, the ranks do not record their coordinates."""
     with RunFactory(path, mesh={"tp": len(parts)}) as run:
         run.step(grid=(ROWS,), rows=[RowSpan("a", 0, ROWS, 0, 0)], token_ids=range(ROWS))
         run.put("layers.0.mlp:out", parts, dims=dims)
@@ -40,7 +41,7 @@ def write(path: Path, parts: dict[int, np.ndarray], dims: str | None, *, mesh: b
 
 @pytest.fixture
 def runs(tmp_path: Path) -> tuple[Path, Path]:
-    """A whole baseline, and a target in halves whose dims say that they are summands."""
+    """Write an unsharded baseline, and a target in shards whose dims wrongly declare partial sums."""
     write(tmp_path / "b", {0: WHOLE}, "t h")
     write(tmp_path / "t", dict(enumerate(np.split(WHOLE, 2, axis=1))), "t h[tp:partial]")
     return tmp_path / "b", tmp_path / "t"
@@ -63,7 +64,7 @@ def test_overrides_dims_option_precedes_map_file_dims(
     file.write_text("dims:\n  - {site: '*mlp:out', dims: 't h[tp]', side: target}\n")
     assert main(["diff", *map(str, runs), "--map", str(file)]) == 0
     assert main(["diff", *map(str, runs), "--map", str(file), "--dims", "target:norm=t h # tp:replicated"]) == 0
-    assert main(["diff", *map(str, runs), "--map", str(file), "--dims", "mlp=t h"]) == 1  # which are wrong
+    assert main(["diff", *map(str, runs), "--map", str(file), "--dims", "mlp=t h"]) == 1  # wrong dims
     assert "unused, since earlier dims cover '*mlp:out'" in capsys.readouterr().out
 
 
@@ -185,7 +186,7 @@ def test_overrides_options_round_trip_through_flags(judged: list[str], tmp_path:
     assert sorted(flags(options)) == sorted(words)
     assert compare_flags.options_of(parser.parse_args(flags(options))) == options
     assert flags(compare_flags.options_of(parser.parse_args([]))) == []
-    both = CompareOptions(rtol=0.1, noise_run=tmp_path, margin=2.0)  # as in a browser that was given a tolerance later
+    both = CompareOptions(rtol=0.1, noise_run=tmp_path, margin=2.0)  # as if a browser set the tolerance later
     assert flags(both) == ["--rtol", "0.1"]
 
 

@@ -35,7 +35,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture
 def runs(tmp_path: Path) -> list[str]:
-    """Two runs of two ranks with an equal, a rounded, a wrong and a missing site per layer."""
+    """Two runs with two ranks each, with an equal, a rounded, a wrong and a missing site per layer."""
     rng = np.random.default_rng(0)
     values = rng.standard_normal((6, 64, 64)).astype(np.float32)
     for name in ("base", "target"):
@@ -104,7 +104,7 @@ def test_invalid_addresses_are_one_sentence(runs: list[str], capsys: pytest.Capt
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a local Ray with two CPUs and a token."""
+    """Address of a local Ray cluster with two CPUs and a token."""
     pytest.importorskip("ray", reason="needs the extra tapscope[ray]")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -143,7 +143,7 @@ def diff(runs: list[str], *flags: str) -> "subprocess.Popen[str]":
 
 
 def tasks() -> list[int]:
-    """Process ids of the workers that run a task of a diff below this process."""
+    """Return the process ids of the workers that run a task of a diff below this process."""
     parents, found = dict[int, int](), list[int]()
     for each in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""What is missing makes data partial, unless what is around it was compared and agrees."""
+"""Missing data makes a comparison partial, unless the surrounding module was compared and agrees."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ INNER = "layers.0.mlp.gate_proj:out"
 
 
 def fused(tmp_path: Path, *, around: bool, harm: float = 1.0) -> Report:
-    """The target computes gate and up in one product, in which the tap of gate_proj never fires."""
+    """Write a target that computes gate and up in one product, so that the tap of gate_proj never fires."""
     for name, is_fused in (("b", False), ("t", True)):
         with RunFactory(tmp_path / name, never_fired=[INNER] if is_fused else []) as run:
             run.step()

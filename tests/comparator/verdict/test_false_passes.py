@@ -1,4 +1,4 @@
-"""Ways in which SGLang's comparator is known to report a pass for runs that differ; none of them is one here."""
+"""Cases in which SGLang's comparator is known to report a pass for runs that differ, none of which passes here."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

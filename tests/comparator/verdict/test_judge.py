@@ -1,4 +1,4 @@
-"""Verdicts: what is a difference and what is rounding, and none of the ways in which a difference can hide."""
+"""Verdicts: distinguish differences from rounding, without any way for a difference to hide."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Local faults of real models are caught by default, within float32 and in bfloat16 against float32, and named."""
+"""Local faults of real models are detected and named by default, in float32 and in bfloat16 against float32."""
 
 import copy
 from collections.abc import Callable
@@ -27,7 +27,7 @@ def capture(model: nn.Module, path: Path) -> Path:
 
 
 def spread_weights(model: nn.Module) -> nn.Module:
-    """Weights of unequal rows, norms that are not 1, biases that are not 0."""
+    """Set weights with rows of different size, norm weights other than 1, and nonzero biases."""
     torch.manual_seed(3)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

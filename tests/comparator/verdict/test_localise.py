@@ -1,4 +1,4 @@
-"""The culprit is named: two runs of one small decoder, one of them damaged in one place."""
+"""The culprit is named: two runs of one small decoder, one of which is damaged in one place."""
 
 from itertools import product
 from pathlib import Path
@@ -197,7 +197,7 @@ def test_localise_backward_input_is_the_gradient_of_the_output(tmp_path: Path) -
 
 @pytest.mark.parametrize(("error", "named"), [(0.02, "a"), (0.006, "b")])
 def test_localise_names_a_near_culprit_upstream_that_explains_the_others(error: float, named: str) -> None:
-    """As far as a module may enlarge it, by 4."""
+    """A module may amplify the upstream error by up to 4."""
     graph = Graph([Node("a", "in[x]", True), Node("a", "out", True, True), Node("b", "out", True, True)])
     inputs = [Inputs((), ""), Inputs((0,), "captured"), Inputs((1,), "captured")]
     before, near, culprit = (PairResult(Pair(None, None), site, PairMeta()) for site in ("a:in[x]", "a:out", "b:out"))
@@ -248,7 +248,7 @@ def test_localise_input_that_already_differs_blames_the_module_around(tmp_path: 
 
 
 def test_localise_gradient_of_a_submodule_does_not_explain_an_output() -> None:
-    """Equal weights for all chosen experts: what the layer returns is wrong, and so is the router's gradient."""
+    """With equal weights for all chosen experts, the output of the layer is wrong, and so is the router's gradient."""
     nodes = [Node("mlp", "in[x]", True), Node("mlp", "out", True), Node("mlp.gate", "param[weight].grad", True)]
     inputs = [Inputs((), ""), Inputs((0,), "captured"), Inputs((), "")]
     same, *wrong = (PairResult(Pair(None, None), f"{node.path}:{node.port}", PairMeta()) for node in nodes)

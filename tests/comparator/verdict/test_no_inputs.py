@@ -1,4 +1,4 @@
-"""A module that is called without tensors returns what the host passed: no error upstream explains a difference."""
+"""A module that is called without tensors returns values of the host: no error upstream explains a difference."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +15,7 @@ from tapscope.sources import open_run
 
 
 class Table(nn.Module):
-    """The noise levels of a schedule, as the host has set them."""
+    """The noise levels of a schedule, as set by the host."""
 
     def __init__(self, factor: float = 1.0) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Table(nn.Module):
 
 
 class Denoiser(nn.Module):
-    """Encodes, then scales by the levels of a table."""
+    """Module that encodes, then scales by the levels of a table."""
 
     def __init__(self, **how: Any) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ def test_table_that_the_host_passed_is_named_in_bfloat16(tmp_path: Path) -> None
     divergence = report.first_divergence
     assert divergence is not None
     assert (divergence.module, divergence.inputs, divergence.is_certain) == ("table", "none", True)
-    assert divergence.finding.ratio > 100.0  # of the floor of float32, although the model computes in bfloat16
+    assert divergence.finding.ratio > 100.0  # relative to the float32 floor, although the model computes in bfloat16
     assert "its module has no tensor inputs: the host passed other values" in str(report)
 
 
