@@ -89,7 +89,7 @@ class CUDAGraphManager:
     ) -> Self:
         """Create the graphs of steps in ``buffers``, without capturing any.
 
-        ``max_rows``: rows of a step of single rows; ``max_request_rows``: rows per request in such a step;
+        ``max_rows``: rows of a step of single rows; ``max_request_rows``: rows per request in that step;
         ``max_tokens``: rows of a step with prompts; ``extra_widths``: widths of additional model arguments [rows,
         width] in ``dtype``, by name; ``numerics``, ``stream``: see :class:`.DecodeGraphs`; ``is_observed``: graphs may
         be captured with taps.

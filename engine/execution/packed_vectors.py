@@ -52,7 +52,7 @@ class PackedVectors:
         if place not in self._staged:
             if len(self._staged) >= _MOST_VIEWS:
                 self._staged.clear()
-            with torch.inference_mode(False):  # they outlive the caller's mode
+            with torch.inference_mode(False):  # cached views outlive the caller's mode
                 self._staged[place] = self._hosts[self._host_index][:end], self._device[:end]
         return self._staged[place]
 
@@ -67,6 +67,6 @@ class PackedVectors:
         if key not in self._views:
             if len(self._views) >= _MOST_VIEWS:
                 self._views.clear()
-            with torch.inference_mode(False):  # they outlive the caller's mode
+            with torch.inference_mode(False):  # cached views outlive the caller's mode
                 self._views[key] = list(torch.split(self._device[: sum(key)], list(key)))
         return list(self._views[key])

@@ -291,7 +291,7 @@ class Experts(CheckpointModule):
         return grouped_scaled_product(codes, scale, weight, self.scales[name], layout, dtype, ends, most)
 
     def most_rows(self, pairs: Tensor) -> int:
-        """Return the largest number of rows of ``pairs`` [pairs, ...] that one expert may have."""
+        """Return the largest number of rows that one expert can have among ``pairs`` [pairs, ...]."""
         return len(pairs) // (1 if self.may_repeat else self.config.top_k)
 
     def _sort(self, experts: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
