@@ -1,4 +1,4 @@
-"""Candidates: dims that a site may have, from its axes and the mesh coordinates of its ranks."""
+"""Candidates: possible dims of a site, derived from its axes and the mesh coordinates of its ranks."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations, permutations, product
@@ -13,15 +13,15 @@ from tapscope.core.dims import parse
 from tapscope.core.errors import DimsError
 
 _HEADS_PER_KEY = (2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
-"""Numbers of query heads per key head in use."""
+"""Ratios of query heads to key heads that are in use."""
 _MOST_TURNED = 3
-"""Most axes for which permutations are tried."""
+"""Maximum number of axes for which permutations are tried."""
 _PARAMETER = "o i"
 _NOT_FEATURES = (("1",), ("t",), ("b",), ("s",))
 
 
 def candidates(series: Series, other: Series, places: Sequence[Coords], axes: Sequence[str]) -> Iterator[Dims]:
-    """Possible dims: the stated ones with the unexplained axes added, then any over all axes."""
+    """Yield possible dims: the stated dims extended by the unexplained mesh axes, then dims over all mesh axes."""
     for base in _named(series, other):
         stated = {shard.axis for _, shard in base.shards()} | set(base.replicated)
         plain = structs.replace(base, dims=tuple(map(_unsharded, base.dims)), replicated=())
@@ -34,7 +34,7 @@ def candidates(series: Series, other: Series, places: Sequence[Coords], axes: Se
                         yield made
                         yield from _too_wide(made, series, other, sizes)
                     elif not any(_is_section(how) for how, _ in choice) and _is_as_wide(made, series, other, sizes):
-                        yield made  # three axes have hundreds of combinations
+                        yield made  # filtered, because three axes have hundreds of combinations
                 if len(over) == 1:
                     num = len({place.get(over[0]) for place in places})
                     yield from _query_key_value(start, base, series.first.shape, Shard(over[0]), num)
@@ -44,7 +44,7 @@ def candidates(series: Series, other: Series, places: Sequence[Coords], axes: Se
 def permuted_candidates(
     series: Series, other: Series, places: Sequence[Coords], axes: Sequence[str]
 ) -> Iterator[tuple[Dims, str | None]]:
-    """(dims with the axes in another order than on the other side, dims for the other side if it states none)."""
+    """Yield (dims with permuted axes for ``series``, dims for ``other`` or None if it states its own)."""
     ndim = len(series.first.shape)
     theirs = _parsed(other, ndim)
     if not 1 < ndim <= _MOST_TURNED or len(other.first.shape) != ndim or _parsed(series, ndim) is not None:
@@ -59,7 +59,7 @@ def permuted_candidates(
 
 
 def _stated(series: Series, dims: Dims) -> Series:
-    """Return the series as if its first record had these dims."""
+    """Return the series as if its first firing had these dims."""
     first = series.firings[0]
     records = tuple(record._replace(dims=str(dims)) for record in first.records)
     return structs.replace(series, firings=(structs.replace(first, records=records),))
@@ -68,7 +68,7 @@ def _stated(series: Series, dims: Dims) -> Series:
 def fused_candidates(
     recorded: Series, other: Series, places: Sequence[Coords], axes: Sequence[str], axis: int
 ) -> Iterator[Dims]:
-    """Dims of a fused tensor: its sections are known, so that only the mesh axes along them are not."""
+    """Yield possible dims of a fused tensor, whose sections are known, so that only the mesh axes are unknown."""
     for base in _named(recorded, other):
         plain = structs.replace(base, dims=tuple(map(_unsharded, base.dims)))
         for over in _distinguishing_axes(places, axes, set()):
@@ -76,7 +76,8 @@ def fused_candidates(
 
 
 def _features(dims: Dims, series: Series, other: Series, sizes: Mapping[str, int]) -> Iterator[tuple[int, int, int]]:
-    """(tensor axis, its assembled length, its length on the other side) where that side is whole."""
+    """Yield (tensor axis, assembled length, length on the other side) of each feature axis, if the other side is one
+    record."""
     shape = other.first.shape
     if len(other.firings[0].records) == 1 and len(shape) == dims.ndim == len(series.first.shape):
         for at, dim in enumerate(dims.dims):
@@ -90,7 +91,8 @@ def _is_as_wide(dims: Dims, series: Series, other: Series, sizes: Mapping[str, i
 
 
 def _too_wide(dims: Dims, series: Series, other: Series, sizes: Mapping[str, int]) -> Iterator[Dims]:
-    """Dims for shards that are longer than the whole: some are copies (key/value heads), or the rest is padding."""
+    """Yield dims for shards whose total exceeds the whole: some are copies (key/value heads), or the rest is
+    padding."""
     for at, mine, whole in _features(dims, series, other, sizes):
         dim = dims.dims[at]
         if dim.shards and mine > whole > 0 and dim.size is None and not dim.sections:
@@ -105,8 +107,7 @@ def _unsharded(dim: Dim) -> Dim:
 
 
 def _distinguishing_axes(places: Sequence[Coords], axes: Sequence[str], known: set[str]) -> list[tuple[str, ...]]:
-    """Return the smallest sets of up to three further axes that, with the known ones, give every rank unique
-    coordinates."""
+    """Return the smallest sets of up to three additional mesh axes that, with the known ones, identify every rank."""
     free = [axis for axis in axes if axis not in known]
     for num in (1, 2, 3):
         options = [
@@ -120,7 +121,7 @@ def _distinguishing_axes(places: Sequence[Coords], axes: Sequence[str], known: s
 
 
 def _query_key_value(start: Dims, base: Dims, shape: Sequence[int], shard: Shard, num: int) -> Iterator[Dims]:
-    """Three sections, the first a multiple of the others: queries, keys and values."""
+    """Yield dims with three sections (query, key, value), the first a multiple of the other two."""
     for at, dim in enumerate(start.dims):
         if not _may_be_sections(dim):
             continue
@@ -135,7 +136,7 @@ def _query_key_value(start: Dims, base: Dims, shape: Sequence[int], shard: Shard
 
 
 _Way = tuple[str, int]
-"""(how, tensor axis) of one mesh axis."""
+"""(role, tensor axis) assigned to one mesh axis; an empty role is plain sharding."""
 
 
 def _ways(dims: Dims, axis: str) -> list[_Way]:
@@ -172,7 +173,7 @@ def _with(dims: Dims, axes: Sequence[str], choice: Sequence[_Way]) -> Dims:
 
 
 def _cropped(base: Dims, other: Series) -> Iterator[Dims]:
-    """Yield the stated dims with the other side's size of an axis, if that side is whole."""
+    """Yield the stated dims with the size of one axis taken from the other side, if that side is one record."""
     shape = other.first.shape
     if len(other.firings[0].records) == 1 and len(shape) == base.ndim:
         for at, dim in enumerate(base.dims):
@@ -190,7 +191,7 @@ _USUAL_DIMS = {
 
 
 def _named(series: Series, other: Series) -> list[Dims]:
-    """Return the stated dims, else the other side's names, else the usual ones for this number of axes."""
+    """Return the stated dims, else dims with the other side's names, else the usual dims for this number of axes."""
     ndim = len(series.first.shape)
     stated, theirs = (_parsed(one, ndim) for one in (series, other))
     if stated is not None:

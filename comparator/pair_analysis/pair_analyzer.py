@@ -1,4 +1,4 @@
-"""Pair analyzer: compare one matched pair of sites, without regard to other sites."""
+"""Pair analyzer: compare one matched pair of sites, independently of other sites."""
 
 import math
 from collections.abc import Hashable, Iterator, Sequence
@@ -36,31 +36,31 @@ from tapscope.core.site import compact_ranges, is_parameter
 from tapscope.run_format.record import Record
 
 _OF_EACH_RANK = "each data-parallel rank has its own, and the runs have different numbers of these ranks"
-"""Why a loss is not compared."""
+"""Reason for excluding a per-rank scalar such as a loss."""
 
 if TYPE_CHECKING:
     from tapscope.comparator.metrics.detail import Detail
 
 
 class AnalyzedPair(Struct, frozen=True):
-    """A compared pair, before dims are suggested."""
+    """A compared pair, before dims are suggested for it."""
 
     result: PairResult
     prepared: PreparedPair | None = None
-    """None if there is nothing to suggest."""
+    """The prepared pair; None if there is no need to suggest dims."""
 
 
 class PackedPair(NamedTuple):
-    """An :class:`AnalyzedPair` without its pair, as another process sends it."""
+    """An :class:`AnalyzedPair` without its pair and prepared data, as sent by a worker process."""
 
     site: str
     meta: PairMeta
     values: PairValues
     extras: PairExtras
     is_changed: bool
-    """Whether it was measured as a variant of the pair, see :meth:`PairAnalyzer.comparable_variant`."""
+    """Whether a variant of the pair was measured, see :meth:`PairAnalyzer.comparable_variant`."""
     has_suggestion: bool
-    """Whether dims may be suggested for it."""
+    """Whether dims may be suggested for the pair."""
 
 
 class PairAnalyzer:
@@ -69,17 +69,18 @@ class PairAnalyzer:
     def __init__(
         self, preparer: PairPreparer, tolerance: tuple[float, float] | None = None, detail: bool = False
     ) -> None:
-        """``detail``: whether unequal pairs are measured in detail, see :mod:`..metrics.detail`."""
+        """Compare pairs prepared by ``preparer``; ``detail`` enables detailed metrics of unequal pairs, see
+        :mod:`..metrics.detail`."""
         self.preparer, self.tolerance, self.detail = preparer, tolerance, detail
         self.has_gradients = False
-        """Whether there are gradients, whose floors depend on the size of values."""
+        """Whether the runs have gradients, whose floors depend on the magnitude of values."""
         self.norm_modules: frozenset[str] = frozenset()
-        """Paths of the modules that normalise each row."""
+        """Paths of the modules that normalize each row."""
         self.conv_modules: frozenset[str] = frozenset()
-        """Paths of the modules that combine rows of an image."""
+        """Paths of the modules that combine neighboring rows of an image, such as convolutions."""
         self._suggester = Suggester(preparer)
         self._shape_classes: dict[Hashable, ShapeClass] = {}
-        """By the shape keys of pairs."""
+        """Shape key of a pair -> shape class."""
 
     def with_preparer(self, preparer: PairPreparer, tolerance: tuple[float, float] | None) -> "PairAnalyzer":
         """Return a copy with the same knowledge of modules, for pairs with other firings or another tolerance."""
@@ -92,14 +93,16 @@ class PairAnalyzer:
         return other
 
     def analyze(self, pair: Pair) -> PairResult:
-        """Compare one pair; one that cannot be compared states why, and only a bug raises."""
+        """Compare one pair. If that is impossible, the result states why; an exception is a bug."""
         (analyzed,) = self.analyze_batch([pair])
         return self.with_suggested_dims(analyzed)
 
     @np.errstate(all="ignore")  # as in compare(), since this may run in its own thread
     def analyze_batch(self, pairs: Sequence[Pair]) -> list[AnalyzedPair]:
-        """Return the main part of :meth:`analyze`, which several threads may run concurrently; many small pairs
-        together take less time."""
+        """Run the main part of :meth:`analyze` for several pairs; several threads may call this concurrently.
+
+        Measuring many small pairs together is faster than one by one.
+        """
         prepared_pairs = [self._prepare(pair) for pair in pairs]
         pending = [one for one in prepared_pairs if isinstance(one, PendingRead)]
         read = self._read_values(pending) if pending else iter(())
@@ -107,9 +110,9 @@ class PairAnalyzer:
 
     @np.errstate(all="ignore")
     def count_over(self, pairs: Sequence[Pair]) -> list[int]:
-        """Return the number of elements beyond the tolerance of each pair, all of which have values to read.
+        """Return the number of elements beyond the tolerance for each pair; all pairs must have values to read.
 
-        Raises DataError if they cannot be read.
+        Raises DataError if values cannot be read.
         """
         prepared_pairs = [one for pair in pairs if isinstance(one := self._prepare(pair), PendingRead)]
         batch = measure_all([one.lazy_pair for one in prepared_pairs], self.tolerance or (0.0, 0.0))
@@ -119,11 +122,11 @@ class PairAnalyzer:
         return [batch.num_over[section] for section in batch.section]
 
     def packed(self, pairs: Sequence[Pair]) -> list[PackedPair]:
-        """As :meth:`analyze_batch`, for another process."""
+        """Return the results of :meth:`analyze_batch` in the form sent to another process."""
         return [_packed(pair, analyzed) for pair, analyzed in zip(pairs, self.analyze_batch(pairs), strict=True)]
 
     def unpacked(self, pairs: Sequence[Pair], packed: Sequence[PackedPair]) -> Iterator[AnalyzedPair]:
-        """Yield the results of :meth:`packed` for the same pairs in this process."""
+        """Yield analyzed pairs from the results of :meth:`packed` for the same pairs in another process."""
         for pair, packed_pair in zip(pairs, packed, strict=True):
             prepared = None
             if packed_pair.is_changed or packed_pair.has_suggestion:
@@ -132,8 +135,11 @@ class PairAnalyzer:
             yield AnalyzedPair(result, prepared if packed_pair.has_suggestion else None)
 
     def comparable_variant(self, pair: Pair) -> tuple[Pair, PreparedPair]:
-        """Return the pair, or a variant that can be measured: its shards as replicas, against one rank, or stacked by
-        rank."""
+        """Return the pair and its preparation, or a variant that can be measured.
+
+        Variants, in order: ranks treated as replicas, ranks compared with the single rank of the other run, ranks
+        stacked and compared one by one.
+        """
         prepared = self.preparer.prepare(pair)
         if prepared.problem and (variant := with_replicas(pair)) is not pair:
             pair, prepared = variant, self.preparer.prepare(variant)
@@ -145,7 +151,7 @@ class PairAnalyzer:
         return pair, prepared
 
     def _prepare(self, pair: Pair) -> "AnalyzedPair | PendingRead":
-        """Return a pair before its values are read, or its full result if there is nothing to read."""
+        """Return the pair ready for reading, or its final result if no values need to be read."""
         if pair.baseline is None or pair.target is None:
             return AnalyzedPair(self._unmatched(pair))
         if reason := self.preparer.batch_description(pair.baseline, pair.target):
@@ -187,9 +193,12 @@ class PairAnalyzer:
             return AnalyzedPair(result.replace(problem=str(error)))
 
     def _may_stack(self, pair: Pair) -> bool:
-        """Return whether ranks may hold different values, and one rank the same part of the whole in both runs: neither
-        run says what a rank holds; or the ranks are data parallel, alike in both runs, each with the same token
-        rows."""
+        """Return whether each rank may be compared with the same rank of the other run, although ranks hold different
+        values.
+
+        That is so if neither run records the distribution over ranks, or if the ranks are data parallel, equally in
+        both runs, with the same token rows.
+        """
         baseline, target = pair.sides
         places, row_map = self.preparer.mesh_coords, self.preparer.row_map
         if not (row_map.known or any(place.has_axes for place in places)):
@@ -208,8 +217,8 @@ class PairAnalyzer:
         return True
 
     def _is_of_each_rank(self, pair: Pair) -> bool:
-        """Return whether it is a number that each data-parallel rank has of its own rows, such as a loss, and the runs
-        have different numbers of these ranks."""
+        """Return whether the pair is a scalar that each data-parallel rank computes from its own rows, such as a loss,
+        while the runs have different numbers of data-parallel ranks."""
         places = self.preparer.mesh_coords
         sizes = [place.sizes.get("dp", 1) for place in places]
         is_scalar = all(math.prod(side.first.shape) == 1 and side.is_float for side in pair.sides)
@@ -221,7 +230,7 @@ class PairAnalyzer:
         )
 
     def _unmatched(self, pair: Pair) -> PairResult:
-        """Return the result of a site that only one run has."""
+        """Return the result for a site that only one run has."""
         series = pair.baseline or pair.target
         assert series is not None
         side, notes = side_of(series, series.first.shape), (pair.note,) if pair.note else ()
@@ -262,7 +271,7 @@ class PairAnalyzer:
         return AnalyzedPair(result, None if result.problem else prepared)
 
     def _read_values(self, prepared_pairs: Sequence[PendingRead]) -> Iterator[AnalyzedPair]:
-        """Yield the results of pairs whose values are now read."""
+        """Read and measure the values of the pairs; yield the results."""
         batch = measure_all([pending.lazy_pair for pending in prepared_pairs], self.tolerance or (0.0, 0.0))
         detail = self.measure_detail if self.detail else None
         reader = ValueReader(
@@ -287,8 +296,10 @@ class PairAnalyzer:
                 )
 
     def with_suggested_dims(self, analyzed: AnalyzedPair) -> PairResult:
-        """Return the result with a suggestion of dims that would explain why it could not be assembled, if any. Must be
-        called in order, since a suggestion depends on earlier ones."""
+        """Return the result, with a suggestion of dims that would explain the problem, if there is one.
+
+        Must be called in the order of the pairs, because a suggestion depends on earlier ones.
+        """
         result, prepared = analyzed.result, analyzed.prepared
         if prepared is None:
             return result
@@ -302,7 +313,7 @@ class PairAnalyzer:
         return result.replace(problem=f"{result.problem}; {suggestion}") if suggestion else result
 
     def measure_detail(self, site: str, prepared: PreparedPair) -> "Detail":
-        """Measure a pair with values on both sides in detail, see :mod:`..metrics.detail`; raises DataError."""
+        """Measure a pair with values on both sides in detail, see :mod:`..metrics.detail`. Raises DataError."""
         from tapscope.comparator.metrics.detail import detail_of
 
         configs = [run.model_config for run in (self.preparer.baseline, self.preparer.target)]
@@ -325,8 +336,8 @@ def _packed(pair: Pair, analyzed: AnalyzedPair) -> PackedPair:
 
 
 def _are_whole(prepared: PreparedPair) -> bool:
-    """Return whether both sides are stored by one rank or follow their dims, and do not merely have permuted axes: no
-    other dims would help."""
+    """Return whether no other dims would help: both sides have dims or come from one rank, and are not axis
+    permutations."""
     sides = (prepared.left[0], prepared.right[0])
     if sorted(sides[0].shape) == sorted(sides[1].shape):
         return False
@@ -334,12 +345,12 @@ def _are_whole(prepared: PreparedPair) -> bool:
 
 
 def _is_width(problem: Exception) -> bool:
-    """Return whether other dims may help."""
+    """Return whether other dims might solve the problem."""
     return isinstance(problem, WidthError)
 
 
 def _of_stats(result: PairResult, prepared: PreparedPair, is_exact: bool) -> PairResult:
-    """Return the result of a pair of which only statistics were kept."""
+    """Return the result of a pair for which only statistics were recorded."""
     problem, spread = compare_stats(prepared)
     num_unequal, padded = unequal_hashes(prepared)
     if num_unequal and padded and is_exact and not problem:
@@ -360,7 +371,7 @@ def _no_rows(counts: RowCounts) -> str:
 
 
 def _is_data_parallel(firing: Firing, places: MeshCoords) -> bool:
-    """Return whether only ranks with different coordinates of ``dp`` hold different values."""
+    """Return whether values differ only between ranks with different ``dp`` coordinates."""
     groups: dict[int, set[object]] = {}
     for record in firing.records:
         at = places.coords[record.key.rank].get("dp")

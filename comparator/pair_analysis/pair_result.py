@@ -22,76 +22,77 @@ class PairMeta(Struct, frozen=True, kw_only=True):
     """Facts about a pair that do not depend on its values; pairs with the same shape key share one object."""
 
     baseline: Side | None = None
-    """With the site name of one of these pairs."""
+    """Baseline side, with the site name of one of the pairs that share this object."""
     target: Side | None = None
     problem: str = ""
-    """Why it could not be compared; there are no values then."""
+    """Why the pair could not be compared; empty if it could. A pair with a problem has no values."""
     is_shape_mismatch: bool = False
-    """Whether the problem is a real difference, two whole tensors of different shapes, rather than missing dims."""
+    """Whether the problem is a real difference (whole tensors of different shapes) rather than missing dims."""
     exclusion_reason: str = ""
     """Why no rows match although nothing is wrong; the pair is then excluded from the findings."""
     layout: str = "whole"
     rows: RowCounts = RowCounts()
     num_missing: tuple[int, int] = (0, 0)
-    """Firings that baseline and target lack without an explanation: the other run has them."""
+    """Number of firings that (baseline, target) lacks without an explanation, although the other run has them."""
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
-    """The notes that say why values may be wrong."""
+    """The subset of notes that say why values may be wrong."""
 
 
 class PairValues(Struct, frozen=True, kw_only=True, gc=False):
-    """Results from the values of a pair."""
+    """Results computed from the values of a pair."""
 
     basis: str = "none"
     num_unequal: int = 0
-    """Rows that are not exactly equal as numbers; with statistics only, firings whose hashes differ."""
+    """Number of rows that are not exactly equal; with statistics only, number of firings whose hashes differ."""
     worst: Place | None = None
     columns: MetricColumns | None = None
-    """Columns that hold its metrics; None if it was not compared as numbers."""
+    """Columnar metrics that include this pair; None if it was not compared numerically."""
     index: int = 0
-    """Its index in these columns."""
+    """Index of the pair in :attr:`columns`."""
     step: int = 0
-    """The target's step of all rows."""
+    """Target step of all rows, if there is only one."""
     steps: tuple[StepResult, ...] | None = None
-    """Results per step if there are several steps or none."""
+    """Results per step if the pair covers several steps or none; else None."""
     distribution: ErrorDistribution | None = None
-    """The error distribution, if more is known than the columns hold, or there are no columns."""
+    """Error distribution, if it is more detailed than :attr:`columns` or there are no columns."""
 
 
 class PairExtras(Struct, frozen=True, kw_only=True):
     """Facts that only a few pairs have."""
 
     propagated: ErrorDistribution | None = None
-    """Distribution over all rows, if some were excluded (:mod:`..detectors.exclude_rerouted_rows`): this is what
-    propagates."""
+    """Error distribution over all rows if some were excluded (:mod:`..detectors.exclude_rerouted_rows`): downstream
+    sites inherit this error."""
     baseline_norm: float = 0.0
-    """Norm of the baseline's rows that were read; 0 if there are none, and without gradients."""
+    """Norm of the baseline rows that were read; 0 if none were read, or in runs without gradients."""
     summand_ratio: float = 0.0
-    """Norm of the partial sums of a side, over all of them, / norm of their sum; 0 for values that
-    ranks do not sum."""
+    """Norm of all partial sums of a side together / norm of their total; 0 for values that are not summed over
+    ranks."""
     row_relative_errors: Quantiles = ()
-    """Errors of the input rows of a norm, each relative to itself (:mod:`..metrics.near_zero_rows`); else empty."""
+    """Error of each input row of a norm relative to that row (:mod:`..metrics.near_zero_rows`); empty for other
+    sites."""
     softmax_condition: Quantiles = ()
-    """Condition of attention weights (:mod:`..metrics.softmax_condition`); else empty."""
+    """Condition number of attention weights (:mod:`..metrics.softmax_condition`); empty for other sites."""
     errors_above_typical: Quantiles = ()
-    """Row errors relative to at least the typical row size, if there are outliers; else empty."""
+    """Row errors relative to the row size, but at least to the typical one; empty without outlier rows."""
     peak_above_typical: float = 0.0
-    """The same for the largest element."""
+    """The counterpart of :attr:`errors_above_typical` for the largest element."""
     parameter_updates: tuple[ParameterUpdate, ...] = ()
-    """Optimizer updates of a parameter, step by step; see :mod:`..metrics.updates`."""
+    """Optimizer updates of a parameter, step by step: see :mod:`..metrics.updates`."""
     update_sensitivity: Mapping[int, Quantiles] = {}
     """Step -> share of the update that errors of the gradient may flip; empty for other sites."""
     unequal_rows: tuple[int, ...] = ()
-    """Row pairs whose integers differ, the first few; -1 without token rows."""
+    """Row pairs whose integers differ, limited to the first few; -1 without token rows."""
     choices: ChoiceDifference | None = None
-    """How many choices of experts or keys differ; None for other sites."""
+    """Number of differing choices of experts or keys; None for other sites."""
     permuted: bool = False
-    """Whether unequal tensors hold the same elements in another order in some firing."""
+    """Whether, in some firing, unequal tensors hold the same elements in another order."""
     detail: "Detail | None" = None
     replica_problem: str = ""
-    """What is wrong with the replicas of one side; empty if nothing."""
+    """Defect of the replicas of one side; empty if they agree."""
     replica_place: Place | None = None
-    """Where the replicas differ."""
+    """Place where the replicas differ."""
 
 
 NO_VALUES = PairValues()
@@ -99,8 +100,11 @@ NO_EXTRAS = PairExtras()
 
 
 class PairResult(Struct, frozen=True, gc=False):
-    """One site before it is judged. There may be very many: common parts are shared, metrics are held in columns, and
-    properties are computed on access."""
+    """Comparison result of one site before it is judged.
+
+    There may be very many: common parts are shared, metrics are stored in columns, and properties are computed on
+    access.
+    """
 
     pair: Pair
     site: str
@@ -109,7 +113,7 @@ class PairResult(Struct, frozen=True, gc=False):
     extras: PairExtras = NO_EXTRAS
 
     def replace(self, **members: Any) -> "PairResult":
-        """Return a copy with other members of :attr:`meta` and :attr:`extras`."""
+        """Return a copy with the given fields of :attr:`meta` and :attr:`extras` replaced."""
         about = {name: value for name, value in members.items() if name in PairMeta.__struct_fields__}
         more = {name: value for name, value in members.items() if name not in about}
         return PairResult(
@@ -118,22 +122,22 @@ class PairResult(Struct, frozen=True, gc=False):
 
     @property
     def baseline(self) -> Side | None:
-        """The baseline's side; None for a site that only the target has."""
+        """Baseline side; None for a site that only the target has."""
         return named_side(self.meta.baseline, self.pair.baseline)
 
     @property
     def target(self) -> Side | None:
-        """The target's side; None for a site that only the baseline has."""
+        """Target side; None for a site that only the baseline has."""
         return named_side(self.meta.target, self.pair.target)
 
     @property
     def names(self) -> Iterator[str]:
-        """The recorded site in each run, see :attr:`..facts.Side.site`."""
+        """Recorded site name in each run, see :attr:`..facts.Side.site`."""
         return (sources_of(one)[0].site for one in (self.pair.baseline, self.pair.target) if one is not None)
 
     @property
     def dtypes(self) -> tuple[str, str]:
-        """Dtypes of both sides; empty without a tensor."""
+        """(baseline, target) dtypes; empty for a side without a tensor."""
         one, two = self.meta.baseline, self.meta.target
         return interned_pair((one.dtype if one else None) or "", (two.dtype if two else None) or "")
 
@@ -150,17 +154,17 @@ class PairResult(Struct, frozen=True, gc=False):
 
     @property
     def problem(self) -> str:
-        """See :class:`PairMeta`."""
+        """See :attr:`PairMeta.problem`."""
         return self.meta.problem
 
     @property
     def exclusion_reason(self) -> str:
-        """See :class:`PairMeta`."""
+        """See :attr:`PairMeta.exclusion_reason`."""
         return self.meta.exclusion_reason
 
     @property
     def rows(self) -> RowCounts:
-        """See :class:`PairMeta`."""
+        """See :attr:`PairMeta.rows`."""
         return self.meta.rows
 
     @property
@@ -170,40 +174,40 @@ class PairResult(Struct, frozen=True, gc=False):
 
     @property
     def basis(self) -> str:
-        """What was compared, see :attr:`.finding.Finding.basis`."""
+        """Kind of data that was compared, see :attr:`.finding.Finding.basis`."""
         return self.values.basis
 
     @property
     def num_unequal(self) -> int:
-        """See :class:`PairValues`."""
+        """See :attr:`PairValues.num_unequal`."""
         return self.values.num_unequal
 
     @property
     def metrics(self) -> ErrorMetrics | None:
-        """Global metrics of everything that was read."""
+        """Global metrics over everything that was read; None if not compared numerically."""
         values = self.values.columns
         return None if values is None else values.metrics(self.values.index)
 
     @property
     def num_nonfinite_mismatch(self) -> int:
-        """Places where one side is not finite and the other is different."""
+        """Number of elements where one side is not finite and the other is different."""
         values = self.values.columns
         return 0 if values is None else values.num_nonfinite_mismatch(self.values.index)
 
     @property
     def has_distribution(self) -> bool:
-        """Whether it was compared as numbers, or by statistics."""
+        """Whether the pair was compared numerically, or by statistics."""
         return self.values.distribution is not None or self.values.columns is not None
 
     @property
     def distribution(self) -> ErrorDistribution | None:
-        """Distribution of its errors; None if it was not compared as numbers."""
+        """Error distribution; None if the pair was not compared numerically."""
         distribution, values = self.values.distribution, self.values.columns
         return values.distribution(self.values.index) if distribution is None and values is not None else distribution
 
     @property
     def is_equal(self) -> bool:
-        """Whether nothing that was read differs, not even by a gain."""
+        """Whether everything that was read is equal, including the gain."""
         distribution, values = self.values.distribution, self.values.columns
         if distribution is None:
             return values is None or bool(values.is_zero.item(self.values.index))
@@ -211,7 +215,7 @@ class PairResult(Struct, frozen=True, gc=False):
 
     @property
     def steps(self) -> tuple[StepResult, ...]:
-        """One result per target step, in order; steps with equal hashes have none."""
+        """One result per target step, in order; steps with equal hashes are not included."""
         steps, values = self.values.steps, self.values.columns
         return (
             (values.step(self.values.index, self.values.step),) if steps is None and values is not None else steps or ()
@@ -226,5 +230,5 @@ def are_exact(baseline: str | None, target: str | None) -> bool:
 
 @lru_cache
 def interned_pair(baseline: str, target: str) -> tuple[str, str]:
-    """One shared object for all sites."""
+    """Return the pair as one shared object, to save memory over all sites."""
     return baseline, target

@@ -1,4 +1,4 @@
-"""Place errors: the errors of one finding by the target's ranks, and by tokens."""
+"""Place errors: the errors of one finding, by target rank and by token."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -23,27 +23,30 @@ from tapscope.kernels.native.aggregate import ratio, row_scales
 Array = np.ndarray[Any, Any]
 
 _MAX_RUNS = 64
-"""Column ranges of a block that are told apart by rank; beyond, its error counts for all of its ranks."""
+"""Maximum number of column ranges of a block that are attributed to ranks; beyond it, errors count for all ranks of the
+block."""
 
 
 class Places(Struct, frozen=True, eq=False):
-    """Ranks or tokens, and how far the rows there are apart; nan where that was not measured."""
+    """Ranks or tokens with the largest errors of their rows; nan where an error was not measured."""
 
     at: Array
-    """[places] int64, ascending: target ranks, or indices in :attr:`PlaceErrors.tokens`."""
+    """[places] int64, ascending: target ranks, or indices into :attr:`PlaceErrors.tokens`."""
     errors: Array
-    """[places] float64: largest error of a row relative to its size. Of a rank that holds some columns: norm of the
-    difference in these columns / size of the whole row, so that the squares of all shards add up to that of the row's
-    error. inf where the sides are not finite in different ways."""
+    """[places] float64: largest error of a row relative to the row's size.
+
+    For a rank that holds some of the columns: norm of the difference in these columns / size of the whole row, so that
+    the squares of all shards add up to the squared row error. inf where the sides are not finite in different ways.
+    """
     max_abs: Array
-    """[places] float64: largest difference of an element."""
+    """[places] float64: largest absolute difference of an element."""
 
 
 class FindingPlaces(Struct, frozen=True):
-    """The places at which a finding was compared."""
+    """Errors of one finding, by rank and by token."""
 
     ranks: Places
-    """Replicas are measured each; a partial sum counts for every rank that contributes to it."""
+    """Each replica is measured; a partial sum counts for every contributing rank."""
     tokens: Places
     """Empty without token rows."""
 
@@ -61,10 +64,10 @@ class PlaceErrors:
         """(request, position) of every token that both runs computed, in order."""
 
     def of(self, ready: PreparedPair, *, read: bool) -> FindingPlaces:
-        """Return the places of a pair; without ``read`` no values are read, and errors are nan except where hashes are
-        equal.
+        """Return the errors of a pair by place.
 
-        Raises DataError, and WidthError as :func:`..metrics.measure.measure`.
+        Without ``read``, no values are read, and errors are nan except where hashes are equal. Raises DataError, and
+        WidthError like :func:`..metrics.measure.measure`.
         """
         places = _Places(self._token_of_pair, len(self.tokens))
         unread = np.nan if not read else None
@@ -78,17 +81,17 @@ class PlaceErrors:
 
 
 class _Measured(Struct):
-    """The rows of one join."""
+    """The row measures of one join."""
 
     rows: RowMeasures
     ranks: dict[int, list[tuple[Array, RowMeasures]]]
-    """Rank -> (which rows it holds, their columns), several where its columns are not adjacent."""
+    """Rank -> (mask of the rows it holds, measures of its columns); several entries if its columns are not adjacent."""
     copies: dict[int, int]
-    """Rank -> the rank whose bytes it holds too."""
+    """Rank -> another rank with the same bytes."""
 
 
 class _Places:
-    """Collects the joins of a pair; rows are only related to their size at the end."""
+    """Accumulates the joins of a pair; row errors are divided by row sizes only at the end."""
 
     def __init__(self, token_of_pair: Array, num_tokens: int) -> None:
         self._token_of_pair, self._num_tokens = token_of_pair, num_tokens
@@ -100,13 +103,13 @@ class _Places:
         self._unread = np.zeros(num_tokens, np.bool_)
 
     def add(self, measured: _Measured, join: RowJoin, ranks: set[int]) -> None:
-        """A join that was read."""
+        """Add a join that was measured."""
         self._measured.append((measured, join))
         for rank in ranks & (measured.ranks.keys() | measured.copies.keys()):
             self._ranks.setdefault(rank, (0.0, 0.0))
 
     def add_unread(self, error: float, join: RowJoin, ranks: set[int]) -> None:
-        """A join that was not read: ``error`` is 0 where it is equal, or nan."""
+        """Add a join that was not read: ``error`` is 0 if its hashes are equal, else nan."""
         for rank in ranks:
             if rank not in self._ranks or math.isnan(error):
                 self._ranks[rank] = error, error
@@ -116,7 +119,7 @@ class _Places:
             self._unread[at] |= bool(np.isnan(error))
 
     def result(self) -> FindingPlaces:
-        """Errors, relative to the rows' sizes."""
+        """Return the errors relative to row sizes."""
         if self._measured:
             whole = RowMeasures.concat([measured.rows for measured, _ in self._measured])
             scales, first = row_scales(whole), 0
@@ -146,7 +149,7 @@ class _Places:
 
 
 def _errors(parts: Sequence[tuple[Any, RowMeasures]], scales: Array) -> Array:
-    """[rows] float64: the error of some columns of each row relative to its size."""
+    """Return the error of some columns of each row relative to the row size, as float64 [rows]."""
     squares, odd = np.zeros(len(scales)), np.zeros(len(scales), np.bool_)
     for held, rows in parts:
         squares[held] += rows.sum_sq_diff[held]
@@ -179,7 +182,7 @@ def _measured(ready: PreparedPair, join: RowJoin) -> _Measured:
 
 
 def _copies(whole: AssembledTensor, known: Any) -> dict[int, int]:
-    """Ranks that hold the same bytes as one of the ``known`` ones, by the recorded hashes."""
+    """Return rank -> known rank, for ranks that hold the same bytes as a rank in ``known``, by the recorded hashes."""
     assert whole.piece is not None
     first = {(r.hash, r.shape): r.key.rank for r in leaves(whole.piece) if r.hash is not None and r.key.rank in known}
     return {
@@ -190,7 +193,7 @@ def _copies(whole: AssembledTensor, known: Any) -> dict[int, int]:
 
 
 def _runs(columns: Columns, rows: Rows) -> Iterator[tuple[int, int, list[tuple[int, Array]]]]:
-    """(first column, end, [(rank, which of the rows it holds)]) of the columns that the same ranks hold."""
+    """Yield (first column, end, [(rank, mask of the rows it holds)]) of each column range held by the same ranks."""
     block, width = columns.block, columns.width
     index = np.arange(*rows.indices(block.num_rows)) if isinstance(rows, slice) else rows
     everything = np.ones(len(index), np.bool_)
@@ -211,7 +214,7 @@ def _runs(columns: Columns, rows: Rows) -> Iterator[tuple[int, int, list[tuple[i
 
 
 def _held(block: Block, rows: Array, columns: Array, ranks: Sequence[int]) -> Array:
-    """[ranks, elements] bool: whether a rank contributes to an element, given by row and column."""
+    """Return whether each rank contributes to each element, given by row and column, as bool [ranks, elements]."""
     shape = block.piece.shape
     others = [i for i in range(len(shape)) if i not in block.axes]
     columns = columns // (2 if (next(leaves(block.piece)).dtype or "") in dtypes.COMPLEX else 1)

@@ -1,5 +1,5 @@
-"""Pool: pairs are analyzed in batches, large batches by several threads, which measure without the GIL, or all of them
-by other processes."""
+"""Pool: analyze pairs in batches, with threads for large batches (measuring releases the GIL), or in worker
+processes."""
 
 import math
 import os
@@ -16,43 +16,43 @@ from tapscope.core import dtypes
 
 _Found = TypeVar("_Found")
 MAX_THREADS = 4
-"""More threads would only wait for each other: everything but measuring holds the GIL."""
+"""More threads would only contend: all work except measuring holds the GIL."""
 MIN_THREAD_BYTES = 1 << 19
-"""Bytes of a batch that is worth a thread."""
+"""Minimum size of a batch, in bytes, that is worth a thread."""
 MAX_BATCH = 1024
-"""Pairs that are measured together."""
+"""Maximum number of pairs that are measured together."""
 MAX_BATCH_BYTES = 1 << 24
-"""Bytes of their firings on one rank of the baseline; a pair that has more is measured alone."""
+"""Maximum size of a batch: bytes of the baseline's firings on one rank. A larger pair is measured alone."""
 _PAIR_COST = 1 << 16
-"""Bytes that take about as long as the fixed cost of a pair."""
+"""Fixed cost of a pair, expressed in bytes that take about as long to measure."""
 
 Batch = tuple[list[Pair], int]
 """(adjacent pairs, bytes of their firings)."""
 Results = Generator[tuple[int, list[PackedPair]], None, None]
-"""(index of a batch, :meth:`PairAnalyzer.packed` for it)."""
+"""(index of a batch, its :meth:`PairAnalyzer.packed` results)."""
 
 
 class Workers(Protocol):
-    """Processes that measure batches."""
+    """Interface to processes that measure batches."""
 
     def measure(self, analyzer: PairAnalyzer, batches: Sequence[Batch]) -> Results:
-        """Each batch once, in any order; closing the generator ends the work.
+        """Yield the results of each batch once, in any order; closing the generator stops the workers.
 
-        Raises what a worker raised, and DataError if workers are lost.
+        Raises exceptions of workers, and DataError if workers are lost.
         """
 
 
 def cost_of(batch: Batch) -> int:
-    """In bytes that take as long to measure."""
+    """Return the cost of a batch, in bytes that take as long to measure."""
     return batch[1] + _PAIR_COST * len(batch[0])
 
 
 def analyze_all(
     analyzer: PairAnalyzer, pairs: Sequence[Pair], advance: Callable[[], None], workers: Workers | None = None
 ) -> list[PairResult]:
-    """Return the result of :meth:`PairAnalyzer.analyze` for every pair, in order; it does not depend on ``workers``.
+    """Return the result of :meth:`PairAnalyzer.analyze` for every pair, in order; results do not depend on ``workers``.
 
-    ``advance`` is called after each pair, in the calling thread. An exception of a pair is raised in its turn.
+    ``advance`` is called after each pair in the calling thread. The exception of a pair is raised when its turn comes.
     """
     results = []
     batches = list(batches_of(pairs))
@@ -74,7 +74,7 @@ def _in_workers(analyzer: PairAnalyzer, batches: Sequence[Batch], workers: Worke
 
 
 def in_batches(work: Callable[[Sequence[Pair]], Sequence[_Found]], batches: Sequence[Batch]) -> Iterator[_Found]:
-    """What ``work`` finds of each pair, in order, by threads where a batch is large enough."""
+    """Yield the result of ``work`` for each pair, in order, using threads for batches that are large enough."""
     threads = min(MAX_THREADS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
     large = [i for i, (_, nbytes) in enumerate(batches) if nbytes >= MIN_THREAD_BYTES]
     if threads < 2 or len(large) < 2:
@@ -92,7 +92,7 @@ def in_batches(work: Callable[[Sequence[Pair]], Sequence[_Found]], batches: Sequ
 
 
 def batches_of(pairs: Iterable[Pair]) -> Iterator[Batch]:
-    """Adjacent pairs together: a call costs more than a small pair does."""
+    """Group adjacent pairs into batches, because a call costs more than measuring a small pair."""
     batch: list[Pair] = []
     nbytes = 0
     for pair in pairs:
@@ -107,13 +107,13 @@ def batches_of(pairs: Iterable[Pair]) -> Iterator[Batch]:
 
 
 def num_stored_bytes(pair: Pair) -> int:
-    """Bytes of a pair's payloads in both runs, as if all firings were like the first."""
+    """Return the payload bytes of a pair in both runs, assuming that all firings are as large as the first."""
     stored = [one for side in (pair.baseline, pair.target) if side is not None for one in sources_of(side)]
     return sum(one.num_records * (one.first.entry.nbytes if one.first.entry else 0) for one in stored)
 
 
 def _num_bytes(pair: Pair) -> int:
-    """Bytes of a firing on one rank."""
+    """Return the bytes of one firing of the baseline on one rank."""
     if pair.baseline is None or pair.target is None:
         return 0
     dtype = pair.baseline.dtype

@@ -1,4 +1,4 @@
-"""Replicas: values that dims declare equal on several ranks must be equal, up to the rounding of their dtype."""
+"""Replicas: check that values declared equal on several ranks are equal up to the rounding of their dtype."""
 
 import math
 from collections.abc import Iterable
@@ -24,40 +24,43 @@ from tapscope.core.errors import DataError
 from tapscope.kernels.native import RowMeasures
 
 TOLERANCE_EPS = 2.0
-"""Tolerance of a replica's row in epsilons of its dtype, relative to its norm: an all-reduce need not have the same
-order on every rank, and each order rounds by up to one epsilon."""
+"""Tolerance for the error of a replica's row relative to its norm, in epsilons of the dtype.
+
+An all-reduce may add in a different order on every rank, and each order rounds by up to one epsilon.
+"""
 TOLERANCE_GAIN = 0.25
-"""Tolerance of a common factor in epsilons: rounding goes both ways and averages out over many elements."""
+"""Tolerance for a common factor, in epsilons: rounding goes both ways and averages out over many elements."""
 
 
 MAX_REPLICA_ERROR = 0.05
-"""Relative error up to which a rank that nothing declares a replica is one: summands of a sum err by more."""
+"""Maximum relative error at which an undeclared rank still counts as a replica; partial sums are much further from
+their total."""
 MAX_RIGHT_SHARE = 0.25
-"""A replica is right if its distance is below this share of the largest one."""
+"""A replica is correct if its distance from the other run is below this fraction of the largest distance."""
 
 
 class Replicas(NamedTuple):
-    """State of the replicas of some tensors; problem and note are empty if all are equal."""
+    """Result of checking the replicas of some tensors; ``problem`` and ``note`` are empty if all are equal."""
 
     problem: str = ""
-    """One sentence on the first that differ by more than rounding."""
+    """One sentence on the first replicas that differ by more than rounding."""
     note: str = ""
-    """One sentence on the first that differ by no more."""
+    """One sentence on the first replicas that differ by rounding only."""
     place: Place | None = None
-    """Where the first unequal replicas differ most: row (along the first axis), column, and the rank that is not the
-    first of its group."""
+    """Place where the first unequal replicas differ most: row (along the first axis), column, and the rank that is not
+    the first of its group."""
 
     whole: AssembledTensor | None = None
     """The tensor with the problem."""
 
 
 class _Distance(NamedTuple):
-    """Distance of two replicas."""
+    """Distance between two replicas."""
 
     row: float
-    """The largest error of a row; inf if non-finite values differ."""
+    """Largest error of a row; inf if non-finite values differ."""
     gain: float = 0.0
-    """Their common factor minus 1, over many elements."""
+    """Common factor of the two replicas minus 1, estimated over many elements."""
     at: tuple[int, ...] = ()
     """(row, column) of the largest error, if values were compared."""
 
@@ -87,8 +90,11 @@ def check_replicas(wholes: Iterable[AssembledTensor]) -> Replicas:
 
 
 def with_replicas(pair: Pair) -> Pair:
-    """Return the pair, with the ranks of one run treated as replicas because those of the other run hold equal values
-    in every firing, without dims that declare it; unchanged if neither or both do."""
+    """Return the pair with the ranks of one run treated as replicas, because the other run's ranks hold equal values.
+
+    Applies to pairs without dims of which exactly one run has equal values on all ranks in every firing; otherwise
+    unchanged.
+    """
     baseline, target = sides = pair.sides
     if any(one.derivation is not None or one.first.dims is not None for one in sides):
         return pair
@@ -102,8 +108,10 @@ def with_replicas(pair: Pair) -> Pair:
 
 
 def against_one_rank(pair: Pair) -> Pair:
-    """Return the pair, with the ranks of one run treated as replicas of what the only rank of the other run holds;
-    unchanged where shapes differ or there are dims. :func:`has_right_rank` tells whether that is what they are."""
+    """Return the pair with the ranks of one run treated as replicas of the other run's only rank.
+
+    Unchanged if shapes differ or there are dims. :func:`has_right_rank` then checks that the assumption holds.
+    """
     baseline, target = sides = pair.sides
     if any(one.derivation is not None or one.first.dims is not None for one in sides):
         return pair
@@ -117,9 +125,9 @@ def against_one_rank(pair: Pair) -> Pair:
 
 
 def has_right_rank(ready: PreparedPair) -> bool:
-    """Return whether a rank agrees with the other run, and others differ from it by far more.
+    """Return whether a rank agrees with the other run while other ranks differ from it by far more.
 
-    Pipeline stages are not replicas: under one name they have modules of their own.
+    Pipeline stages are not replicas: their modules differ although names are equal.
     """
     if ready.problem or not ready.plan.joins or not all(whole.has_values for whole in ready.joined_firings):
         return False
@@ -133,8 +141,8 @@ def has_right_rank(ready: PreparedPair) -> bool:
 
 
 def stacked_by_rank(pair: Pair) -> Pair:
-    """Return the pair, with each rank's values compared with the same rank of the other run; unchanged if ranks or
-    shapes differ, or there are dims."""
+    """Return the pair with each rank compared to the same rank of the other run; unchanged if ranks or shapes differ,
+    or there are dims."""
     baseline, target = sides = pair.sides
     if any(one.derivation is not None or one.first.dims is not None for one in sides):
         return pair
@@ -160,10 +168,10 @@ def _agree(firing: Firing) -> bool:
 
 
 def contradicted_ranks(ready: PreparedPair, whole: AssembledTensor, agrees: float = math.inf) -> list[int]:
-    """Return the ranks whose replicas differ from the other run, while those of other ranks agree with it, up to a
-    relative error of ``agrees``; empty if no rank differs, if all do, or without values.
+    """Return the ranks whose replicas differ from the other run while replicas of other ranks agree with it.
 
-    Raises DataError if bytes cannot be read.
+    ``agrees`` is the largest relative error that counts as agreement. Empty if no rank or all ranks differ, or without
+    values. Raises DataError if bytes cannot be read.
     """
     side = 0 if any(whole is one for one in ready.left) else 1
     at = next(i for i, one in enumerate((ready.left, ready.right)[side]) if one is whole)
@@ -184,7 +192,7 @@ def contradicted_ranks(ready: PreparedPair, whole: AssembledTensor, agrees: floa
 def _error(
     ready: PreparedPair, whole: AssembledTensor, piece: Piece | None, side: int, at: int, joins: tuple[RowJoin, ...]
 ) -> float:
-    """Distance of a tensor from the other run's, if it were this piece."""
+    """Return the relative error of the pair if ``whole`` consisted of this piece."""
     instead = structs.replace(whole, piece=piece, replicas=())
     sides = [list(ready.left), list(ready.right)]
     sides[side][at] = instead
@@ -199,7 +207,7 @@ def _error(
 
 
 def _problem(apart: _Distance, eps: float) -> str:
-    """Return the difference beyond the rounding of ``eps``; empty if there is none."""
+    """Return a description of a difference beyond the rounding of ``eps``; empty if there is none."""
     if apart.row > TOLERANCE_EPS * eps:
         return "are not equal" if math.isinf(apart.row) else f"differ by {apart.row:.1e} relative to their norm"
     if abs(apart.gain) > TOLERANCE_GAIN * eps:
@@ -214,7 +222,8 @@ def _place(other: Piece, at: tuple[int, ...]) -> Place:
 
 
 def _distance(whole: AssembledTensor, first: Piece, other: Piece) -> _Distance:
-    """Distance of values; with statistics only, that of the largest magnitudes and of the root mean squares."""
+    """Return the distance between two replicas; with statistics only, compare largest magnitudes and root mean
+    squares."""
     if any(r.entry is None for piece in (first, other) for r in leaves(piece)):
         one, two = (next(leaves(piece)).stats for piece in (first, other))
         if one is None or two is None or one.nonfinite != two.nonfinite:

@@ -1,4 +1,4 @@
-"""Row places: results per step, and the place of a measured row."""
+"""Row places: per-step results, and the place of a measured row."""
 
 import math
 from collections.abc import Sequence
@@ -22,14 +22,16 @@ Array = np.ndarray[Any, Any]
 
 
 def recorded_norm(ready: PreparedPair) -> float:
-    """Norm of the baseline from its statistics."""
+    """Return the norm of the baseline, from its statistics."""
     stats = [record.stats for whole in ready.left for record in whole.records]
     return math.sqrt(sum(s.count * s.rms**2 for s in stats if s is not None and s.rms is not None))
 
 
 def summand_ratio(ready: PreparedPair, measured: MeasuredPair) -> float:
-    """Norm of the partial sums of a side, over all of them, / norm of their sum, the larger one of both sides; from the
-    statistics of the parts. 0 without partial sums."""
+    """Return the norm of all partial sums of a side together / norm of their total, for the side where it is larger.
+
+    The norm of the parts is taken from their statistics. 0 without partial sums.
+    """
     parts = max((_summand_energy(side[0].piece) for side in (ready.left, ready.right) if side), default=0.0)
     if parts == 0.0:
         return 0.0
@@ -47,19 +49,19 @@ def _summand_energy(piece: Piece | None) -> float:
 
 
 class RowsByStep(NamedTuple):
-    """The rows of a pair by target step."""
+    """The rows of a pair, grouped by target step."""
 
     order: Array
-    """[rows]: their indices, step by step."""
+    """[rows] row indices, step by step."""
     starts: Array
-    """[steps]: the first row of each step in that order."""
+    """[steps] index into :attr:`order` of the first row of each step."""
     steps: list[int]
     num_rows: list[int]
-    """Of each step."""
+    """Number of rows of each step."""
 
 
 def rows_by_step(parts: Sequence[ReadJoin], right: Sequence[AssembledTensor]) -> RowsByStep | None:
-    """Return the rows of some joins by step; None if all firings are of one step."""
+    """Return the rows of the joins grouped by step; None if all firings belong to one step."""
     step_of_part = [right[part.join.target].records[0].key.step for part in parts]
     if len(set(step_of_part)) < 2:
         return None
@@ -71,7 +73,8 @@ def rows_by_step(parts: Sequence[ReadJoin], right: Sequence[AssembledTensor]) ->
 
 
 def step_results_of(measured: MeasuredPair, errors: Array, by_step: RowsByStep) -> tuple[StepResult, ...]:
-    """One result per target step, in order, from the ``errors`` of all rows; steps with equal hashes have none."""
+    """Return one result per target step, in order, from the ``errors`` of all rows; steps with equal hashes are not
+    included."""
     rows, (order, starts, steps, counts) = measured.rows, by_step
     largest = np.maximum.reduceat(rows.max_abs[order], starts).tolist()
     diff, base = (np.add.reduceat(x[order], starts) for x in (rows.sum_sq_diff, rows.sum_sq_baseline))
@@ -84,7 +87,7 @@ def step_results_of(measured: MeasuredPair, errors: Array, by_step: RowsByStep) 
 def place_of(measured: MeasuredPair, row: int, ready: PreparedPair, rows: RowMap) -> Place:
     """Return the place of a measured row."""
     part = part_at(measured.parts, row)
-    # The column is that of the largest distance; a non-finite value has none.
+    # The column of the largest difference; a row with a non-finite mismatch has none.
     column = None if measured.rows.nonfinite_mismatch.item(row) else measured.rows.argmax.item(row)
     return place_in(part, row, column, measured.ranks[measured.row_block.item(row)], ready, rows)
 
@@ -92,8 +95,10 @@ def place_of(measured: MeasuredPair, row: int, ready: PreparedPair, rows: RowMap
 def place_in(
     part: ReadJoin, row: int, column: int | None, rank: int | None, ready: PreparedPair, rows: RowMap
 ) -> Place:
-    """Return the place of a measured row, or of a column in it; ``part`` holds the row, and ``rank`` it alone, if not
-    None."""
+    """Return the place of a measured row, or of a column in that row.
+
+    ``part`` is the join of the row; ``rank`` is the only rank that holds the column, if known.
+    """
     join, at = part.join, row - part.first
     whole = ready.right[join.target]
     step, baseline_step = whole.records[0].key.step, ready.left[join.baseline].records[0].key.step
@@ -101,7 +106,7 @@ def place_in(
     index = () if column is None else (column,)
     picked = join.target_rows
     target_row = (picked.start or 0) + at if isinstance(picked, slice) else int(picked[at])
-    if rank is None and index and _is_spread(whole.piece):  # over rows, or over columns of which some are excluded
+    if rank is None and index and _is_spread(whole.piece):  # sharded by row, or by column with some columns excluded
         rank = _rank_at(whole, ready.layouts[1], target_row, index[0])
     if join.pairs is None:
         element = () if column is None else element_of(whole, ready.layouts[1], target_row, column)
@@ -124,15 +129,18 @@ def _is_spread(piece: Piece | None) -> bool:
 
 
 def _rank_at(whole: AssembledTensor, layout: Layout, row: int, column: int) -> int | None:
-    """Return the rank that alone holds an element of the rows, or None."""
+    """Return the only rank that holds an element, or None if several do."""
     assert whole.piece is not None
     ranks = {record.key.rank for record, _ in records_at(whole.piece, element_of(whole, layout, row, column))}
     return ranks.pop() if len(ranks) == 1 else None
 
 
 def index_in_shard(measured: MeasuredPair, row: int, ready: PreparedPair, rank: int) -> tuple[int, ...]:
-    """Return the index of a measured row's largest distance in the record of ``rank``, in the form of ``tapscope show
-    --slice``; empty if that is not one element, or the only record."""
+    """Return the index of a row's largest difference within the record of ``rank``, as used by ``tapscope show
+    --slice``.
+
+    Empty if that is not exactly one element, or if there is only one record.
+    """
     part = part_at(measured.parts, row)
     whole, picked, at = ready.right[part.join.target], part.join.target_rows, row - part.first
     if len(whole.records) < 2 or whole.piece is None or measured.rows.nonfinite_mismatch.item(row):
@@ -144,7 +152,7 @@ def index_in_shard(measured: MeasuredPair, row: int, ready: PreparedPair, rank: 
 
 
 def element_of(whole: AssembledTensor, layout: Layout, row: int, column: int) -> tuple[int, ...]:
-    """Return the index along all axes of an element of the rows; empty for a tensor without a piece."""
+    """Return the index along all tensor axes of the element at (row, column); empty for a tensor without a piece."""
     if whole.piece is None:
         return ()
     shape = whole.piece.shape
@@ -158,5 +166,5 @@ def element_of(whole: AssembledTensor, layout: Layout, row: int, column: int) ->
 
 
 def _is_alone(whole: AssembledTensor) -> bool:
-    """Return whether each column is held by one rank alone: shards, or the rows of one of several ranks."""
+    """Return whether each column is held by one rank only: shards, or rows of one of several ranks."""
     return isinstance(whole.piece, Concatenated) or len(whole.records) == 1 < len(whole.run.ranks)

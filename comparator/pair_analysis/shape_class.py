@@ -1,4 +1,4 @@
-"""Shape class: the part of an analysis that all pairs with one shape key have in common."""
+"""Shape class: the part of an analysis that is common to all pairs with one shape key."""
 
 from functools import lru_cache
 
@@ -15,19 +15,19 @@ from tapscope.core.dtypes import COMPLEX
 
 
 class ShapeClass(Struct, frozen=True):
-    """A prepared pair, as a template for others with its shape key."""
+    """A prepared pair, used as a template for other pairs with its shape key."""
 
     prepared: PreparedPair
     meta: PairMeta
     is_exact: bool
     batched: BatchedPairs | None
-    """How its pairs are read in a batch; None if each is prepared and read alone."""
+    """How to read the pairs in a batch; None if each pair is prepared and read individually."""
     places: dict[tuple[int, int | None, int | None], Place] = field(default_factory=dict)
-    """(row, column, rank) -> place, for pairs read in a batch: small tensors have few places, and are many."""
+    """Cache for batched pairs: (row, column, rank) -> place. Small tensors are many but have few places."""
 
 
 def shape_class_of(pair: Pair, ready: PreparedPair, *, is_shared: bool) -> ShapeClass:
-    """Return the class of a prepared pair; ``is_shared``: whether other pairs may have it."""
+    """Return the class of a prepared pair; ``is_shared``: whether other pairs may have the same class."""
     baseline, target = pair.sides
     names = baseline.first.dtype or "", target.first.dtype or ""
     broken, missing = ready.num_broken, ready.plan.num_missing
@@ -47,7 +47,7 @@ def shape_class_of(pair: Pair, ready: PreparedPair, *, is_shared: bool) -> Shape
 
 
 def _unlike(baseline: str, target: str) -> str:
-    """Return the problem if only one side is complex: such values cannot be compared."""
+    """Return a problem if exactly one side is complex, because such values cannot be compared; else empty."""
     if (baseline in COMPLEX) == (target in COMPLEX):
         return ""
     return f"{baseline} against {target}: complex and real values cannot be compared"

@@ -1,7 +1,7 @@
 """Sketches: estimate the difference of two tensors of which at least one was kept as a sketch.
 
-Sketches are linear: those of shards, partial sums and data-parallel ranks are added, and so are those of steps, until
-both sides hold the same token rows. Values of a side that kept them are sketched here.
+Sketches are linear: sketches of shards, partial sums and data-parallel ranks are added, and so are those of steps,
+until both sides hold the same token rows. A side that kept values is sketched here.
 """
 
 from collections.abc import Iterable, Sequence
@@ -39,20 +39,20 @@ from tapscope.run_format.sketch import (
 Array = np.ndarray[Any, Any]
 
 BASIS = "sketch"
-"""Basis of a result that was estimated from sketches."""
+"""Basis of a result that is estimated from sketches."""
 
 
 class _Problem(Exception):
-    """Why sketches cannot be compared; a sentence."""
+    """Sketches cannot be compared; the message is a sentence that says why."""
 
 
 class _Unit(NamedTuple):
-    """One firing on one side."""
+    """The sketch of one firing on one side."""
 
     step: int
     call: tuple[int, int]
     keys: Array | None
-    """[rows] uint32: the keys of its token rows, sorted; None if they are not known."""
+    """[rows] uint32: sorted keys of its token rows; None if they are unknown."""
     shape: tuple[int, ...]
     counters: Array
     num_nonfinite: int
@@ -61,7 +61,7 @@ class _Unit(NamedTuple):
 
 
 def has_sketches(*series: Series | None) -> bool:
-    """Return whether any record of these has a sketch."""
+    """Return whether any record in the first firings of these series has a sketch."""
     return any(
         record.sketch is not None
         for one in series
@@ -72,7 +72,8 @@ def has_sketches(*series: Series | None) -> bool:
 
 
 def compare_sketches(one: PairResult, preparer: PairPreparer) -> PairResult | str:
-    """Return the result of a pair of which at least one side was kept as sketches; the reason why there is none."""
+    """Return the result of a pair of which at least one side was kept as sketches, or a sentence on why there is
+    none."""
     baseline, target = one.pair.baseline, one.pair.target
     assert baseline is not None
     assert target is not None
@@ -139,7 +140,10 @@ def _result(one: PairResult, groups: Sequence[_Group], num_left_out: int) -> Pai
 
 
 def _groups(sides: tuple[list[_Unit], list[_Unit]], shift: int) -> Iterable[_Group]:
-    """Units of both sides with the same rows: one each where steps correspond, else several whose rows add up."""
+    """Yield groups of units of both sides with the same rows.
+
+    A group is one unit per side where steps correspond, otherwise several units whose rows add up.
+    """
     plain = [[unit for unit in side if unit.keys is None] for side in sides]
     there = {(unit.step, unit.call): unit for unit in plain[1]}
     for unit in plain[0]:
@@ -169,7 +173,7 @@ def _name(unit: _Unit) -> bytes:
 
 
 def _components(left: list[_Unit], right: list[_Unit]) -> Iterable[_Group]:
-    """Return the smallest groups of units that share rows, if both sides hold the same rows equally often."""
+    """Yield the smallest groups of units that share rows, if both sides hold each row equally often."""
     units = [*left, *right]
     parents = list(range(len(units)))
 
@@ -195,7 +199,7 @@ def _components(left: list[_Unit], right: list[_Unit]) -> Iterable[_Group]:
 
 
 class _Reader:
-    """Reads the units of a site."""
+    """Reads the sketches of a site, computing them where a run kept values."""
 
     def __init__(self, is_param: bool) -> None:
         self._is_param = is_param
@@ -203,7 +207,7 @@ class _Reader:
         self._indices: dict[tuple[Any, ...], SketchIndex | str] = {}
 
     def units(self, run: Run, mesh: MeshCoords, rows: Any, firings: Sequence[Firing]) -> list[_Unit]:
-        """One for every firing; raises _Problem or DataError."""
+        """Return one unit per firing. Raises _Problem or DataError."""
         return [self._unit(run, mesh, rows, firing) for firing in firings]
 
     def _unit(self, run: Run, mesh: MeshCoords, rows: Any, firing: Firing) -> _Unit:
@@ -262,7 +266,8 @@ class _Reader:
 
 
 def _place(record: Record, mesh: MeshCoords) -> tuple[int, ...]:
-    """Return the coordinates along which the tensor is sharded or a partial sum: ranks with equal ones are replicas."""
+    """Return the coordinates over which the tensor is sharded or partially summed; ranks with equal coordinates are
+    replicas."""
     if record.dims is None:
         return ()
     try:

@@ -1,4 +1,4 @@
-"""Suggester: dims that would explain a site that could not be assembled, tried on the pair itself."""
+"""Suggester: find dims that would explain a site that could not be assembled, by trying them on the pair itself."""
 
 import math
 import re
@@ -28,27 +28,27 @@ from tapscope.core.site import is_parameter
 from tapscope.run_format.record import Record
 
 MAX_EQUAL_ERROR = 0.05
-"""Relative error up to which values count as equal to the other run's: wrong dims give about 1."""
+"""Maximum relative error at which values count as equal to the other run's; wrong dims give about 1."""
 _BOUNDS = (1e-5, 0.01)
 MIN_WRONG_ERROR = 0.3
-"""Relative error from which shards may have been joined incorrectly."""
+"""Minimum relative error at which shards are suspected of being joined incorrectly."""
 _MAX_VAIN_TRIES = 6
 _MAX_CANDIDATES = 64
-"""Candidates tried for one side of a site."""
+"""Maximum number of candidates tried for one side of a site."""
 _SITES = 24
-"""Sites tried in one comparison; others of the same kind get the result of the first."""
+"""Maximum number of sites tried in one comparison; sites that differ only in numbers share the first result."""
 _MAX_ROWS_READ = 128
-"""Rows read to see whether values agree."""
+"""Maximum number of rows read to check whether values agree."""
 _MAX_ELEMENTS_READ = 1 << 22
 _LAYER = re.compile(r"(?<=\.)\d+(?=[.:])")
 
 
 class _Tried(Struct, frozen=True):
-    """The result of one candidate."""
+    """The result of trying one candidate."""
 
     dims: str
     error: float
-    """Relative error of the first rows; NaN if there are no values to compare."""
+    """Relative error of the leading rows; NaN if there are no values to compare."""
 
 
 class Suggester(Struct):
@@ -56,12 +56,15 @@ class Suggester(Struct):
 
     preparer: PairPreparer
     _known: dict[str, str] = field(default_factory=dict)
+    """Site of the target with ``*`` for each layer number -> suggestion."""
     _vain: int = 0
-    """Sites that differ although no tried dims explain them: most likely faults."""
+    """Number of sites that differ although no tried dims explain them, and which are therefore likely faults."""
 
     def suggest(self, pair: Pair, *, broken: bool) -> str:
-        """Return a sentence with the dims that would match the pair's sides; if shards are ``broken``, that is could
-        not be assembled, also that there are none."""
+        """Return a sentence with dims that would make the pair's sides match; empty if there are none.
+
+        ``broken``: shards could not be assembled; the sentence then also says so if no dims fit.
+        """
         baseline, target = pair.sides
         if not self.preparer.row_map.known and not broken and (sentence := _as_many_rows(baseline, target)):
             return sentence
@@ -71,8 +74,8 @@ class Suggester(Struct):
         return self._known[kind]
 
     def check_layout(self, pair: Pair, ready: PreparedPair, error: float) -> str:
-        """Return a sentence if values are so far apart that shards may have been joined incorrectly, and other dims
-        would give the values of the other side."""
+        """Return a warning if values differ so much that shards may be joined incorrectly, and other dims give the
+        other side's values; otherwise empty."""
         sides = ready.left[0], ready.right[0]
         if (
             error < MIN_WRONG_ERROR
@@ -96,15 +99,17 @@ class Suggester(Struct):
         recorded = series.sources[0] if series.sources else series
         places = self._places(side, recorded)
         axes = [axis for axis in varying_axes(places) if axis != "rank" and axis not in STAGES]
-        meant = candidates(series, other, places, axes)
+        choices = candidates(series, other, places, axes)
         if isinstance(series.derivation, FusedPart):
-            meant = fused_candidates(recorded, other, places, axes, series.derivation.fused.axis)
+            choices = fused_candidates(recorded, other, places, axes, series.derivation.fused.axis)
         trials = [
-            tried for dims in islice(meant, _MAX_CANDIDATES) if (tried := self._measured(pair, side, dims)) is not None
+            tried
+            for dims in islice(choices, _MAX_CANDIDATES)
+            if (tried := self._measured(pair, side, dims)) is not None
         ]
         name, every = ("baseline", "target")[side], _LAYER.sub("*", recorded.site)
         agreeing = [t for t in trials if t.error <= MAX_EQUAL_ERROR]
-        unlikely = "moe_" if "attn" in recorded.site else "attn_"  # the same ranks may have both coordinates
+        unlikely = "moe_" if "attn" in recorded.site else "attn_"  # ranks may have coordinates on both kinds of axes
         best = min(agreeing, key=lambda t: ("=" in t.dims, t.error, unlikely in t.dims, len(t.dims)), default=None)
         if best is not None:
             return f"'{best.dims}' would fit ({_describe_error(best.error)}): --dims '{name}:{every}={best.dims}'"
@@ -117,8 +122,8 @@ class Suggester(Struct):
         return f"no sharding, sum or replication over {over} gives the {_other_run(name)}'s values" if axes else ""
 
     def _places(self, side: int, recorded: Series) -> list[Coords]:
-        """Return the coordinates of the ranks of the first firing; of those with one table of rows, if ranks have
-        different ones."""
+        """Return the coordinates of the ranks in the first firing, limited to one row table if ranks have different
+        ones."""
         records, rows = list(recorded.firings[0].records), self.preparer.rows_of(side)
         if not is_parameter(recorded.site):
             groups: dict[int, list[Record]] = {}
@@ -131,7 +136,7 @@ class Suggester(Struct):
     def _try_turned(
         self, pair: Pair, side: int, series: Series, other: Series, places: Sequence[Coords], axes: Sequence[str]
     ) -> str:
-        """Return a suggestion with permuted axes; since names identify axes, both sides need them."""
+        """Return a suggestion with permuted axes; both sides need dims then, because names identify axes."""
         if series.derivation is not None or other.derivation is not None:
             return ""
         names = ("baseline", "target")[side], ("baseline", "target")[1 - side]
@@ -146,8 +151,7 @@ class Suggester(Struct):
         return ""
 
     def _measured(self, pair: Pair, side: int, dims: Dims, theirs: str | None = None) -> _Tried | None:
-        """Return the result of these dims, with ``theirs`` for the other side; None if they do not match the pair's
-        sides."""
+        """Try the dims for one side, and ``theirs`` for the other; return None if they do not make the sides match."""
         text = str(dims)
         hints = Hints(mesh=self.preparer.mesh_coords[side].sizes)
         changed = [
@@ -176,7 +180,7 @@ def _num_elements(records: Sequence[Record]) -> int:
 
 
 def _as_many_rows(baseline: Series, target: Series) -> str:
-    """What would help if both sides hold equally many rows, split into different steps."""
+    """Return advice if both sides hold equally many rows in total, split into different steps; otherwise empty."""
     counts = num_rows(baseline), num_rows(target)
     if None in counts or counts[0] != counts[1] or max(len(one.firings) for one in (baseline, target)) < 2:
         return ""
@@ -185,7 +189,7 @@ def _as_many_rows(baseline: Series, target: Series) -> str:
 
 
 def _describe_error(error: float) -> str:
-    """Return a relative error, rounded so that similar sites get the same sentence."""
+    """Return a relative error in words, rounded so that similar sites get the same sentence."""
     bound = next((bound for bound in _BOUNDS if error <= bound), MAX_EQUAL_ERROR)
     return f"relative error below {bound:g}" if error else "equal values"
 
@@ -195,7 +199,8 @@ def _other_run(name: str) -> str:
 
 
 def _first_with(series: Series | None, dims: str | None, hints: Hints) -> Series:
-    """Return the first firing alone, with other dims; for a part of a fused tensor those of the fused tensor."""
+    """Return the series reduced to its first firing, with other dims; for a part of a fused tensor, dims of the fused
+    tensor."""
     assert series is not None
     if series.sources:
         sources = tuple(_first_with(one, dims, hints) for one in series.sources)

@@ -1,4 +1,4 @@
-"""Summaries: records without values to subtract, i.e. plain values and tensors kept as statistics only."""
+"""Summaries: compare records without values to subtract, that is plain values and tensors kept as statistics only."""
 
 import json
 import math
@@ -21,17 +21,17 @@ from tapscope.comparator.runs.series import Series, side_of
 from tapscope.run_format.record import Stats
 
 _MAX_VALUE_LENGTH = 60
-"""Characters of a plain value that a note shows."""
+"""Maximum number of characters of a plain value shown in a note."""
 
 
 def analyze_plain_values(pair: Pair, shift: int, rows: RowMap, *, is_same_mesh: bool) -> PairResult:
     """Return the result of a pair with a plain value on at least one side: typed JSON values, which must be equal.
 
-    A value that never changes is compared once, whatever the steps; otherwise firings match by step and call, the
-    target's steps being ``shift`` higher. Ranks are compared one by one if both runs have one mesh (``is_same_mesh``)
-    and the ranks of each hold the same token rows; otherwise the first, with a warning if the others differ. A number
-    that is the size of the step's own batch in both runs (Megatron's ``max_seq_len``) is excluded if it differs: the
-    runs batch differently.
+    A value that never changes is compared once, whatever the steps. Otherwise, firings match by step and call, with
+    target steps ``shift`` higher. Ranks are compared one by one if both runs have one mesh (``is_same_mesh``) and all
+    ranks of a run hold the same token rows. If not, only the first rank is compared, with a warning if others differ. A
+    number that equals the size of the step's own batch in both runs (Megatron's ``max_seq_len``) is excluded if it
+    differs: the runs batch differently.
     """
     left, right = pair.sides
     about = PairMeta(baseline=side_of(left, left.first.shape), target=side_of(right, right.first.shape))
@@ -65,7 +65,7 @@ def analyze_plain_values(pair: Pair, shift: int, rows: RowMap, *, is_same_mesh: 
 _ValuePlace = tuple[int, tuple[int, int], int]
 """(step, call, rank or -1 for all)."""
 _Values = dict[_ValuePlace, str]
-"""The values as JSON."""
+"""Place -> value as JSON."""
 
 
 def _have_same_ranks(left: Series, right: Series) -> bool:
@@ -84,7 +84,7 @@ def _have_other_rows(pair: Pair, rows: RowMap) -> bool:
 
 
 def _ranks_differ(series: Series, name: str) -> str:
-    """Return a warning if the ranks of one firing hold different values; empty if none do."""
+    """Return a warning if the ranks of one firing hold different values; otherwise empty."""
     for firing in series.firings:
         values = {_written(record.value): record.key.rank for record in reversed(firing.records)}
         if len(values) > 1:
@@ -94,13 +94,13 @@ def _ranks_differ(series: Series, name: str) -> str:
 
 
 def _lone_rank(unequal: Sequence[_ValuePlace], met: Mapping[_ValuePlace, object]) -> int | None:
-    """Return the only rank whose values differ; None if there is none."""
+    """Return the only rank whose values differ; None if there are several, or only one rank was compared."""
     ranks = {rank for _, _, rank in unequal}
     return ranks.pop() if len(ranks) == 1 < len({rank for _, _, rank in met}) else None
 
 
 def _met(left: _Values, right: _Values) -> dict[_ValuePlace, tuple[str, str]]:
-    """Matched values, by the baseline's place."""
+    """Return the matched values as (baseline, target), by the baseline's place."""
     if len(set(left.values())) == len(set(right.values())) == 1:
         place, value = next(iter(left.items()))
         return {place: (value, next(iter(right.values())))}
@@ -108,8 +108,7 @@ def _met(left: _Values, right: _Values) -> dict[_ValuePlace, tuple[str, str]]:
 
 
 def _are_extents(pair: Pair, rows: RowMap) -> bool:
-    """Return whether every firing of both runs holds the size of one axis of its step's token grid, the same axis in
-    all."""
+    """Return whether every value in both runs is the size of the same axis of its step's token grid."""
     axes: set[tuple[int, int]] | None = None
     for series, side in zip(pair.sides, (rows.baseline, rows.target), strict=True):
         for firing in series.firings:
@@ -133,8 +132,8 @@ def _values(series: Series, shift: int, *, by_rank: bool) -> _Values:
 
 
 def _written(typed: Any) -> str:
-    """Return a typed value as JSON, equal for equal values: 1 and 1.0, which the recorder stores as a string, are
-    equal."""
+    """Return a typed value as JSON text that is equal for equal values; 1 equals 1.0, which the recorder stores as a
+    string."""
     if not isinstance(typed, Mapping) or "value" not in typed:
         return json.dumps(typed, sort_keys=True)
     value, rest = typed["value"], {key: each for key, each in typed.items() if key not in ("type", "value")}
@@ -146,10 +145,11 @@ def _written(typed: Any) -> str:
 
 
 def compare_stats(ready: PreparedPair) -> tuple[str, ErrorDistribution]:
-    """(problem, distribution) from statistics alone, if every join covers both of its tensors completely.
+    """Return (problem, distribution) from statistics alone; the problem says so if a join does not cover both of its
+    tensors.
 
-    The typical error is the difference of the means relative to the rms, the worst row's that of the largest
-    magnitudes, and the gain is the ratio of the rms minus 1. Differences that leave all three unchanged are not seen.
+    The typical error is the difference of the means relative to the rms, the error of the worst row that of the largest
+    magnitudes, and the gain the ratio of the rms minus 1. Differences that leave all three unchanged are not detected.
     """
     differences: list[tuple[float, float, float]] = []
     for join in ready.plan.joins:
@@ -171,7 +171,7 @@ def compare_stats(ready: PreparedPair) -> tuple[str, ErrorDistribution]:
 
 
 def unequal_hashes(ready: PreparedPair) -> tuple[int, bool]:
-    """(joins with one layout whose hashes differ, whether padding may be the only difference)."""
+    """Return (number of joins with equal layout whose hashes differ, whether padding may be the only difference)."""
     odd, padded = 0, False
     for join in ready.plan.joins:
         one, two = ready.left[join.baseline], ready.right[join.target]
@@ -186,7 +186,7 @@ def unequal_hashes(ready: PreparedPair) -> tuple[int, bool]:
 
 
 def _holds_only(whole: AssembledTensor, layout: Layout, num_pairs: int) -> bool:
-    """Return whether the tensor holds the compared rows and nothing else, not even padding."""
+    """Return whether the tensor holds exactly the compared rows, without padding."""
     count = 1
     for axis in layout.axes:
         count *= whole.shape[axis]
@@ -194,7 +194,8 @@ def _holds_only(whole: AssembledTensor, layout: Layout, num_pairs: int) -> bool:
 
 
 def _are_alike(one: AssembledTensor, two: AssembledTensor, layouts: tuple[Layout, Layout]) -> bool:
-    """Return whether both hold the same grid in one shape, so that statistics correspond, padding included."""
+    """Return whether both tensors hold the same grid in the same shape, so that statistics correspond, padding
+    included."""
     return one.shape == two.shape and layouts[0].axes == layouts[1].axes
 
 
@@ -207,11 +208,11 @@ def _stats(whole: AssembledTensor) -> Stats | None:
 
 
 def _differences(one: Stats, two: Stats) -> tuple[float, float, float]:
-    """(mean, largest magnitude, gain), each relative to the baseline."""
+    """Return the differences of (mean, largest magnitude, rms), each relative to the baseline."""
     if one.nonfinite != two.nonfinite:
         return math.inf, math.inf, 0.0
     if one.rms is None or two.rms is None or one.mean is None or two.mean is None:
-        return 0.0, 0.0, 0.0  # not one finite value
+        return 0.0, 0.0, 0.0  # no finite values
     if one.rms == 0.0:
         return (0.0, 0.0, 0.0) if two.rms == 0.0 else (math.inf, math.inf, 0.0)
     largest = (two.absmax or 0.0) / (one.absmax or math.inf) - 1.0

@@ -1,4 +1,4 @@
-"""Token view: the rows of one finding, with their errors and a window around the worst element."""
+"""Token view: the rows of one finding with their errors, and a window around the worst element."""
 
 import math
 from collections.abc import Sequence
@@ -23,18 +23,18 @@ from tapscope.kernels.native.aggregate import row_errors
 Array = np.ndarray[Any, Any]
 
 MARGIN = 6
-"""Columns shown on either side of the worst one."""
+"""Number of columns shown on either side of the worst one."""
 
 
 class Window(Struct, frozen=True):
     """Adjacent columns of one row on both sides."""
 
     first: int
-    """The first of these columns."""
+    """Index of the first column of the window."""
     column: int
-    """The column of interest."""
+    """Index of the column of interest."""
     baseline: Array
-    """[columns] float64"""
+    """[columns] float64."""
     target: Array
 
 
@@ -42,44 +42,47 @@ class TokenView(Struct, frozen=True):
     """The rows of a finding that were read; rows with equal hashes are not included."""
 
     errors: Array
-    """[rows] float64: norm of the row's difference / norm of its baseline; inf if only the target is nonzero, or if the
-    two sides are not finite in different ways."""
+    """[rows] float64: norm of the row's difference / norm of its baseline.
+
+    inf if only the target is nonzero, or if the sides are not finite in different ways.
+    """
     max_abs: Array
-    """[rows] float64: largest difference of an element."""
+    """[rows] float64: largest absolute difference of an element."""
     columns: Array
-    """[rows] int64: its column; -1 for a non-finite difference."""
+    """[rows] int64: column of the largest difference; -1 for a non-finite difference."""
     steps: Array
     """[rows] int64: target step."""
     labels: Sequence[str]
     """``0:5`` for position 5 of request 0, or the row index without token rows."""
     worst: int
-    """The row whose error is largest."""
+    """Index of the row with the largest error."""
     window: Window
-    """Around the largest difference of the worst row, or its first value that is not finite on one side alone."""
+    """Columns around the largest difference of the worst row, or around its first value that is non-finite on one side
+    only."""
 
 
 class Tile(Struct, frozen=True):
-    """A rectangle of a pair's rows on both sides."""
+    """A rectangle of a pair's rows and columns on both sides."""
 
     rows: tuple[int, ...]
-    """Places in the order of :class:`TokenView`."""
+    """Row indices in the order of :class:`TokenView`."""
     labels: tuple[str, ...]
     steps: tuple[int, ...]
     """Target step of each row."""
     first_column: int
     num_rows: int
-    """Rows of the whole pair."""
+    """Number of rows of the whole pair."""
     num_columns: int
     baseline: Array
-    """[rows, columns] float64; nan where a row is shorter."""
+    """[rows, columns] float64; nan beyond the end of a shorter row."""
     target: Array
 
 
 class PairReader:
-    """Reads one pair of sites again: every row's error immediately, values by rectangles."""
+    """Re-reads one pair of sites: the errors of all rows immediately, values by rectangle on demand."""
 
     def __init__(self, ready: PreparedPair, rows: RowMap, tolerance: tuple[float, float] = (0.0, 0.0)) -> None:
-        """Measures the pair; raises as :func:`.measure.measure`."""
+        """Measure the pair. Raises like :func:`.measure.measure`."""
         self._ready = ready
         self._measured = measure(LazyPair(ready), tolerance)
         self._row_map, self._pairs = rows, self._measured.pairs
@@ -88,11 +91,11 @@ class PairReader:
 
     @property
     def num_rows(self) -> int:
-        """Rows that were read; those with equal hashes are not among them."""
+        """Number of rows that were read; rows with equal hashes are not included."""
         return len(self._measured.rows)
 
     def token_view(self) -> TokenView | None:
-        """Every row's error; None where nothing had to be read."""
+        """Return the errors of all rows; None if no rows were read."""
         measured = self._measured
         if not self.num_rows:
             return None
@@ -110,8 +113,7 @@ class PairReader:
         )
 
     def tile(self, row: int, column: int, num_rows: int, num_columns: int) -> Tile | None:
-        """Return the rectangle that begins at (row, column), cut at the ends of the pair; None where nothing was
-        read."""
+        """Return the rectangle that begins at (row, column), clipped to the pair; None if no rows were read."""
         if not self.num_rows:
             return None
         row = max(min(row, self.num_rows - 1), 0)
@@ -134,17 +136,17 @@ class PairReader:
 
     @property
     def width(self) -> int:
-        """Columns of the widest row; a complex number is two."""
+        """Number of columns of the widest row; a complex number takes two."""
         return self._measured.width
 
     @property
     def dtypes(self) -> tuple[str, str]:
-        """Recorded dtypes of baseline and target."""
+        """Recorded dtypes of (baseline, target)."""
         return self._ready.left[0].dtype or "", self._ready.right[0].dtype or ""
 
     @property
     def labels(self) -> Sequence[str]:
-        """Of every row: ``0:5`` for position 5 of request 0, or the row index without token rows."""
+        """Label of every row: ``0:5`` for position 5 of request 0, or the row index without token rows."""
         return self._labels
 
     @property
@@ -153,7 +155,7 @@ class PairReader:
         return self._steps
 
     def token_place(self, row: int) -> tuple[str, int, int] | None:
-        """Request, position and branch of a row; None without token rows."""
+        """Return (request, position, branch) of a row; None without token rows."""
         pair, rows = int(self._pairs[row]), self._row_map
         if pair < 0:
             return None
@@ -161,10 +163,10 @@ class PairReader:
         return request, rows.pair_position.item(pair), rows.pair_branch.item(pair)
 
     def chunk(self, row: int, num_rows: int, columns: slice = slice(None)) -> tuple[Array, Array]:
-        """Both sides of the rows from ``row`` on as [rows, columns], in their recorded dtypes.
+        """Return both sides of the rows from ``row`` on as [rows, columns], in their recorded dtypes.
 
-        At most ``num_rows`` rows, and none beyond the step of the first one. Only ``columns`` are read where the
-        tensor is stored in place; they end where the row ends. Raises RunCorruptError.
+        Returns at most ``num_rows`` rows, all from one join, that is one firing. Where the tensor is stored
+        contiguously, only ``columns`` are read; they end where the row ends. Raises RunCorruptError.
         """
         part = self._measured.part_at(row)
         at, join = row - part.first, part.join
@@ -176,13 +178,13 @@ class PairReader:
         )
 
     def target_index(self, row: int, column: int) -> tuple[int, ...]:
-        """Return the index of an element in the target's tensor, put together from all ranks; empty where the row is
-        shorter."""
+        """Return the index of an element in the target's tensor, assembled from all ranks; empty beyond the end of a
+        shorter row."""
         return self._target_element(row, column)[1]
 
     def recorded_index(self, row: int, column: int) -> tuple[int, tuple[int, ...]]:
-        """Return the lowest rank that recorded an element of the target, and its index there; (-1, ()) where the row is
-        shorter."""
+        """Return (lowest rank that recorded an element of the target, index in its record); (-1, ()) beyond the end of
+        a row."""
         whole, element = self._target_element(row, column)
         if whole.piece is None or not element:
             return -1, element
@@ -222,7 +224,7 @@ class PairReader:
 
 
 def _rows(whole: AssembledTensor, layout: Layout, rows: Rows, some: slice, columns: slice) -> Array:
-    """[rows, columns] of consecutive joined rows."""
+    """Return consecutive joined rows as [rows, columns]."""
     assert whole.piece is not None
     first = (rows.start or 0) if isinstance(rows, slice) else 0
     index = slice(first + some.start, first + some.stop) if isinstance(rows, slice) else rows[some]
@@ -243,9 +245,9 @@ def _rows(whole: AssembledTensor, layout: Layout, rows: Rows, some: slice, colum
 
 
 def token_view(ready: PreparedPair, rows: RowMap, tolerance: tuple[float, float] = (0.0, 0.0)) -> TokenView | None:
-    """Measure a pair again, row by row; None if nothing had to be read.
+    """Measure a pair again, row by row; return None if no rows had to be read.
 
-    Raises as :func:`.measure.measure`.
+    Raises like :func:`.measure.measure`.
     """
     return PairReader(ready, rows, tolerance).token_view()
 

@@ -1,4 +1,5 @@
-"""Tolerance counts: how many elements of measured pairs are beyond another tolerance. Nothing else depends on it."""
+"""Tolerance counts: recount the elements of measured pairs that are beyond another tolerance. Other results do not
+depend on it."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,14 +14,14 @@ from tapscope.comparator.pair_analysis.pool import batches_of, in_batches
 
 Array = np.ndarray[Any, Any]
 _FLOAT32_MARGIN = 1.0 - 2.0**-20
-"""Largest differences were found in float32, which may have rounded them by less than this."""
+"""Safety factor: largest differences are computed in float32, which rounds them by less than this."""
 
 
 def with_tolerance_of(analyzer: PairAnalyzer, results: Sequence[PairResult]) -> list[PairResult]:
-    """Return the results with the counts of the analyzer's tolerance.
+    """Return the results with the counts for the analyzer's tolerance.
 
-    Values are read only where the largest difference exceeds ``atol``: without a tolerance no element but the unequal
-    ones counts, and one that differs by less is never beyond it. Raises DataError if they can no longer be read.
+    Values are read only if the largest difference exceeds ``atol``: a smaller difference is never beyond the tolerance,
+    and without a tolerance the unequal elements count. Raises DataError if values can no longer be read.
     """
     every = {id(columns): columns for one in results if (columns := one.values.columns) is not None}
     counts = {key: _known_counts(columns, analyzer.tolerance) for key, columns in every.items()}
@@ -33,7 +34,7 @@ def with_tolerance_of(analyzer: PairAnalyzer, results: Sequence[PairResult]) -> 
 
 
 def _known_counts(columns: MetricColumns, tolerance: tuple[float, float] | None) -> Array:
-    """[pairs] elements beyond the tolerance; -1 where values must be read."""
+    """Return the number of elements beyond the tolerance as [pairs]; -1 where values must be read."""
     if tolerance is None:
         return columns.num_unequal
     largest, mismatch = columns.floats[0], columns.counts[-1]

@@ -45,46 +45,47 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 
 MAX_UNEQUAL = 64
-"""Unequal integer rows that are kept."""
+"""Maximum number of unequal integer rows that are kept per pair."""
 MAX_PLACES = 4096
-"""Cached places per shape class."""
+"""Maximum number of cached places per shape class."""
 EMPTY = "empty on both sides"
 PERMUTED = "permuted: the same elements in another order"
 
 
 class ReaderOptions(NamedTuple):
-    """What to read of every pair."""
+    """What to compute for every pair."""
 
     row_map: RowMap
     has_gradients: bool
-    """Whether there are gradients, whose floors depend on the size of values."""
+    """Whether the runs have gradients, whose floors depend on the magnitude of values."""
     norm_modules: frozenset[str]
-    """Paths of the modules that normalise each row."""
+    """Paths of the modules that normalize each row."""
     conv_modules: frozenset[str]
-    """Paths of the modules that combine rows of an image."""
+    """Paths of the modules that combine neighboring rows of an image, such as convolutions."""
     detail: "Callable[[str, PreparedPair], Detail] | None"
     """(site, pair) -> detailed metrics; None if they are not requested."""
 
 
 class PendingRead(Struct, frozen=True):
-    """A pair whose values have to be read."""
+    """A pair whose values remain to be read."""
 
     shape_class: ShapeClass
     lazy_pair: LazyPair
     pair: Pair
     site: str
     meta: PairMeta
-    """Facts that do not depend on its values."""
+    """Facts that do not depend on the values of the pair."""
     extras: PairExtras = NO_EXTRAS
 
     @property
     def template(self) -> PreparedPair:
-        """A prepared pair with the same shape key, this one or another: layouts, dtypes and plan are equal."""
+        """A prepared pair with the same shape key (this pair or another): layouts, dtypes and plan are equal."""
         return self.lazy_pair.prepared if self.lazy_pair.batched is None else self.shape_class.prepared
 
 
 class ValueReader:
-    """Reads pairs that were measured together; what they have in common is computed in columns."""
+    """Computes the results of pairs that were measured together; quantities common to all pairs are computed in
+    columns."""
 
     def __init__(self, batch: MeasuredBatch, wanted: ReaderOptions) -> None:
         self._measured, self._options, self._values = batch, wanted, metric_columns_of(batch)
@@ -95,13 +96,14 @@ class ValueReader:
             has_outlier_row(self._values.distributions.errors).tolist(),
         )
         self._by_step: dict[int, RowsByStep | None] = {}
-        """By the identity of the joins that are read, which pairs with one shape key share."""
+        """id of the joins that are read (shared by pairs with one shape key) -> their rows by step."""
         self._worst = list(zip(worst, *batch.at_worst(), strict=True))
-        """(row with the largest error, column of its largest difference, rank that alone holds that column, number of
+        """(row with the largest error, column of its largest difference, only rank that holds that column, number of
         elements of the row that are not finite on one side only)."""
 
     def result_of(self, pending: PendingRead, section: int) -> PairResult:
-        """Return the result of a pair with its values; raises DataError if they must be read again and are missing."""
+        """Return the result of a pair with its values. Raises DataError if values must be read again and are
+        missing."""
         if self._is_empty[section]:
             return self._empty(pending, section)
         parts, num_unequal = self._measured.section_of(section).parts, self._num_unequal[section]
@@ -146,7 +148,7 @@ class ValueReader:
         return place
 
     def _empty(self, pending: PendingRead, section: int) -> PairResult:
-        """Return a pair of which nothing was read: equal by its hashes, or without elements."""
+        """Return the result of a pair of which no rows were read: equal by its hashes, or without elements."""
         is_known = bool(self._values.counts[1, section])
         extras = (
             structs.replace(pending.extras, baseline_norm=recorded_norm(pending.lazy_pair.prepared))
@@ -160,7 +162,8 @@ class ValueReader:
         return PairResult(pending.pair, pending.site, meta, values, extras)
 
     def _detailed(self, pending: PendingRead, section: int) -> tuple[ErrorDistribution | None, dict[str, Any]]:
-        """(error distribution, if more is known than the columns hold; members of :class:`PairExtras`)."""
+        """Return (error distribution, if it is more detailed than the columns; further fields of
+        :class:`PairExtras`)."""
         batch, exact, extras, spread = self._measured, pending.shape_class.is_exact, dict[str, Any](), None
         is_unequal, is_off = self._num_unequal[section] > 0, not self._is_zero[section]
         if exact:
@@ -171,11 +174,11 @@ class ValueReader:
         if is_unequal and is_off and not exact:
             if (
                 batch.num_rows(section) >= MIN_ROWS and not pending.template.layouts[0].has_key_axis
-            ):  # else its columns are tokens
+            ):  # with a key axis, columns are tokens
                 channel = self._channel(pending, batch[section])
                 spread = with_channel(self._values.distribution(section), channel)
             extras |= self._of_rows(pending, section)
-            if ratio := summand_ratio(pending.template, batch[section]):  # a batched pair has no summands
+            if ratio := summand_ratio(pending.template, batch[section]):  # a batched pair has no partial sums
                 extras["summand_ratio"] = ratio
         if is_parameter(pending.site):
             extras["parameter_updates"] = parameter_updates_of(
@@ -194,8 +197,11 @@ class ValueReader:
         return spread, extras
 
     def _channel(self, pending: PendingRead, measured: MeasuredPair) -> Channel:
-        """Return the channel that stands out most. A convolution or the like has its channels along the second axis,
-        and adjacent rows of the picture are similar; for other images both axes are checked."""
+        """Return the channel that stands out most.
+
+        A convolution has its channels along the second axis, and neighboring rows of an image are similar; for other
+        images both axes are checked.
+        """
         is_signal = module_of(pending.site) in self._options.conv_modules
         image = image_channel(pending.lazy_pair, measured, is_signal=is_signal)
         if is_signal:
@@ -204,7 +210,7 @@ class ValueReader:
         return max((column, image), key=lambda channel: abs(channel.gain) / channel.noise if channel.noise else 0.0)
 
     def _of_rows(self, pending: PendingRead, section: int) -> dict[str, Any]:
-        """Facts other than errors on which the floors of a few kinds of sites depend."""
+        """Return quantities other than errors on which the floors of a few kinds of sites depend."""
         members = dict[str, Any]()
         if is_norm_input(pending.site, self._options.norm_modules):
             members["row_relative_errors"] = row_relative_errors_of(self._measured[section].rows)
@@ -228,6 +234,7 @@ def _unequal_rows(measured: MeasuredPair) -> Array:
 
 
 def _is_permuted(measured: MeasuredPair, ready: PreparedPair) -> bool:
-    """Return whether a firing with unequal rows has equal multiset hashes: rounding never keeps the same elements."""
+    """Return whether a firing with unequal rows has equal multiset hashes: rounding never leaves the multiset of
+    elements unchanged."""
     parts = {id(part): part for part in map(measured.part_at, _unequal_rows(measured).tolist())}
     return any(ready.equal_by_multiset_hash(part.join) for part in parts.values())

@@ -1,6 +1,6 @@
-"""Worker processes: batches of pairs are measured by forks of this process, which see its runs as it has opened them.
+"""Worker processes: measure batches of pairs in forks of this process, which inherit its opened runs.
 
-A worker sends results without their pairs, which this process has; they are the same as if it had measured them itself.
+A worker sends results without their pairs, which this process has. Results equal those measured in this process.
 """
 
 import multiprocessing
@@ -19,12 +19,12 @@ from tapscope.core.errors import ConfigError, DataError
 
 
 class WorkerProcesses(Struct, frozen=True):
-    """``count`` forks; each measures its share of the batches."""
+    """A pool of ``count`` forks, each of which measures its share of the batches."""
 
     count: int
 
     def measure(self, analyzer: PairAnalyzer, batches: Sequence[Batch]) -> Results:
-        """See :class:`~.pool.Workers`."""
+        """See :class:`~.pool.Workers`. Raises ConfigError on systems without ``fork``."""
         if "fork" not in multiprocessing.get_all_start_methods():
             raise ConfigError("--jobs needs fork(), which this system does not have; compare without it")
         workers: dict[Connection, Any] = {}
@@ -48,7 +48,7 @@ class WorkerProcesses(Struct, frozen=True):
 
 
 def shares_of(batches: Sequence[Batch], count: int) -> list[list[int]]:
-    """Return the indices of batches for each of ``count`` workers, in order, so that all have about as much to read."""
+    """Return the batch indices for each of ``count`` workers, each in order, balanced by cost."""
     shares: list[list[int]] = [[] for _ in range(count)]
     costs = [0] * count
     for at in sorted(range(len(batches)), key=lambda at: -cost_of(batches[at])):
@@ -59,16 +59,17 @@ def shares_of(batches: Sequence[Batch], count: int) -> list[list[int]]:
 
 
 def _start(work: Callable[[int], list[PackedPair]], share: Sequence[int], others: Sequence[Connection]) -> Any:
-    """(process, connection) of a worker that sends (place, result) for each place, then (None, None)."""
+    """Fork a worker that sends (index, result) for each batch index of ``share``, then (None, None); return (process,
+    connection)."""
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe(duplex=False)
 
     def run() -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # this process ends them
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process stops its workers
         for each in (here, *others):
             each.close()
         code = 1
-        with suppress(BrokenPipeError):  # this process ended
+        with suppress(BrokenPipeError):  # the parent process has exited
             try:
                 for place in share:
                     there.send((place, work(place)))
@@ -76,9 +77,9 @@ def _start(work: Callable[[int], list[PackedPair]], share: Sequence[int], others
                 code = 0
             except BrokenPipeError:
                 raise
-            except BaseException as error:  # noqa: BLE001 - raised by the process that reads it
+            except BaseException as error:  # noqa: BLE001 - re-raised in the parent process
                 there.send((None, error))
-        os._exit(code)  # without flushing what this process had buffered
+        os._exit(code)  # skip flushing buffers inherited from the parent
 
     process = context.Process(target=run, daemon=True, name="tapscope-measure")
     process.start()
@@ -89,7 +90,7 @@ def _start(work: Callable[[int], list[PackedPair]], share: Sequence[int], others
 def _receive(connection: Connection, process: Any) -> tuple[int | None, Any]:
     try:
         place, answer = connection.recv()
-    except (EOFError, OSError):  # the second one within a message
+    except (EOFError, OSError):  # OSError if the connection ends within a message
         process.join()
         how = f"signal {-process.exitcode}" if process.exitcode < 0 else f"exit code {process.exitcode}"
         raise DataError(

@@ -1,7 +1,7 @@
 """Call index: number the calls of a module by a plain argument that identifies them within a step.
 
-Gemma 3 calls ``rotary_emb`` once per layer type, and transformers does so in the order of a set of strings, which
-differs between processes. If both runs hold the same values of such an argument, calls are identified by its value.
+Gemma 3 calls ``rotary_emb`` once per layer type, and transformers iterates over a set of strings, whose order differs
+between processes. If both runs recorded the same values of such an argument, the value identifies the call.
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,12 +16,14 @@ from tapscope.run_format.records import Records
 _Place = tuple[str, str, int, int, str, int]
 """(path, model, step, micro, pass, rank)."""
 _Calls = dict[_Place, dict[int, str]]
-"""Place -> occurrence -> the value of the argument."""
+"""Place -> occurrence -> value of the argument."""
 
 
 def index_calls_by_argument(given: tuple[NumberedRecords, NumberedRecords]) -> tuple[NumberedRecords, NumberedRecords]:
-    """Return the records of both runs, with the calls of a step numbered by the argument that identifies them, if
-    any."""
+    """Return the records of both runs, with the calls of a step renumbered by the string argument that identifies them.
+
+    Unchanged if the runs share no such argument.
+    """
     left, right = (_named_calls(one.records) for one in given)
     shared = [port for port in left if port in right and _values(left[port]) == _values(right[port])]
     return _renumbered(given[0], [left[port] for port in shared]), _renumbered(
@@ -30,7 +32,7 @@ def index_calls_by_argument(given: tuple[NumberedRecords, NumberedRecords]) -> t
 
 
 def _named_calls(records: Records) -> dict[str, _Calls]:
-    """Port -> the calls of every place that was called with at least two strings under that name."""
+    """Return port -> calls, for each place that was called with at least two different strings at that port."""
     by_port: dict[str, _Calls] = {}
     for record in records.take(records.which(lambda kind: kind.dtype is None)):
         if isinstance(record.value, Mapping) and record.value.get("type") == "str":

@@ -1,7 +1,7 @@
-"""Call tags: number the calls of a site by the tags that its records have in both runs.
+"""Call tags: number the calls of a site by tags that its records have in both runs.
 
-``dump("x", value, stage="pre")`` and ``dump("x", value, stage="post")`` are one site, called twice. Runs may have the
-stages in another order, or one of them only, so that the number of a call does not say what it is; the tag does.
+``dump("x", value, stage="pre")`` and ``dump("x", value, stage="post")`` are two calls of one site. One run may execute
+the stages in another order, or only one of them. The call number then does not identify the stage, but the tag does.
 """
 
 from collections.abc import Iterable, Mapping
@@ -19,13 +19,14 @@ _Site = tuple[str, str, str]
 _Place = tuple[int, int, int]
 """(step, micro, rank)."""
 _Calls = dict[_Place, dict[int, Mapping[str, Any]]]
-"""Place -> occurrence -> the tags."""
+"""Place -> occurrence -> tags."""
 _Numbers = dict[_Place, dict[int, int]]
-"""Place -> occurrence -> the same for the same call in both runs."""
+"""Place -> occurrence -> number that identifies the same call in both runs."""
 
 
 def index_calls_by_tags(given: tuple[NumberedRecords, NumberedRecords]) -> tuple[NumberedRecords, NumberedRecords]:
-    """Return the records of both runs, with the calls of each site numbered by the tags that identify them, if any."""
+    """Return the records of both runs, with the calls of each site renumbered by identifying tags, where there are
+    any."""
     again = [
         set(one.records.take(one.records.which(lambda kind: kind.occurrence > 0)).distinct_sites()) for one in given
     ]
@@ -41,7 +42,7 @@ def index_calls_by_tags(given: tuple[NumberedRecords, NumberedRecords]) -> tuple
 
 
 def _tagged_calls(records: Records, sites: set[str]) -> dict[_Site, _Calls]:
-    """Return the calls of these sites whose records all have tags."""
+    """Return the calls of those ``sites`` whose records all have tags."""
     calls: dict[_Site, _Calls] = {}
     untagged: set[_Site] = set()
     for record in records.of(sites=sites):
@@ -55,8 +56,11 @@ def _tagged_calls(records: Records, sites: set[str]) -> dict[_Site, _Calls]:
 
 
 def _identifying_tags(left: _Calls, right: _Calls) -> tuple[str, ...]:
-    """Names of the tags that every call of both runs has, that tell calls of one step apart, and whose values in one
-    run are among those of the other."""
+    """Return the names of the tags that identify calls.
+
+    Every call of both runs has the tag, the tag distinguishes calls of one step, and one run's values are a subset of
+    the other's.
+    """
     every = [tags for calls in (left, right) for at in calls.values() for tags in at.values()]
     shared = [name for name in every[0] if all(name in tags for tags in every)]
     return tuple(
@@ -72,8 +76,10 @@ def _values(calls: _Calls, name: str) -> set[str]:
 
 
 def _number(left: _Calls, right: _Calls, names: tuple[str, ...]) -> tuple[_Numbers, _Numbers]:
-    """Return the numbers of the calls of both runs, in the order in which the target, then the baseline, first makes
-    them: a report tells how to show the target's."""
+    """Return the call numbers of both runs, in order of first occurrence in the target, then in the baseline.
+
+    The target comes first because a report states how to show the target's call.
+    """
     order: dict[tuple[object, ...], int] = {}
     numbers: list[_Numbers] = []
     for calls in (right, left):

@@ -1,4 +1,5 @@
-"""Corrupt records: their bytes are missing or differ from those recorded; the rest of a run is compared."""
+"""Corrupt records: exclude records whose bytes are missing or differ from their hash, and compare the rest of the
+run."""
 
 from collections.abc import Iterable
 
@@ -17,29 +18,29 @@ from tapscope.run_format.run import Run
 
 
 class CorruptRecords(Struct):
-    """The known corrupt records of one run; :meth:`intact` and :meth:`recheck` find more.
+    """The known corrupt records of one run; :meth:`intact` and :meth:`recheck` detect more.
 
-    A firing is excluded as a whole, unless another rank holds a copy of its corrupt part: the rest is not a full
-    tensor.
+    A firing with a corrupt record is excluded as a whole, because the rest is not a full tensor. It is kept if another
+    rank holds a copy of the corrupt part.
     """
 
     run: Run
     reasons: dict[Key, str] = field(default_factory=dict)
-    """Record -> its defect."""
+    """Key of a corrupt record -> description of the defect."""
     num_records: int = 0
-    """Excluded records, including intact ones of the same firing."""
+    """Number of excluded records, including intact records of the same firings."""
     num_copied: int = 0
-    """Excluded records of which another rank holds a copy."""
+    """Number of excluded records of which another rank holds a copy."""
     num_unchecked: int = 0
-    """Payloads that :meth:`intact` could not check, for lack of a hash."""
+    """Number of payloads that :meth:`intact` could not verify because they have no hash."""
     _compared: Records = field(default_factory=Records)
     _is_verified: bool = False
 
     def intact(self, records: Records, *, verify: bool = False) -> Records:
-        """Return the records without corrupt ones; raises RunCorruptError if nothing is left.
+        """Return the records without corrupt ones. Raises RunCorruptError if none are left.
 
-        Checks only that the bytes exist, without reading them; with ``verify`` all of them are read and checked against
-        their hashes.
+        By default, checks that the bytes exist without reading them. With ``verify``, reads all bytes and checks their
+        hashes.
         """
         if verify and not self._is_verified:
             self._is_verified = True
@@ -70,8 +71,11 @@ class CorruptRecords(Struct):
         return any(other.key not in self.reasons and self._is_copy(lost, other) for other in firing)
 
     def _is_copy(self, lost: Record, other: Record) -> bool:
-        """Return whether another rank's record can replace one: dims declare it a replica or the recorded hashes are
-        equal, and the tensor is not sharded over an axis along which the two ranks differ."""
+        """Return whether another rank's record can replace a corrupt one.
+
+        The dims must declare it a replica, or the recorded hashes must be equal; and the tensor must not be sharded
+        over a mesh axis on which the two ranks differ.
+        """
         if (lost.dtype, lost.shape, lost.dims) != (other.dtype, other.shape, other.dims):
             return False
         try:
@@ -86,9 +90,9 @@ class CorruptRecords(Struct):
         return declared or (lost.hash is not None and lost.hash == other.hash)
 
     def recheck(self, suspects: Iterable[Series]) -> bool:
-        """Read the values of ``suspects`` and check them; True if some differ from what was recorded.
+        """Read and verify the values of ``suspects``; return True if any are damaged.
 
-        In that case every compared record is read, since damage is seldom isolated.
+        In that case every compared record is verified too, because damage is seldom isolated.
         """
         before = len(self.reasons)
         for series in suspects:
@@ -118,8 +122,7 @@ class CorruptRecords(Struct):
             self.reasons.setdefault(record.key, reason)
 
     def _flaw(self, record: Record) -> str | None:
-        """Return the defect in the bytes of a record that has some; empty if there is none, None if it cannot be
-        checked."""
+        """Return the defect of a record's bytes; empty if the bytes are intact, None if they cannot be verified."""
         key, entry = record.key, record.entry
         assert entry is not None
         try:
@@ -135,11 +138,11 @@ class CorruptRecords(Struct):
 
     @property
     def _has_hashes(self) -> bool:
-        """Whether the run's hashes were recorded; those of a dump are computed from its present bytes."""
+        """Whether the run recorded hashes; those of other dump formats are computed from the present bytes."""
         return bool(self.run.manifest.get("format") == FORMAT)
 
     def sentences(self) -> list[str]:
-        """Return the damage in one sentence; empty if there is none."""
+        """Return one sentence that describes the damage, in a list; an empty list without damage."""
         if not self.reasons:
             lost = self.run.damaged
             return [f"{self.run.name} is damaged, {plural(len(lost), 'file')} left out: {lost[0]}"] if lost else []

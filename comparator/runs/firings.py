@@ -1,4 +1,4 @@
-"""Firings of all recorded series of a run, created on access: there may be a million of them."""
+"""Firings of all recorded series of a run, created on access because there may be a million."""
 
 from array import array
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ from tapscope.run_format.records import Records
 
 Array = np.ndarray[Any, Any]
 _MAX_CACHED_FIRINGS = 4096
-"""Firings that are cached; more than the pairs of one batch have."""
+"""Maximum number of cached firings; more than one batch of pairs uses."""
 
 
 class Firing(Struct, frozen=True, gc=False):
@@ -24,28 +24,29 @@ class Firing(Struct, frozen=True, gc=False):
     call: tuple[int, int]
     """(microbatch, occurrence) within the step."""
     records: tuple[Record, ...]
-    """One per rank, in rank order."""
+    """One record per rank, in rank order."""
     split_axes: frozenset[str] = frozenset()
-    """Mesh axes over which ranks hold different rows by design, so that each rank is a firing, see :mod:`.split`."""
+    """Mesh axes over which ranks hold different rows by design, so that each rank is a separate firing: see
+    :mod:`.split`."""
     is_stacked: bool = False
-    """Whether each rank holds a value of its own; these are stacked and compared rank by rank."""
+    """Whether each rank holds a value of its own; the values are stacked and compared rank by rank."""
     is_replicated: bool = False
-    """Whether its ranks should hold equal values without dims that say so, because those of the other run do."""
+    """Whether ranks are expected to hold equal values although no dims say so, because the other run's ranks do."""
 
 
 class Spans(NamedTuple):
-    """Where the payloads of the records of some series are stored."""
+    """Locations of the payloads of the records of several series."""
 
     file: Array
-    """[records]: index of the file, equal for records in one file."""
+    """[records] index of the file; equal for records in one file."""
     offset: Array
-    """[records] int64: first byte; negative for records without a payload."""
+    """[records] int64: offset of the first byte; negative for records without a payload."""
     nbytes: Array
-    """[records] int64"""
+    """[records] int64: size of the payload."""
 
 
 class FiringTable:
-    """The firings of each series, as indices into the records of a run."""
+    """The firings of each series, stored as indices into the records of a run."""
 
     def __init__(self, records: Records) -> None:
         groups: dict[tuple[str, str], int] = {}
@@ -53,28 +54,30 @@ class FiringTable:
         _, series = records.site_codes()
         if len(groups) > 1:
             _, first, code = np.unique(series * len(groups) + group, return_index=True, return_inverse=True)
-            series = np.argsort(np.argsort(first))[code]  # numbered by first records, as sites are
+            series = np.argsort(np.argsort(first))[code]  # numbered by first record, like sites
         place = series, records.step, *records.of_kinds(lambda kind: (kind.micro, kind.occurrence)).T
         order = np.lexsort((records.of_kinds(lambda kind: kind.rank), *place[::-1]))
         new = np.array([column[order][1:] != column[order][:-1] for column in place])
         self.records = records
         self._order = array("q", order.tobytes())
         self._first = _bounds(np.any(new, 0))
-        """Firing -> the first of its records in that order."""
+        """Firing -> index of its first record in :attr:`_order`."""
         self._series = array("q", np.searchsorted(self._first, np.frombuffer(_bounds(new[0]), np.int64)).tobytes())
-        """Series -> its first firing."""
+        """Series -> index of its first firing."""
         self._kept: dict[int, Firing] = {}
 
     def series(self) -> "Iterator[tuple[int, Firings]]":
-        """(index of its first record, its firings) of each series."""
+        """Yield (index of the first record, firings) of each series."""
         for at in range(len(self._series) - 1):
             place = self._order[self._first[self._series[at]]]
             yield place, Firings(self, at, self.records.kind_at(place))
 
     @cached_property
     def shape_keys(self) -> "array[int]":
-        """Key per series: equal for series whose firings are one record each, and differ in values and sites only; -1
-        for all others."""
+        """One key per series; series with equal keys differ only in values and sites.
+
+        -1 for a series with several records in a firing, or with irregular records.
+        """
         forms = self.records.forms[np.asarray(self._order)]
         any_odd = bool((forms < 0).any())
         known: dict[bytes, int] = {}
@@ -88,13 +91,13 @@ class FiringTable:
 
     @cached_property
     def is_stored(self) -> bytes:
-        """Per series: 1 if all its records have a payload, else 0."""
+        """One byte per series: 1 if all records of the series have a payload, else 0."""
         has = self.records.of_kinds(lambda kind: kind.file is not None)[np.asarray(self._order)]
         return np.logical_and.reduceat(has, np.asarray(self._first)[np.asarray(self._series)[:-1]]).tobytes()
 
     @cached_property
     def has_digests(self) -> dict[str, bool]:
-        """Whether all records have a hash, and a multiset hash, in columns."""
+        """Whether all records have a hash (``hashes``) and a multiset hash (``bags``) stored in columns."""
         used = [self.records.kinds[code] for code in np.unique(self.records.kind).tolist()]
         regular = not self.records.irregular_places
         return {
@@ -103,7 +106,7 @@ class FiringTable:
         }
 
     def spans(self, series: Sequence[int]) -> Spans:
-        """Payload locations of series with equally many records, in their order."""
+        """Return the payload locations of several series with equally many records, series by series."""
         first = np.asarray(self._first)[np.asarray(self._series)[list(series)]]
         at = first[:, np.newaxis] + np.arange(self.num_records(series[0]))
         places = np.asarray(self._order)[at].reshape(-1)
@@ -112,20 +115,20 @@ class FiringTable:
         return Spans(file, records.offset[places], records.nbytes[places])
 
     def bounds(self, series: int) -> tuple[int, int]:
-        """(first firing, last firing + 1) of a series."""
+        """Return (first firing, last firing + 1) of a series."""
         return self._series[series], self._series[series + 1]
 
     def num_records(self, series: int) -> int:
-        """Return the number of records of all its firings."""
+        """Return the number of records in all firings of a series."""
         return self._first[self._series[series + 1]] - self._first[self._series[series]]
 
     def places(self, series: int) -> "array[int]":
-        """Return the indices of its records, one firing after the other."""
+        """Return the indices of the records of a series, one firing after the other."""
         first, end = self.bounds(series)
         return self._order[self._first[first] : self._first[end]]
 
     def firing(self, at: int) -> Firing:
-        """Return the firing at this index; the latest ones are kept."""
+        """Return the firing at this index; recently used firings are cached."""
         firing = self._kept.get(at)
         if firing is None:
             if len(self._kept) >= _MAX_CACHED_FIRINGS:
@@ -141,17 +144,17 @@ class FiringTable:
 
 
 class Firings(Sequence[Firing]):
-    """The firings of one recorded series, by step, microbatch and occurrence."""
+    """The firings of one recorded series, ordered by step, microbatch and occurrence."""
 
     __slots__ = ("at", "kind", "table")
 
     def __init__(self, table: FiringTable, at: int, kind: Kind) -> None:
-        """``kind`` is that of the first record."""
+        """Create a view of series ``at`` of ``table``; ``kind`` is the kind of its first record."""
         self.table, self.at, self.kind = table, at, kind
 
     @property
     def num_records(self) -> int:
-        """Number of records of all firings."""
+        """Number of records in all firings."""
         return self.table.num_records(self.at)
 
     @property
@@ -165,7 +168,7 @@ class Firings(Sequence[Firing]):
         return self.table.records.bags_at(self.table.places(self.at))
 
     def digest_words(self, what: Literal["hashes", "bags"]) -> Array | None:
-        """[records, words] uint64: hashes or multiset hashes as numbers; None where some records have none, or not in
+        """Return the hashes or multiset hashes as uint64 [records, words]; None unless all records have one stored in
         columns."""
         if not self.table.has_digests[what]:
             return None
@@ -178,8 +181,7 @@ class Firings(Sequence[Firing]):
 
     @property
     def shape_key(self) -> int | None:
-        """Equal for series of a run whose firings are one record each, and differ in values and sites only; None for
-        all others."""
+        """Key of the series within its run, see :attr:`FiringTable.shape_keys`; None if it has none."""
         form = self.table.shape_keys[self.at]
         return None if form < 0 else form
 
@@ -205,6 +207,8 @@ class Firings(Sequence[Firing]):
 
 
 def _bounds(new: Array) -> "array[int]":
-    """First index of each group of equal items, where ``new`` marks all items but the first that differ, and the
-    end."""
+    """Return the start index of each group of equal adjacent items, followed by the number of items.
+
+    ``new[i]`` marks that item i + 1 differs from item i.
+    """
     return array("q", np.concatenate(([0], np.flatnonzero(new) + 1, [len(new) + 1])).tobytes())

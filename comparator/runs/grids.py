@@ -1,4 +1,4 @@
-"""Token grids of a run's steps, one for all ranks that compute the same rows."""
+"""Token grids of a run's steps, each common to all ranks that compute the same rows."""
 
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,70 +17,74 @@ _SAME_ROWS_AXES = frozenset({"pp", "tp", "sp", "ep", "etp", "attn_tp", "moe_tp",
 
 
 class Grid(Struct, frozen=True):
-    """The rows of one step, or of one microbatch of it, on some ranks."""
+    """The rows of one step, or of one microbatch of a step, on some ranks."""
 
     step: int
     micro: int | None
-    """None if the rows are those of every microbatch of the step."""
+    """Microbatch; None if every microbatch of the step has these rows."""
     phase: str
     shape: tuple[int, ...]
-    """``(tokens,)`` packed or ``(batch, sequence)`` padded."""
+    """``(tokens,)`` if packed, ``(batch, sequence)`` if padded."""
     rows: tuple[RowSpan, ...]
     tokens: Sequence[int]
     """Token id of every row; empty if unknown."""
     drafts: Mapping[str, int]
-    """Request -> how many of its last rows are draft tokens."""
+    """Request -> number of its last rows that are draft tokens."""
     rejected: Mapping[str, int]
-    """Request -> how many of these are known to have been rejected."""
+    """Request -> number of its draft tokens known to have been rejected."""
     branches: Mapping[str, Sequence[int]]
-    """Request -> which of these were accepted, from 0, of the requests whose drafts are a tree."""
+    """Request -> indices of its accepted draft tokens, from 0, for requests whose drafts form a tree."""
     ranks: tuple[int, ...]
-    """Data- and context-parallel ranks hold different rows and have their own grids."""
+    """Ranks that compute these rows. Data- and context-parallel ranks hold different rows and have separate grids."""
 
 
 class TokenGrids(Struct, frozen=True):
-    """The token rows of a run's steps."""
+    """The token grids of a run, with the assumptions behind them."""
 
     grids: tuple[Grid, ...]
     notes: tuple[str, ...] = ()
-    """Assumptions made."""
+    """Assumptions behind the grids."""
     doubts: tuple[str, ...] = ()
     """Why the rows are not reliable."""
 
 
 class StepRows(Struct, frozen=True):
-    """The token grid of one step of one side, with the row pair of every slot."""
+    """The token grid of one step of one run, with the row pair of every slot."""
 
     grid: tuple[int, ...]
     pairs: Array
     """[slots] int64: index of the row pair, or a code of :mod:`..alignment.row_map`."""
     whole_step: bool = True
-    """False for the grid of a single microbatch, whose rows occur nowhere else."""
+    """False for the grid of a single microbatch, whose rows do not occur in other microbatches."""
 
     @property
     def num_slots(self) -> int:
-        """Slots of the flattened grid, padding included."""
+        """Number of slots of the flattened grid, padding included."""
         return len(self.pairs)
 
 
 class SideRows(Struct, frozen=True):
-    """The row pairs of one side, by step and rank."""
+    """The row pairs of one run, by step and rank."""
 
     at: Mapping[tuple[int, int | None], Mapping[int, StepRows]]
-    """(step, microbatch or None for all) -> rank -> its grid; ranks with equal rows share one."""
+    """(step, microbatch or None for all) -> rank -> grid; ranks with equal rows share one object."""
 
     def __bool__(self) -> bool:
         return bool(self.at)
 
     def of(self, record: Record) -> StepRows | None:
-        """Return the grid that holds a record's rows; None if unknown."""
+        """Return the grid of a record's step and rank; None if unknown."""
         key = record.key
         by_rank = self.at.get((key.step, key.micro)) or self.at.get((key.step, None)) or {}
         return by_rank.get(key.rank)
 
     def gathered(self, run: Run) -> "SideRows":
-        """Return the rows of tensors that every data-parallel rank holds of all of them, in the order of the ranks, as
-        SGLang gathers them before the experts; empty if no step has such ranks."""
+        """Return the row tables for tensors in which every data-parallel rank holds the rows of all of them, in rank
+        order.
+
+        SGLang gathers tensors in this way before the experts. Empty if no step has data-parallel ranks with different
+        rows.
+        """
         axes = [axis for axis in run.mesh if axis.endswith("dp") and run.mesh[axis] > 1]
         if not axes or run.mesh.get("cp", 1) > 1:
             return SideRows({})
@@ -95,7 +99,7 @@ class SideRows(Struct, frozen=True):
         return SideRows({**self.at, **at}) if at else SideRows({})
 
     def by_step(self) -> dict[int, list[StepRows]]:
-        """Step -> its distinct grids, by microbatch and lowest rank."""
+        """Return the distinct grids of each step, ordered by microbatch and lowest rank."""
         by_step: dict[int, list[StepRows]] = {}
         for (step, _), by_rank in sorted(self.at.items(), key=lambda item: (item[0][0], item[0][1] or 0)):
             here = by_step.setdefault(step, [])
@@ -104,8 +108,8 @@ class SideRows(Struct, frozen=True):
 
 
 def recorded_grids_of(run: Run, steps: frozenset[int] | None = None, ranks: frozenset[int] | None = None) -> list[Grid]:
-    """Return the grids of the selected steps and ranks, by step and lowest rank; steps without recorded rows have
-    none."""
+    """Return the grids of the selected steps and ranks, ordered by step and lowest rank; steps without recorded rows
+    have none."""
     grids: list[Grid] = []
     for step in sorted(run.steps):
         if steps is None or step in steps:
@@ -117,27 +121,30 @@ def recorded_grids_of(run: Run, steps: frozenset[int] | None = None, ranks: froz
 
 
 def _named(info: StepInfo) -> StepInfo:
-    """Return the step, without branches unless it is of a draft model: which drafts were accepted tells the others
-    apart."""
+    """Return the step with draft names; branch numbers are kept only in steps of a draft model.
+
+    In other steps, the accepted drafts distinguish the rows.
+    """
     if info.phase == DRAFT_PHASE or not any(run.branch for run in info.rows):
         return with_draft_names(info)
     return structs.replace(info, rows=tuple(structs.replace(run, branch=0) for run in info.rows))
 
 
 def draft_steps_of(run: Run) -> frozenset[int]:
-    """Return the steps that a draft model computed, for speculative decoding."""
+    """Return the steps in which a draft model ran (speculative decoding)."""
     return frozenset(
         step for step, lines in run.steps.items() if any(line.info.phase == DRAFT_PHASE for line in lines.values())
     )
 
 
 def select_grids(grids: Iterable[Grid], ranks: frozenset[int] | None) -> list[Grid]:
-    """Return the grids of any of the selected ranks."""
+    """Return the grids that belong to any of the selected ranks."""
     return [grid for grid in grids if ranks is None or not ranks.isdisjoint(grid.ranks)]
 
 
 def group_ranks(run: Run, step: int, micro: int | None, recorded: Mapping[int, StepInfo]) -> list[Grid]:
-    """One grid for all ranks that recorded the same rows; ranks that recorded none join the nearest group."""
+    """Return one grid per group of ranks that recorded the same rows; ranks without recorded rows join the nearest
+    group."""
     groups: dict[tuple[object, ...], list[int]] = {}
     for rank, info in sorted(recorded.items(), key=lambda item: not item[1].token_ids):
         rows = info.grid, info.rows
@@ -167,7 +174,7 @@ def group_ranks(run: Run, step: int, micro: int | None, recorded: Mapping[int, S
 
 
 def _rejected(run: Run, step: int, ranks: Iterable[int], info: StepInfo) -> dict[str, int]:
-    """Request -> rejected draft rows, as far as one of ``ranks`` recorded how many were accepted."""
+    """Return the number of rejected draft rows per request, if any of ``ranks`` recorded how many were accepted."""
     if not info.drafts:
         return {}
     counts = (line.counts for rank, line in run.steps[step].items() if rank in ranks)
@@ -176,7 +183,7 @@ def _rejected(run: Run, step: int, ranks: Iterable[int], info: StepInfo) -> dict
 
 
 def _branches(run: Run, step: int, ranks: Iterable[int], info: StepInfo) -> Mapping[str, Sequence[int]]:
-    """Request -> accepted draft rows of its tree, as far as one of ``ranks`` recorded them."""
+    """Return the accepted draft rows of each request's tree, if any of ``ranks`` recorded them."""
     if not info.drafts:
         return {}
     counts = (line.counts for rank, line in run.steps[step].items() if rank in ranks)
@@ -184,7 +191,7 @@ def _branches(run: Run, step: int, ranks: Iterable[int], info: StepInfo) -> Mapp
 
 
 def _nearest(groups: Iterable[list[int]], coords: Mapping[int, Mapping[str, int]], rank: int) -> list[int]:
-    """Return the ranks with the same rows as a rank without a row table (a later pipeline stage), by mesh
+    """Return the group with the same rows as a rank without a row table (a later pipeline stage), judging by mesh
     coordinates."""
 
     def distance(group: list[int]) -> int:
@@ -195,10 +202,11 @@ def _nearest(groups: Iterable[list[int]], coords: Mapping[int, Mapping[str, int]
 
 
 def lineages(run: Run, grids: Iterable[Grid]) -> dict[int, int]:
-    """Rank -> a number that separates data-parallel ranks: a generated request name means another request there.
+    """Map ranks to lineage numbers that separate data-parallel ranks, on which equal generated names are different
+    requests.
 
-    By the data-parallel coordinates if the mesh has any. Otherwise ranks that compute the same positions of one name in
-    one step are data parallel, and ranks that compute different ones hold parts of one request (context parallel).
+    Uses the data-parallel coordinates if the mesh has any. Otherwise, ranks that compute the same positions of one name
+    in one step are data parallel. Ranks that compute different positions hold parts of one request (context parallel).
     """
     axes = [axis for axis in run.mesh if axis.endswith("dp") and run.mesh[axis] > 1]
     if axes:

@@ -1,4 +1,5 @@
-"""Hints: what a run records about its model in addition to values: hyperparameters, classes, number of shards."""
+"""Hints: facts that a run records about its model in addition to values: hyperparameters, module classes, shard
+counts."""
 
 from collections.abc import Mapping
 
@@ -14,31 +15,31 @@ from tapscope.run_format.run import Run
 
 
 class Hints(Struct, frozen=True):
-    """Hints of one run."""
+    """The hints of one run."""
 
     config: Mapping[str, float] = field(default_factory=dict)
-    """Hyperparameters of the whole model with the names of Hugging Face's Llama; empty if unknown."""
+    """Hyperparameters of the whole model, named as in Hugging Face's Llama config; empty if unknown."""
     sites: Mapping[str, SiteInfo] = field(default_factory=dict)
     mesh: Mapping[str, int] = field(default_factory=dict)
     framework: str = ""
 
     def class_of(self, site: str) -> str:
-        """Class of the module; empty if unknown."""
+        """Return the class name of the site's module; empty if unknown."""
         info = self.sites.get(site)
         return info.cls if info else ""
 
     def parent_of(self, site: str) -> str:
-        """Class of the parent module; empty if unknown."""
+        """Return the class name of the parent of the site's module; empty if unknown."""
         info = self.sites.get(site)
         return (info.parent or "") if info else ""
 
     def count(self, name: str) -> int | None:
-        """Return a hyperparameter that is a count."""
+        """Return a hyperparameter that is a positive integer; None if it is missing or not one."""
         value = self.config.get(name)
         return int(value) if value is not None and value == int(value) and value > 0 else None
 
     def num_shards(self, series: Series, axis: int) -> int:
-        """Return the number of shards along a tensor axis, by dims and mesh; 1 if unknown."""
+        """Return the number of shards along a tensor axis, from dims and mesh; 1 if unknown."""
         try:
             parsed = dims_grammar.parse(series.first.dims) if series.first.dims else None
         except DimsError:
@@ -52,12 +53,12 @@ class Hints(Struct, frozen=True):
 
 
 def sections_of(dim: Dim) -> tuple[Section, ...]:
-    """Return the sections of an axis, by its dims."""
+    """Return the sections of an axis that its dims state."""
     return dim.sections
 
 
 def hints_of(run: Run, sites: Mapping[str, SiteInfo]) -> Hints:
-    """Return the hints of a run and its site table."""
+    """Return the hints of a run, given its site table."""
     return Hints(
         run.manifest.get("model_config") or {},
         sites,

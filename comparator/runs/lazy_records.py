@@ -1,6 +1,6 @@
-"""Lazy records: records of a source that stores values only, whose hashes and statistics are computed on first need.
+"""Lazy records: hashes and statistics computed on first use, for sources that store values only.
 
-Most comparisons need few of them: two tensors of different dtypes are measured whatever their hashes, and tensors that
+Most comparisons need few of them. Tensors of different dtypes are measured whatever their hashes, and tensors that
 differ almost always differ in their last bytes.
 """
 
@@ -25,12 +25,13 @@ _NUM_PROBES = 3
 
 
 class LazyHash:
-    """The hash of a record's bytes, equal to another hash or :class:`LazyHash` exactly if the bytes are equal."""
+    """The hash of a record's bytes, computed on demand; equal to another hash or :class:`LazyHash` exactly if the bytes
+    are."""
 
     __slots__ = ("_hash", "_run", "_summary", "_tail", "record")
 
     def __init__(self, run: Run, record: Record) -> None:
-        """``record`` has a payload and no hash."""
+        """Defer hashing of ``record``, which has a payload and no hash."""
         self._run, self.record = run, record
         self._tail: bytes | None = None
         self._hash = ""
@@ -53,12 +54,12 @@ class LazyHash:
 
     @property
     def _key(self) -> tuple[int, bytes]:
-        """Equal for equal payloads: their size and last bytes."""
+        """Payload size and last bytes; equal for equal payloads."""
         return self.record.nbytes, self.tail or b""
 
     @property
     def tail(self) -> bytes | None:
-        """The last bytes of the payload, at most :data:`TAIL`; None if it cannot be read."""
+        """The last :data:`TAIL` bytes of the payload, or all of a shorter one; None if the payload cannot be read."""
         if self._tail is None:
             try:
                 self._tail = self._run.payloads.tail(self.record)
@@ -92,7 +93,7 @@ class LazyHash:
         return self._summary
 
     def array(self) -> Array:
-        """Return the values, C-contiguous; raises RunCorruptError."""
+        """Return the values as a C-contiguous array. Raises RunCorruptError."""
         return np.ascontiguousarray(self._run.array(self.record))
 
 
@@ -103,13 +104,13 @@ class LazyRecord(Record):
 
     @property
     def hash(self) -> Any:
-        """The hash, recorded or computed from the payload when it is compared; None if that cannot be read."""
+        """The recorded hash, or one computed from the payload on comparison; None if the payload cannot be read."""
         digest: Any = self[7]
         return None if isinstance(digest, LazyHash) and digest.tail is None else digest
 
     @property
     def bag(self) -> str | None:
-        """The multiset hash."""
+        """The multiset hash, recorded or computed; None if the payload cannot be read."""
         if (bag := self[8]) is not None:
             return bag
         summary = self[7].summary if isinstance(self[7], LazyHash) else None
@@ -117,7 +118,7 @@ class LazyRecord(Record):
 
     @property
     def stats(self) -> Stats | None:
-        """Statistics, recorded or computed."""
+        """The statistics, recorded or computed; None if the payload cannot be read."""
         if self[6] is not None:
             return self[6]
         summary = self[7].summary if isinstance(self[7], LazyHash) else None
@@ -125,10 +126,10 @@ class LazyRecord(Record):
 
 
 class LazyRecords(Records):
-    """Records of a run; those with a payload and no hash are :class:`LazyRecord`."""
+    """The records of a run, with those that have a payload and no hash as :class:`LazyRecord`."""
 
     def __init__(self, run: Run, records: Records, hashes: dict[tuple[int, int], LazyHash] | None = None) -> None:
-        """``hashes``: (rank, seq) -> hash, shared by selections of the same records."""
+        """Wrap ``records``; ``hashes`` maps (rank, seq) to hashes shared by selections of the same records."""
         self.__dict__.update(vars(records))
         self._run, self._lazy = run, {} if hashes is None else hashes
 
@@ -143,25 +144,25 @@ class LazyRecords(Records):
         return LazyRecord(*record[:7], lazy, *record[8:])  # type: ignore[arg-type]
 
     def hashes_at(self, places: Sequence[int]) -> Any:
-        """Return the hashes of some records, see :attr:`LazyRecord.hash`."""
+        """Return the hashes of the given records, see :attr:`LazyRecord.hash`."""
         return [self._record(place).hash for place in places]
 
     def bags_at(self, places: Sequence[int]) -> list[str | None]:
-        """Return the multiset hashes of some records, see :attr:`LazyRecord.bag`."""
+        """Return the multiset hashes of the given records, see :attr:`LazyRecord.bag`."""
         return [self._record(place).bag for place in places]
 
     def hashes(self) -> Any:
-        """(hashes, multiset hashes) of all records."""
+        """Return (hashes, multiset hashes) of all records."""
         every = list(self)
         return [record.hash for record in every], [record.bag for record in every]
 
     def take(self, places: Array) -> "LazyRecords":
-        """Return the records at some indices, in their order."""
+        """Return the records at the given indices, in that order."""
         return LazyRecords(self._run, super().take(places), self._lazy)
 
 
 def lazy_records(run: Run, records: Records) -> Records:
-    """Return the records; those with a payload and no hash get both from their bytes when they are asked for."""
+    """Return the records, with lazily computed digests for those that have a payload and no hash."""
     return LazyRecords(run, records) if len(records.which(_is_bare)) else records
 
 
@@ -170,10 +171,10 @@ def _is_bare(kind: Kind) -> bool:
 
 
 def have_other_elements(left: Sequence[Record], right: Sequence[Record]) -> bool:
-    """Return whether two tensors of one dtype, each the whole of some records, certainly do not hold the same elements.
+    """Return whether two tensors of one dtype, each made up of the given records, certainly hold different elements.
 
-    A cheap test before multiset hashes are computed: counts of a few bit patterns in both. Always False where the
-    multiset hashes were recorded. Raises RunCorruptError.
+    A cheap test before computing multiset hashes: compares how often a few bit patterns occur on both sides. Always
+    False where multiset hashes were recorded. Raises RunCorruptError.
     """
     hashes = [record[7] for record in (*left, *right)]
     if not all(isinstance(each, LazyHash) for each in hashes) or any(record[8] for record in (*left, *right)):

@@ -1,4 +1,4 @@
-"""Mesh coordinates of the ranks, and the axes along which ranks differ."""
+"""Mesh coordinates of the ranks, and the mesh axes on which ranks differ."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -12,15 +12,15 @@ Coords = Mapping[str, int]
 
 
 class MeshCoords(Struct, frozen=True):
-    """The mesh of one run."""
+    """The mesh sizes and rank coordinates of one run."""
 
     sizes: Mapping[str, int]
     """Mesh axis -> number of ranks along it."""
     coords: Mapping[int, Coords]
-    """Rank -> its coordinates. A rank without coordinates has only the axis ``rank``."""
+    """Rank -> coordinates. A rank without coordinates has the single axis ``rank``."""
 
     known: dict[tuple[tuple[int, ...], tuple[str, ...]], list[dict[str, int]]] = field(default_factory=dict)
-    """(ranks, axes used by dims) -> their coordinates on these, cached."""
+    """Cache: (ranks, axes used by dims) -> coordinates of the ranks projected on those axes."""
     _records: dict[Key, Record] = field(default_factory=dict)
 
     @property
@@ -29,23 +29,23 @@ class MeshCoords(Struct, frozen=True):
         return any(axis != "rank" for place in self.coords.values() for axis in place)
 
     def record(self, run: Run, key: Key) -> Record | None:
-        """Return the record of a key, or None; the index of the run's records is built on first use."""
+        """Return the record of a key, or None. The first call indexes all records of the run."""
         if not self._records:
             self._records.update((r.key, r) for r in run.records)
         return self._records.get(key)
 
     def size(self, axis: str) -> int:
-        """Return the number of ranks along an axis; 1 if the mesh does not have it."""
+        """Return the number of ranks along a mesh axis; 1 if the mesh does not have that axis."""
         return self.sizes.get(axis, 1)
 
     def describe(self) -> str:
-        """``a mesh of tp=2, pp=2``, or ``no mesh …``."""
+        """Return ``a mesh of tp=2, pp=2``, or ``no mesh …`` with advice."""
         axes = ", ".join(f"{axis}={size}" for axis, size in self.sizes.items() if size > 1)
         return f"a mesh of {axes}" if axes else "no mesh (give it with --mesh, e.g. tp=2)"
 
 
 def mesh_coords_of(run: Run) -> MeshCoords:
-    """Return the coordinates of a run's ranks; the size of an axis known from coordinates only is their range."""
+    """Return the mesh of a run; the size of an axis that only coordinates mention is the largest coordinate plus 1."""
     coords = {rank: run.coords(rank) or {"rank": rank} for rank in run.ranks}
     sizes = dict(run.mesh)
     for place in coords.values():
@@ -56,15 +56,17 @@ def mesh_coords_of(run: Run) -> MeshCoords:
 
 
 def varying_axes(places: Iterable[Coords]) -> list[str]:
-    """Mesh axes along which ranks differ, sorted."""
+    """Return the mesh axes on which the places differ, sorted."""
     places = list(places)
     axes = sorted({axis for place in places for axis in place})
     return [axis for axis in axes if len({place.get(axis) for place in places}) > 1]
 
 
 def project_coords(places: Sequence[Coords], axes: Iterable[str]) -> list[dict[str, int]]:
-    """Return the coordinates on the axes that dims use, and on those that do not follow from them (``tp`` follows from
-    ``attn_tp`` and ``attn_dp``); axes along which nothing differs are left out."""
+    """Return the coordinates on the axes that dims use, and on axes that do not follow from those.
+
+    For example, ``tp`` follows from ``attn_tp`` and ``attn_dp``. Axes on which no places differ are left out.
+    """
     kept = [axis for axis in dict.fromkeys(axes) if any(axis in place for place in places)]
     keys = [tuple(place.get(axis) for axis in kept) for place in places]
     for axis in varying_axes(places):

@@ -1,7 +1,7 @@
 """Names: map the module and port names of each framework to a common spelling.
 
-A family is a list of rewrites to the common spelling, which is that of Hugging Face's Llama without its root. Two
-sites match if their common spellings are equal. New frameworks only need a new family.
+A family is a list of rewrites to the common spelling, which is that of Hugging Face's Llama without its root. Two sites
+match if their common spellings are equal. Supporting a new framework only takes a new family.
 """
 
 import re
@@ -11,25 +11,25 @@ from functools import lru_cache
 from msgspec import Struct
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?=[.:])")
-"""A number that is a path component."""
+"""A path component that is a number."""
 _ANY = "0"
 PARTIAL = ".partial"
-"""Last path component of the probe that records a row-parallel layer's partial sums before the all-reduce."""
+"""Last path component of the probe that records the partial sums of a row-parallel layer before its all-reduce."""
 
 
 class Rewrite(Struct, frozen=True):
-    """Rewrites one spelling to the common one; the anchors of ``pattern`` must match a prefix or suffix."""
+    """A regular-expression rewrite of one spelling to the common one; ``pattern`` is anchored at a prefix or suffix."""
 
     pattern: str
     common: str
 
     def apply(self, site: str) -> str:
-        """``site`` in the common spelling, or unchanged."""
+        """Return ``site`` in the common spelling, or unchanged if the pattern does not match."""
         return _compiled(self.pattern).sub(self.common, site, count=1)
 
 
 class Family(Struct, frozen=True, eq=False):
-    """Rewrites of one framework, applied in order."""
+    """The rewrites of one framework, applied in order."""
 
     name: str
     rewrites: tuple[Rewrite, ...]
@@ -45,7 +45,10 @@ class Family(Struct, frozen=True, eq=False):
 
 @lru_cache(maxsize=1 << 16)
 def _rewritten(site: str, family: Family) -> str:
-    """``site`` stands for that site in every layer and expert: there are few, and rewrites do not change numbers."""
+    """Apply all rewrites to a site whose numbers are normalized.
+
+    One cache entry serves the site in every layer and expert, because rewrites do not change numbers.
+    """
     for rewrite in family.rewrites:
         site = rewrite.apply(site)
     return site
@@ -56,18 +59,17 @@ def _rewrites(*pairs: tuple[str, str]) -> tuple[Rewrite, ...]:
 
 
 _compiled = lru_cache(maxsize=None)(re.compile)
-"""Compiled lazily: two runs of one framework need none of them."""
+"""Compiles on first use: two runs of one framework need no rewrites."""
 
-
-# A tuple of one tensor and None flattens to out[0]; the same module of another framework returns the tensor. vLLM and
-# SGLang call the position ids `positions`.
+# A tuple (tensor, None) flattens to out[0], where the same module of another framework returns the bare tensor. vLLM
+# and SGLang call the position ids `positions`.
 _PORT = _rewrites((r":out\[0\](?=$|\.grad$)", ":out"), (r":in\[positions\]$", ":in[position_ids]"))
 
 _WRAPPER_NAMES = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", r"base_model\.model")
 _WRAPPER = re.compile(rf"(?:^|(?<=\.))(?:{'|'.join(_WRAPPER_NAMES)})(?:\.|(?=:))|\.base_layer(?=[.:])")
 
 # Wrappers of DDP, FSDP, torch.compile, activation checkpointing, Megatron's Float16Module and PEFT. A linear adapted by
-# PEFT keeps its parameters in its base_layer, whose output is not yet that of the linear.
+# PEFT keeps its parameters in base_layer, whose output does not yet include the adapter.
 _WRAPPERS = _rewrites(
     *[(rf"(?:^|(?<=\.)){name}(?:\.|(?=:))", "") for name in ("module", *_WRAPPER_NAMES)],
     (r"\.base_layer(?=:(?:param|buffer)\[)", ""),
@@ -146,11 +148,11 @@ FAMILIES: tuple[Family, ...] = (
     Family("gpt", (*_WRAPPERS, *_PORT, *_ROOT, *_MEGATRON, *_GPT)),
     Family("meta", (*_WRAPPERS, *_PORT, *_ROOT, *_MEGATRON, *_GPT, *_META)),
 )
-"""The passes of the name map, from the strictest to the most lenient."""
+"""The passes of name matching, from the strictest to the most lenient."""
 
 
 def canonical_name(site: str) -> str:
-    """Return the site in the common spelling of all families."""
+    """Return the site in the common spelling, after the rewrites of all families."""
     return FAMILIES[-1].common(site)
 
 
@@ -160,7 +162,7 @@ def is_partial(site: str) -> bool:
 
 
 def all_reduced_site(site: str) -> str:
-    """Return the site with the sum of the partial sums at ``site``."""
+    """Return the site that records the total of the partial sums at ``site``."""
     path, _, port = site.rpartition(":")
     return f"{path.removesuffix(PARTIAL)}:{port}"
 
@@ -171,8 +173,8 @@ def wrappers(site: str) -> str:
 
 
 def unique_names(sites: Iterable[str], family: Family) -> dict[str, str]:
-    """Common spelling -> site, without ambiguous spellings of several sites. Of a module and its wrapper, the wrapper
-    is taken."""
+    """Return common spelling -> site, without spellings shared by unrelated sites. Of a module and its wrapper, keep
+    the wrapper."""
     by_common: dict[str, list[str]] = {}
     for site in sites:
         by_common.setdefault(family.common(site), []).append(site)
@@ -180,6 +182,7 @@ def unique_names(sites: Iterable[str], family: Family) -> dict[str, str]:
 
 
 def _is_one(names: list[str]) -> bool:
-    """Return whether the names are of one module and its wrappers; the first is then the outermost."""
+    """Return whether the names belong to one module and its wrappers; sorts ``names`` so that the outermost comes
+    first."""
     names.sort(key=len)
     return len({_WRAPPER.sub("", name) for name in names}) == 1

@@ -1,8 +1,9 @@
 """Pipeline stages: make layer and expert numbers global if a framework restarts them on every rank.
 
-Megatron-core keeps a stage's layers in a local list: ``decoder.layers.0`` of the second of two stages is layer 2 of
-4. Expert parallelism does the same with ``local_experts``. A run with global numbers is unchanged, and so is a site
-whose dims declare it equal on all stages. Virtual stages were recorded as several models of a rank: they become one.
+Megatron-core keeps the layers of a stage in a local list: ``decoder.layers.0`` of the second of two stages is layer 2
+of 4. Expert parallelism does the same with ``local_experts``. A run with global numbers is left unchanged, and so is a
+site whose dims declare it equal on all stages. Virtual stages, recorded as several models per rank, are merged into one
+model.
 """
 
 import re
@@ -22,15 +23,15 @@ from tapscope.run_format.run import Run
 
 
 class NumberedModules(Struct, frozen=True):
-    """A kind of numbered module."""
+    """A kind of numbered module (layer or expert) and the mesh axis that distributes it."""
 
     axis: str
-    """Mesh axis over which these modules are distributed."""
+    """Mesh axis over which the modules are distributed."""
     noun: str
     pattern: re.Pattern[str]
-    """The number is the second group."""
+    """Matches a site of such a module; the second group is the number."""
     totals: tuple[str, ...]
-    """Hyperparameters with their total number."""
+    """Names of the hyperparameters that may hold the total number of modules."""
 
 
 KINDS = (
@@ -47,17 +48,19 @@ KINDS = (
 
 
 class NumberedRecords(Struct, frozen=True):
-    """A run's records with global numbers."""
+    """The records of a run with global layer and expert numbers."""
 
     records: Records
     sites: Mapping[str, SiteInfo]
     notes: tuple[str, ...] = ()
-    """Assumptions, and what could not be determined."""
+    """Assumptions, and facts that could not be determined."""
 
 
 def number_across_ranks(run: Run, given: Sequence[tuple[Glob, str]] = ()) -> NumberedRecords:
-    """Return the records of a run with global numbers; unchanged if no rank restarts them. ``given`` are dims that
-    override the recorded ones."""
+    """Return the records of a run with global numbers; unchanged if no rank restarts them.
+
+    ``given`` are (glob, dims) pairs that override the recorded dims.
+    """
     numbered = _without_virtual_stages(run, NumberedRecords(run.records, run.sites))
     for kind in KINDS:
         if run.mesh.get(kind.axis, 1) > 1:
@@ -74,8 +77,11 @@ def number_across_ranks(run: Run, given: Sequence[tuple[Glob, str]] = ()) -> Num
 
 
 def _without_virtual_stages(run: Run, given: NumberedRecords) -> NumberedRecords:
-    """Return the records of virtual stages as those of one model: layers run through the first one of all stages, then
-    through the second. A value that all have, such as a rotary embedding, is taken once from each rank."""
+    """Return the records of virtual stages merged into one model.
+
+    Layers run through the first virtual stage of all ranks, then through the second, and so on. Of a value that all
+    virtual stages have, such as a rotary embedding, each rank contributes one record.
+    """
     number = virtual_stages(kind.model for kind in given.records.kinds)
     if not number:
         return given
@@ -100,14 +106,14 @@ def _without_virtual_stages(run: Run, given: NumberedRecords) -> NumberedRecords
 
 
 def _holders(records: Records) -> set[str]:
-    """Paths of the ancestors of layers, including the root."""
+    """Return the paths of the ancestors of layers, including the root."""
     lists = {match[1] for site in records.distinct_sites() if (match := KINDS[0].pattern.match(site))}
     paths = {path.rstrip(".").rpartition(".")[0] for path in lists}
     return {".".join(path.split(".")[:n]) for path in paths for n in range(path.count(".") + 2)}
 
 
 def _replicated(records: Iterable[Record], axis: str, given: Sequence[tuple[Glob, str]]) -> set[str]:
-    """Sites that dims declare equal on all ranks of an axis."""
+    """Return the sites that dims declare equal on all ranks of a mesh axis."""
     dims_of: dict[str, str | None] = {}
     for record in records:
         site = record.key.site
@@ -131,7 +137,7 @@ def _renumbered(run: Run, kind: NumberedModules, given: NumberedRecords, replica
         if site not in replicated and (match := kind.pattern.match(site)):
             seen.setdefault(stage[rank], set()).add(int(match[2]))
     if len(seen) < 2 or len(set.union(*seen.values())) == sum(map(len, seen.values())):
-        return given  # no number occurs twice: they are global already
+        return given  # no number occurs on two stages: the numbers are already global
     if len({r.key.model for r in given.records}) > 1:
         note = f"{run.name} restarts its {kind.noun} numbers in every chunk and stage; they were kept as recorded"
         return structs.replace(given, notes=(*given.notes, note))
@@ -164,7 +170,8 @@ def _shifted(site: str, kind: NumberedModules, start: int) -> str:
 
 
 def _sizes(run: Run, kind: NumberedModules, seen: Mapping[int, set[int]]) -> tuple[list[int], str]:
-    """(number of modules on each rank of the axis, doubt about it); no numbers if they are unknown."""
+    """Return (number of modules on each rank of the axis, doubt about these numbers); an empty list if they are
+    unknown."""
     num_stages = run.mesh[kind.axis]
     config = run.manifest.get("model_config") or {}
     total = next((int(config[name]) for name in kind.totals if config.get(name)), None)
@@ -180,14 +187,17 @@ def _sizes(run: Run, kind: NumberedModules, seen: Mapping[int, set[int]]) -> tup
 
 
 def name_stage_boundaries(records: Sequence[Record], stage: Callable[[Key], int], holders: set[str]) -> list[Record]:
-    """Return the records; those of ``holders`` (paths of the ancestors of layers) that differ between stages are named
-    ``out[stage0]``, ``in[hidden_states.stage1]``, except on the stage that has the model's own value."""
+    """Return the records, renaming inputs and outputs of layer ancestors that differ between stages.
+
+    ``holders`` are the paths of the ancestors of layers. A stage whose value is not that of the whole model gets names
+    such as ``out[stage0]`` and ``in[hidden_states.stage1]``.
+    """
     apart = _apart(records, stage, holders)
     return [_named(record, stage, apart) for record in records]
 
 
 def _apart(records: Sequence[Record], stage: Callable[[Key], int], holders: set[str]) -> dict[str, tuple[int, int]]:
-    """Site -> (first, last stage), for sites with different values on different stages."""
+    """Return (first, last stage) of each site whose values differ between stages."""
     seen: dict[str, set[int]] = {}
     values: dict[tuple[str, int, int, int, str], set[str | None]] = {}
     for record in records:

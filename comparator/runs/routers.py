@@ -1,7 +1,7 @@
-"""Routers: which integers may be expert indices, by the position of expert modules.
+"""Routers: which integer sites may hold expert indices, judging by the position of expert modules.
 
-In a dense model, integers (positions, ids, lengths) are recorded next to floats, as expert indices are next to scores.
-Expert indices are produced by a router, which has that name or is a sibling of experts, and consumed by experts.
+In a dense model, integers (positions, ids, lengths) are recorded next to floats, just as expert indices are next to
+scores. Expert indices are produced by a router, which is named so or is a sibling of experts, and consumed by experts.
 """
 
 import re
@@ -11,12 +11,12 @@ from functools import lru_cache
 from tapscope.comparator.runs.modules import parent
 
 ROUTERS = frozenset({"router", "gate"})
-"""Last names of modules that score experts."""
+"""Last path components of modules that score experts."""
 _EXPERTS = re.compile(r"(?i)experts?(?![a-z])|moe(?![a-z])")
 
 
 def is_of_experts(path: str) -> bool:
-    """Return whether a module holds experts or routes to them, by its own name."""
+    """Return whether the last path component names a module that holds experts or routes to them."""
     return _is_expert_name(path.rpartition(".")[2])
 
 
@@ -29,9 +29,9 @@ class ExpertChoosers:
     """The modules of a comparison that may produce or consume expert indices."""
 
     def __init__(self, paths: Iterable[str]) -> None:
-        """``paths`` of the modules recorded in either run."""
+        """Collect the parents of experts and routers; ``paths`` are the modules recorded in either run."""
         self._parents: set[str] = set()
-        """Parents of experts or a router."""
+        """Paths of the parents of experts or routers."""
         for path in set(paths):
             holder = path
             while holder:
@@ -41,7 +41,7 @@ class ExpertChoosers:
                 holder = above
 
     def may_choose(self, site: str) -> bool:
-        """Return whether the integers of a site may be expert indices: the output of a router, or an input of
+        """Return whether the integers of a site may be expert indices: an output near a router, or an input of
         experts."""
         path, _, port = site.rpartition(":")
         if not self._parents or port.endswith(".grad"):

@@ -19,14 +19,14 @@ Array = np.ndarray[Any, Any]
 
 
 class Series(Struct, frozen=True, gc=False):
-    """All firings of one site in one pass of one model, by step."""
+    """All firings of one site in one pass of one model, ordered by step."""
 
     site: str
     group: tuple[str, str]
     """(model, pass)."""
     firings: Sequence[Firing]
     derivation: Derivation | None = None
-    """How its values follow from those of :attr:`sources`; None for a recorded site."""
+    """How to compute the values from :attr:`sources`; None for a recorded site."""
     sources: tuple["Series", ...] = ()
 
     @property
@@ -36,7 +36,7 @@ class Series(Struct, frozen=True, gc=False):
 
     @property
     def dtype(self) -> str | None:
-        """The dtype of the first record."""
+        """The dtype of the first record; None for plain values."""
         return self.firings.kind.dtype if isinstance(self.firings, Firings) else self.first.dtype
 
     @property
@@ -46,7 +46,7 @@ class Series(Struct, frozen=True, gc=False):
 
     @property
     def hashes(self) -> list[str | None]:
-        """The hashes of all records."""
+        """Hashes of all records."""
         if isinstance(self.firings, Firings):
             return self.firings.hashes
         return [record.hash for firing in self.firings for record in firing.records]
@@ -59,7 +59,7 @@ class Series(Struct, frozen=True, gc=False):
         return [record.bag for firing in self.firings for record in firing.records]
 
     def digest_words(self, what: Literal["hashes", "bags"]) -> Array | None:
-        """[records, words] uint64: :attr:`hashes` or :attr:`bags` as numbers; None if they are not stored as such."""
+        """Return :attr:`hashes` or :attr:`bags` as uint64 [records, words]; None if they are not stored in columns."""
         return self.firings.digest_words(what) if isinstance(self.firings, Firings) else None
 
     @property
@@ -71,19 +71,19 @@ class Series(Struct, frozen=True, gc=False):
 
     @property
     def num_records(self) -> int:
-        """Records on all ranks."""
+        """Number of records on all ranks."""
         if isinstance(self.firings, Firings):
             return self.firings.num_records
         return sum([len(f.records) for f in self.firings])
 
     @property
     def is_tensor(self) -> bool:
-        """Whether it holds tensors rather than plain values."""
+        """Whether the site holds tensors rather than plain values."""
         return self.dtype is not None
 
     @property
     def is_float(self) -> bool:
-        """Whether it holds floating-point tensors."""
+        """Whether the site holds floating-point tensors."""
         return (self.dtype or "").startswith(("float", "bfloat"))
 
 
@@ -97,17 +97,20 @@ def key_of(one: Series) -> Key:
 
 
 def sources_of(one: Series) -> Sequence[Series]:
-    """Return the recorded series that a series is, or is derived from."""
+    """Return the recorded series that this series is derived from, or the series itself if recorded."""
     return [leaf for source in one.sources for leaf in sources_of(source)] if one.sources else (one,)
 
 
 def source_keys(one: Series) -> Iterator[Key]:
-    """Keys of the recorded series."""
+    """Yield the keys of the recorded series behind a series."""
     return map(key_of, sources_of(one))
 
 
 def derived_series(site: str, recipe: Derivation, sources: Sequence[Series]) -> Series:
-    """Return a series derived from ``sources``, for the firings that all have; raises ValueError if there are none."""
+    """Return a series derived from ``sources``, with the firings that all of them have.
+
+    Raises ValueError if the sources have no firing in common.
+    """
     shared = _shared(sources)
     kept = [
         structs.replace(one, firings=tuple(f for f in one.firings if (f.step, f.call) in shared)) for one in sources
@@ -118,7 +121,7 @@ def derived_series(site: str, recipe: Derivation, sources: Sequence[Series]) -> 
 
 
 def side_of(one: Series, shape: tuple[int, ...]) -> Side:
-    """Return the side of a finding for a series whose first firing has this assembled shape."""
+    """Return the :class:`.Side` of a finding for a series whose first firing has the assembled ``shape``."""
     first, sources = one.first, sources_of(one)
     ranks = [record.key.rank for firing in one.firings for record in firing.records]
     count = sum(source.num_records for source in sources) if one.sources else len(ranks)
@@ -128,7 +131,7 @@ def side_of(one: Series, shape: tuple[int, ...]) -> Side:
 
 
 def named_side(side: Side | None, one: Series | None) -> Side | None:
-    """Return the same for another series with the same shape key."""
+    """Return the side of a template pair transferred to another series with the same shape key."""
     if side is None or one is None or (site := sources_of(one)[0].site) == side.site:
         return side
     return Side(site, side.dtype, side.shape, side.num_records, side.dims, side.ranks, side.parts)
@@ -140,7 +143,8 @@ def _ordered(ranks: frozenset[int]) -> tuple[int, ...]:
 
 
 def spans_of(series: Sequence[Series]) -> Spans:
-    """Payload locations of series that are all stored (:attr:`~Series.is_stored`) and have equally many records."""
+    """Return the payload locations of series with equally many records, all with payloads
+    (:attr:`~Series.is_stored`)."""
     own = [one.firings for one in series if isinstance(one.firings, Firings)]
     if len(own) == len(series) and all(each.table is own[0].table for each in own):
         return own[0].table.spans([each.at for each in own])
@@ -155,7 +159,7 @@ def _within(offset: int) -> int:
 
 
 def fire_together(sources: Sequence[Series]) -> bool:
-    """Return whether there is a firing that all of them have."""
+    """Return whether the series have a firing in common."""
     return bool(_shared(sources))
 
 
@@ -179,7 +183,7 @@ def series_of(run: Run, records: Records) -> list[Series]:
 
 
 def content_id(series: Series | None) -> Hashable:
-    """Equal for series with equal values, by their hashes; None if a hash is unknown."""
+    """Return an id that is equal for series with equal hashes; None if a hash is unknown."""
     hashes = series.hashes if series else []
     if len(hashes) == 1:
         return hashes[0]
@@ -192,7 +196,7 @@ def has_same_content(one: Series, other: Series | None) -> bool:
 
 
 def zero_fraction(series: Series) -> float:
-    """Fraction of its elements that are zero; 0 if unknown."""
+    """Return the fraction of elements that are zero, from statistics; 0 if unknown."""
     seen = [r.stats for one in sources_of(series) for firing in one.firings for r in firing.records if r.stats]
     count = sum(stats.count for stats in seen)
     return sum(stats.zeros for stats in seen) / count if count else 0.0

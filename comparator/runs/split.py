@@ -1,6 +1,6 @@
-"""Split: ranks with different rows (data, context or expert parallel) become separate firings.
+"""Split: turn ranks with different rows (data, context or expert parallel) into separate firings.
 
-If each rank records its rows, its tensor need not be joined with the others': (request, position) already gives the
+If each rank records its rows, the tensors of the ranks need not be joined: (request, position) already identifies the
 matching row of the other run, however uneven or unordered the shards are.
 """
 
@@ -40,7 +40,7 @@ def _split(firing: Firing, rows: SideRows, coords: Mapping[int, Mapping[str, int
 
 
 def _axes_between(parts: list[list[Mapping[str, int]]]) -> frozenset[str]:
-    """Return the mesh axes along which the parts differ from each other, but not within themselves."""
+    """Return the mesh axes on which parts differ from each other, but ranks within a part do not."""
     axes = {axis for part in parts for place in part for axis in place}
     values = {axis: [{place.get(axis) for place in part} for part in parts] for axis in axes}
     return frozenset(
@@ -49,7 +49,7 @@ def _axes_between(parts: list[list[Mapping[str, int]]]) -> frozenset[str]:
 
 
 def without_split_axes(dims: Dims, apart: frozenset[str]) -> Dims:
-    """Return the dims of one part: its token axes are no longer sharded over the axes ``apart``."""
+    """Return the dims of one part: its token axes are no longer sharded over the mesh axes ``apart``."""
     if not apart:
         return dims
     parts = tuple(

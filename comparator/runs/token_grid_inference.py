@@ -1,4 +1,5 @@
-"""Token grid inference: the token grids of steps without a row table, from the recorded arguments of the model."""
+"""Token grid inference: derive the token grids of steps without a row table from the recorded arguments of the
+model."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -29,18 +30,18 @@ _NAMES = {
     "req_pool_indices": "slots",
     "attention_mask": "mask",
 }
-"""Argument of the model in SGLang, vLLM, Megatron-core and Hugging Face -> its meaning."""
+"""Argument name of the model in SGLang, vLLM, Megatron-core or Hugging Face -> meaning."""
 
 _Call = dict[str, Record]
-"""Meaning -> the record, for one call on one rank."""
+"""Meaning -> record, for one call on one rank."""
 
 
 def inferred_grids(run: Run, told: frozenset[int], steps: frozenset[int] | None) -> TokenGrids:
-    """Return the grids of the steps that are not in ``told``.
+    """Return inferred grids of the steps that are not in ``told`` (steps with a recorded row table).
 
-    A step of several microbatches counts as unknown if the token ids of each were recorded: a host that calls the model
-    more than once a step reports the rows of the first call only. In a step of a draft model the microbatch is the
-    number of the draft, and there is one call.
+    A step in ``told`` is inferred again if the token ids of several microbatches were recorded: its row table covers
+    only the first model call of the step. Exempt are steps of a draft model, in which the microbatch is the number of
+    the draft.
     """
     near = np.flatnonzero(run.records.of_sites(lambda site: site.startswith((":in[", ":tap[")))).tolist()
     told_of = ((_meaning(record), record) for record in map(run.records.__getitem__, near))
@@ -57,7 +58,7 @@ def inferred_grids(run: Run, told: frozenset[int], steps: frozenset[int] | None)
 
 
 def repeated_call_notes(run: Run, told: frozenset[int]) -> list[str]:
-    """Return a sentence on steps with a row table whose model was called more than once in one microbatch."""
+    """Return a sentence on steps with a row table in which the model was called several times within one microbatch."""
     records = run.records
     later = records.which(lambda kind: kind.occurrence and kind.pass_ == FORWARD).tolist()
     again = sorted({int(records.step[at]) for at in later if records.site_at(at).startswith(":in[")} & told)
@@ -71,13 +72,13 @@ def repeated_call_notes(run: Run, told: frozenset[int]) -> list[str]:
 
 
 def _meaning(record: Record) -> str | None:
-    """Return the meaning of a record for the rows; None for everything but the first arguments of the model itself."""
+    """Return the meaning of a record for the rows; None unless it is an argument of the model's first forward call."""
     site, key = record.key.site, record.key
     return None if key.pass_ != FORWARD or key.occurrence else meaning_of(site)
 
 
 def meaning_of(site: str) -> str | None:
-    """Return the meaning of an argument of the model for the rows, see ``_NAMES``; None for any other site."""
+    """Return the meaning of a model argument for the rows, see ``_NAMES``; None for any other site."""
     name = site.partition("[")[2].removesuffix("]").removeprefix("packed_seq_params.")
     return _NAMES.get(name) if site.startswith((":in[", ":tap[")) else None
 
@@ -85,7 +86,7 @@ def meaning_of(site: str) -> str | None:
 def _grids(run: Run, calls: Mapping[int, Mapping[tuple[int, int], _Call]]) -> TokenGrids:
     if not calls:
         return TokenGrids(())
-    from tapscope.core.token_rows import RowReader  # imported late: most hosts record their rows, and it takes 3 ms
+    from tapscope.core.token_rows import RowReader  # lazy import (3 ms): most hosts record their rows
 
     infos: dict[tuple[int, int], dict[int, Any]] = {}
     num_ambiguous = num_assumed = 0
@@ -123,7 +124,7 @@ def _grids(run: Run, calls: Mapping[int, Mapping[tuple[int, int], _Call]]) -> To
 
 
 def _arguments(run: Run, call: _Call) -> "Arguments | None":
-    """Return the values of one call; None without token ids on disk."""
+    """Return the values of one call; None if its token ids are not on disk."""
     from tapscope.core.token_rows import Arguments
 
     values = {what: value for what, record in call.items() if (value := _value(run, record)) is not None}
@@ -148,19 +149,19 @@ def _arguments(run: Run, call: _Call) -> "Arguments | None":
 
 
 def _is_idle(given: "Arguments") -> bool:
-    """Return whether a data-parallel rank has no request in this step, and runs the model for the sake of the
+    """Return whether a data-parallel rank has no request in this step and only takes part in collectives of the
     others."""
     return given.ids.ndim == 1 and (not given.ids.size or (given.lengths is not None and not given.lengths.size))
 
 
 def _has_no_places(given: "Arguments", shard: tuple[int, int]) -> bool:
-    """Return whether nothing says which part of its padded sequences a rank of a context-parallel group holds."""
+    """Return whether no argument tells which part of its padded sequences a context-parallel rank holds."""
     is_cut = shard[1] > 1 and given.ids.ndim == 2 and given.ids.shape[1] % 2 == 0
     return is_cut and given.positions is None and given.lengths is None
 
 
 def _zigzag_positions(count: int, shard: tuple[int, int]) -> Array:
-    """[count]: the positions of the two chunks of a sequence that a rank holds, from the start and from the end."""
+    """Return the positions [count] of a rank's two chunks of a sequence: one from the start, one from the end."""
     place, size = shard
     chunk = np.arange(count // 2)
     return np.concatenate([place * len(chunk) + chunk, (2 * size - 1 - place) * len(chunk) + chunk])
@@ -171,7 +172,7 @@ def _array(value: Any) -> Array | None:
 
 
 def _value(run: Run, record: Record) -> Any:
-    """Return an array, or a plain value; None if it was not stored."""
+    """Return the array or plain value of a record; None if it was not stored."""
     if record.dtype is None:
         return record.value.get("value") if isinstance(record.value, dict) else None
     try:

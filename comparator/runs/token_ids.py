@@ -1,4 +1,4 @@
-"""Token ids of one request by position, in little more than 8 bytes each."""
+"""Token ids of one request by position, stored in little more than 8 bytes each."""
 
 from array import array
 from collections.abc import Sequence
@@ -9,19 +9,19 @@ import numpy as np
 Array = np.ndarray[Any, Any]
 
 _UNKNOWN = np.iinfo(np.int64).min
-"""Smaller than any token id, see docs/reference/run-format.md."""
+"""Marks an unknown id; smaller than any token id, see docs/reference/run-format.md."""
 _PAGE = 64
 _EMPTY = array("q", [_UNKNOWN]) * _PAGE
 
 
 class TokenIds:
-    """Position -> token id; positions may have gaps."""
+    """Map from position to token id; positions may have gaps."""
 
     __slots__ = ("_pages",)
 
     def __init__(self) -> None:
         self._pages: dict[int, array[int]] = {}
-        """Page number -> the ids of one page of positions."""
+        """Page number -> ids of that page of positions."""
 
     def __len__(self) -> int:
         """Return the number of known ids."""
@@ -44,7 +44,7 @@ class TokenIds:
         page[at] = token
 
     def put(self, start: int, tokens: Sequence[int]) -> None:
-        """Set the ids from ``start`` on, replacing known ones."""
+        """Set the ids from position ``start`` on, replacing known ids."""
         done = 0
         while done < len(tokens):
             number, at = divmod(start + done, _PAGE)
@@ -54,8 +54,8 @@ class TokenIds:
             done += len(here)
 
     def changed(self, start: int, tokens: Sequence[int]) -> int | None:
-        """Return the first position at which ``tokens`` from ``start`` on contradict a known id; None if there is
-        none."""
+        """Return the first position at which ``tokens``, placed at ``start``, contradict a known id; None if they
+        agree."""
         for position, token in enumerate(tokens, start):
             known = self[position]
             if known is not None and known != token:
@@ -72,7 +72,7 @@ class TokenIds:
                 self._pages[number][at:] = _EMPTY[at:]
 
     def columns(self) -> tuple[Array, Array]:
-        """(positions, ids), ascending, int64."""
+        """Return (positions, ids) of all known ids as int64 arrays, by ascending position."""
         numbers = sorted(self._pages)
         ids = np.concatenate([np.empty(0, np.int64), *(np.frombuffer(self._pages[n], np.int64) for n in numbers)])
         positions = (np.array(numbers, np.int64)[:, None] * _PAGE + np.arange(_PAGE)).reshape(-1)
@@ -80,14 +80,14 @@ class TokenIds:
         return positions[known], ids[known]
 
     def update(self, other: "TokenIds") -> None:
-        """Set the ids of the other one as well, replacing known ones."""
+        """Copy all ids of ``other``, replacing known ids."""
         for number, page in other._pages.items():
             for at, token in enumerate(page):
                 if token != _UNKNOWN:
                     self[number * _PAGE + at] = token
 
     def is_within(self, other: "TokenIds") -> bool:
-        """Return whether the other one has all ids of this one, with equal values."""
+        """Return whether ``other`` has all ids of this object, with equal values."""
         for number, page in self._pages.items():
             theirs = other._pages.get(number, _EMPTY)
             if page != theirs and any(a not in (_UNKNOWN, b) for a, b in zip(page, theirs, strict=True)):
@@ -95,7 +95,10 @@ class TokenIds:
         return True
 
     def shared(self, other: "TokenIds", shift: int = 0) -> tuple[Array, Array, Array]:
-        """(positions known to both, ascending, the ids of each there); ``other``'s positions are ``shift`` higher."""
+        """Return (positions known to both, own ids, ids of ``other``), by ascending position.
+
+        Positions of ``other`` are ``shift`` higher than own positions.
+        """
         (mine, left), (theirs, right) = self.columns(), other.columns()
         at = np.searchsorted(theirs, mine + shift)
         both = np.zeros(len(mine), bool)
