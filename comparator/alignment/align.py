@@ -1,4 +1,4 @@
-"""Aligner: for one matched site, pair the rows of the baseline's firings with those of the target's."""
+"""Aligner: for one matched site, pair the token rows of the baseline's firings with the target's rows."""
 
 import math
 from collections.abc import Iterable, Sequence

@@ -39,8 +39,8 @@ def permute_features(left: Wholes, right: Wholes, layouts: tuple[Layout, Layout]
 
 
 def flatten_leading_axes(left: Wholes, right: Wholes, layouts: tuple[Layout, Layout]) -> tuple[Layout, Layout]:
-    """Return layouts with the common leading axes as rows, for tensors without token rows of which one side flattened
-    the remaining axes: ``t n d`` matches ``t (n*d)``."""
+    """Return layouts with the common leading axes as rows, for tensors without token rows if one side flattened the
+    remaining axes: ``t n d`` matches ``t (n*d)``."""
     dims = left[0].dims, right[0].dims
     if dims[0] is None or dims[1] is None or any(layout.by_rows for layout in layouts):
         return layouts

@@ -70,8 +70,8 @@ class PreparedPair(Struct, frozen=True):
     problem: str = ""
     """Why the pair cannot be measured; empty if it can."""
     num_broken: tuple[int, int] = (0, 0)
-    """Number of excluded firings of (baseline, target): these could not be assembled, although others of the site
-    could."""
+    """Number of firings of (baseline, target) that were excluded because they, unlike others of the site, could not be
+    assembled."""
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     """The subset of notes that say why values may be wrong."""
@@ -157,7 +157,7 @@ class PairPreparer:
         """Shape key -> first prepared pair with that key, see :mod:`.shape_key`."""
 
     def leave_out(self, pair: Pair, rows: frozenset[int]) -> None:
-        """Exclude these row pairs from all later preparations of the pair, in addition to those already excluded."""
+        """Add row pairs to those excluded from all later preparations of the pair."""
         baseline, target = pair.sides
         key = key_of(baseline), key_of(target)
         self._left_out[key] = self._left_out.get(key, frozenset()) | rows
@@ -296,8 +296,7 @@ class PairPreparer:
             return JoinPlan(problem=str(error))
 
     def _are_on_other_ranks(self, site: str, problem: str) -> bool:
-        """Return whether the rows of an expert come from tokens of several ranks that cannot be related between the
-        runs.
+        """Return whether an expert's rows belong to tokens of several ranks that cannot be related between the runs.
 
         That is expert parallelism over data-parallel ranks in one run, or in both with different sizes or without dims
         that relate the ranks.

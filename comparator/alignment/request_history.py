@@ -240,8 +240,8 @@ def _replace(current: _Round, start: int, tokens: Sequence[int]) -> int | None:
 
 
 def _merge(rounds: list[_Round], requests: list[Request], chunks: list[tuple[int, _Chunk]], part: int) -> int:
-    """Merge rounds with consistent tokens into requests, append these and their chunks, and return the number of
-    requests."""
+    """Merge rounds with consistent tokens into requests, append the requests and their chunks, and return how many
+    there are."""
     mine: list[int] = []
     for one in rounds:
         same = next((i for i in mine if _agree(requests[i], one.request)), None)
@@ -288,7 +288,7 @@ def _columns(grids: Sequence[Grid], requests: list[Request], chunks: list[tuple[
 
 
 def _narrow(column: Array) -> Array:
-    """Cast the column to int32 if its values fit: a run may have millions of rows."""
+    """Return the column as int32 if its values fit: a run may have millions of rows."""
     return column.astype(np.int32) if column.max(initial=0) < 1 << 31 else column
 
 

@@ -53,8 +53,8 @@ class RowPairingSide:
         return self._steps[self.rows.grid[rows]]
 
     def free(self, *, of_branches: bool = False) -> Array:
-        """Return the indices of unmatched rows: those outside of draft trees, or with ``of_branches`` those on their
-        branches."""
+        """Return the indices of unmatched rows outside of draft trees, or with ``of_branches`` on branches of draft
+        trees."""
         is_free = (self.code == UNALIGNED) & (self.pair_of_row >= 0)
         return np.flatnonzero(is_free & ((self.rows.branch > 0) == of_branches))
 

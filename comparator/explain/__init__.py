@@ -1,1 +1,1 @@
-"""Why: hypotheses tested on the values of a culprit; only a clear winner is reported."""
+"""Explanations: hypotheses tested on the values of a culprit; only a clear winner is reported."""

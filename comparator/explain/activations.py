@@ -1,4 +1,4 @@
-"""Activations: the target applies another function to the same input (:mod:`..functions`)."""
+"""Activations: the target applies a different function (:mod:`..functions`) to the same input."""
 
 from collections.abc import Iterable, Iterator
 
@@ -11,7 +11,7 @@ from tapscope.comparator.explain.related_sites import RelatedSite
 
 
 def activations(region: ErrorRegion, others: Iterable[RelatedSite]) -> Iterator[Hypothesis]:
-    """Every other known function, where the baseline is a known function of the module's input."""
+    """Yield every other known function of the input, if the baseline is a known function of that input."""
     for one in others:
         if not one.is_input or not np.isfinite(one.values).all():
             continue
@@ -20,7 +20,7 @@ def activations(region: ErrorRegion, others: Iterable[RelatedSite]) -> Iterator[
         size = float((region.before**2).sum())
         off = {name: float(((values - region.before) ** 2).sum()) for name, values in made.items()}
         own = min(off, key=lambda name: off[name])
-        # The nearest function counts only if it is nearer than the target is: GELU has look-tolerances.
+        # Accept the nearest function only if it is nearer than the target: GELU has several close approximations.
         if not off[own] < max(4.0 * region.noise**2 * size, 0.05 * float(((region.after - region.before) ** 2).sum())):
             continue
         for name, values in made.items():

@@ -1,6 +1,6 @@
-"""Attention recomputed from its queries, keys and values (Vaswani et al. 2017, arXiv 1706.03762), in numpy.
+"""Attention recomputed in numpy from queries, keys and values (Vaswani et al. 2017, arXiv 1706.03762).
 
-Query heads share key and value heads as in Ainslie et al. 2023 (grouped queries, arXiv 2305.13245).
+Query heads share key and value heads as in grouped-query attention (Ainslie et al. 2023, arXiv 2305.13245).
 """
 
 from collections.abc import Callable, Iterator
@@ -12,23 +12,24 @@ import numpy as np
 Array = np.ndarray[Any, Any]
 
 PADDED = -1
-"""Position of a slot that holds no token."""
+"""Position of a slot without a token."""
 Sees = Callable[["Tokens", Array, Array], Array]
-"""Mask function: (tokens, rows, keys) -> [rows, keys] which keys a row attends to; indices of tokens of one request."""
+"""Mask function: (tokens, rows, keys) -> bool [rows, keys], whether each row attends to each key. Rows and keys are
+indices of tokens of one request."""
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """The inputs of one attention in one run, in float64."""
+    """Inputs of one attention module in one run, in float64."""
 
     request: Array
-    """[n] index of the request, also of its padding."""
+    """[n] index of the request; padding belongs to a request too."""
     position: Array
-    """[n] position in the request, or :data:`PADDED`."""
+    """[n] position within the request, or :data:`PADDED`."""
     step: Array
     """[n] step that computed the token."""
     slot: Array
-    """[n] column of the padded batch."""
+    """[n] column in the padded batch."""
     query: Array
     """[n, heads, d]."""
     key: Array
@@ -36,12 +37,12 @@ class Tokens:
     value: Array
     """[n, key heads, e]."""
     cos: Array | None = None
-    """[n, r] cosines of RoPE; None where queries and keys were recorded after RoPE."""
+    """[n, r] cosines of RoPE; None if queries and keys were recorded after RoPE."""
     sin: Array | None = None
     first: int = 0
-    """First of the r channels that are rotated."""
+    """Index of the first of the r rotated channels."""
     theta: float | None = None
-    """Base of RoPE where no table was recorded and `cos` and `sin` were computed from this base."""
+    """RoPE base from which `cos` and `sin` were computed; None if a table was recorded."""
 
 
 @dataclass(frozen=True)
@@ -51,35 +52,37 @@ class Variant:
     scale: float
     cap: float | None = None
     layout: str = "half"
-    """Pairs that RoPE rotates: ``half`` or ``interleaved``."""
+    """Channel pairs that RoPE rotates: ``half`` or ``interleaved``."""
     rotated: tuple[bool, bool] = (True, True)
-    """Whether queries, and keys, are rotated."""
+    """Whether (queries, keys) are rotated."""
     pairs: tuple[int, int] | None = None
-    """Half-open range of the pairs that RoPE rotates; None for all."""
+    """Half-open range of channel pairs that RoPE rotates; None for all."""
     is_tiled: bool = False
-    """Query head h reads key head h modulo the number of key heads, not h divided by the group's size."""
+    """Query head h reads key head h modulo the number of key heads, instead of h divided by the group size."""
     sees: Sees | None = None
-    """The mask; None for the causal one."""
+    """Mask; None for the causal mask."""
     zeroed: Sees | None = None
-    """Keys whose values count as zero, by row."""
+    """Keys, by row, whose values count as zero."""
     where: Sees | None = None
     """Keys, by row, for which `other_key` and `other_value` are read; None for none."""
     other_key: Array | None = None
-    """[n, key heads, d] after RoPE."""
+    """[n, key heads, d] replacement keys, after RoPE."""
     other_value: Array | None = None
+    """[n, key heads, e] replacement values."""
 
     def reads(self, heads: int, groups: int) -> Array:
-        """[heads] the key and value head that each query head reads."""
+        """Return the key and value head that each query head reads, as [heads]."""
         return np.arange(heads) % groups if self.is_tiled else np.arange(heads) // (heads // groups)
 
 
 def causal(tokens: Tokens, rows: Array, keys: Array) -> Array:
-    """Return the causal mask: every token, without padding, up to the row itself."""
+    """Return the causal mask: each row attends to the tokens of its request up to and including itself, without
+    padding."""
     return ahead(0)(tokens, rows, keys)
 
 
 def ahead(count: int) -> Sees:
-    """Return the causal mask with ``count`` later tokens, or without the last ones where it is negative."""
+    """Return the causal mask extended by ``count`` later tokens, or shortened if ``count`` is negative."""
 
     def sees(tokens: Tokens, rows: Array, keys: Array) -> Array:
         at = tokens.position[keys][None, :]
@@ -90,7 +93,7 @@ def ahead(count: int) -> Sees:
 
 
 def within(window: int) -> Sees:
-    """Return a sliding window: the last ``window`` tokens, the row itself included."""
+    """Return a sliding-window mask: the last ``window`` tokens, including the row itself."""
 
     def sees(tokens: Tokens, rows: Array, keys: Array) -> Array:
         far = tokens.position[rows][:, None] - tokens.position[keys][None, :]
@@ -100,12 +103,12 @@ def within(window: int) -> Sees:
 
 
 def everything(tokens: Tokens, rows: Array, keys: Array) -> Array:
-    """Every key, also later ones and padding."""
+    """Return a mask that includes every key, even later ones and padding."""
     return np.ones((len(rows), len(keys)), bool)
 
 
 def at_position(position: int) -> Sees:
-    """Return the one key at this position of the request."""
+    """Return a mask with the single key at this position of the request."""
 
     def is_there(tokens: Tokens, rows: Array, keys: Array) -> Array:
         return np.broadcast_to((tokens.position[keys] == position)[None, :], (len(rows), len(keys)))
@@ -114,7 +117,7 @@ def at_position(position: int) -> Sees:
 
 
 def attend(tokens: Tokens, rows: Array, variant: Variant) -> Array:
-    """[rows, heads x e] the output of attention; rows that attend to no key are NaN."""
+    """Return the output of attention as [rows, heads x e]; rows that attend to no key are NaN."""
     heads = tokens.query.shape[1]
     reads = variant.reads(heads, tokens.key.shape[1])
     out = np.full((len(rows), heads, tokens.value.shape[2]), np.nan)
@@ -130,19 +133,20 @@ def attend(tokens: Tokens, rows: Array, variant: Variant) -> Array:
 
 
 def weighted(weights: Array, values: Array) -> Array:
-    """[rows, heads, e]: ``values`` [keys, heads, e], weighted by ``weights`` [heads, rows, keys] and summed."""
+    """Return the sum of ``values`` [keys, heads, e] weighted by ``weights`` [heads, rows, keys], as [rows, heads,
+    e]."""
     output: Array = (weights @ values.transpose(1, 0, 2)).transpose(1, 0, 2)
     return output
 
 
 def _products(query: Array, key: Array) -> Array:
-    """[heads, rows, keys]: products of ``query`` [rows, heads, d] and ``key`` [keys, heads, d]."""
+    """Return the products of ``query`` [rows, heads, d] and ``key`` [keys, heads, d], as [heads, rows, keys]."""
     scores: Array = query.transpose(1, 0, 2) @ key.transpose(1, 2, 0)
     return scores
 
 
 def weights_of(tokens: Tokens, rows: Array, variant: Variant) -> Array:
-    """[heads, rows, n] attention weights over all tokens."""
+    """Return the attention weights over all tokens, as [heads, rows, n]."""
     dense = np.zeros((tokens.query.shape[1], len(rows), len(tokens.request)))
     for at, keys, weights in _weights(tokens, rows, variant):
         dense[:, at[:, None], keys[None, :]] = weights
@@ -150,7 +154,8 @@ def weights_of(tokens: Tokens, rows: Array, variant: Variant) -> Array:
 
 
 def _weights(tokens: Tokens, rows: Array, variant: Variant) -> Iterator[tuple[Array, Array, Array]]:
-    """By request: (indices into ``rows``, indices of the request's tokens, [heads, rows, tokens] attention weights)."""
+    """Yield for each request (indices into ``rows``, indices of its tokens, attention weights [heads, rows,
+    tokens])."""
     reads = variant.reads(tokens.query.shape[1], tokens.key.shape[1])
     query, key = (_after_rope(tokens, variant, side) for side in (0, 1))
     for request in np.unique(tokens.request[rows]):
@@ -172,28 +177,31 @@ def _weights(tokens: Tokens, rows: Array, variant: Variant) -> Iterator[tuple[Ar
 
 
 def applied(tokens: Tokens, variant: Variant) -> Tokens:
-    """Return the same tokens with RoPE applied to queries and keys, as a KV cache holds them."""
+    """Return the tokens with RoPE applied to queries and keys, as stored in a KV cache."""
     return replace(
         tokens, query=_after_rope(tokens, variant, 0), key=_after_rope(tokens, variant, 1), cos=None, sin=None
     )
 
 
 def with_theta(tokens: Tokens, theta: float) -> Tokens:
-    """With RoPE over the whole head, computed from ``theta``: no table was recorded."""
+    """Return the tokens with RoPE tables computed from ``theta`` over the whole head, for runs without a recorded
+    table."""
     at = np.where(tokens.position == PADDED, tokens.slot, tokens.position)
     angle = at[:, None] * inverse_frequencies(theta, tokens.query.shape[2] // 2)[None, :]
     return replace(tokens, cos=np.tile(np.cos(angle), (1, 2)), sin=np.tile(np.sin(angle), (1, 2)), theta=theta)
 
 
 def inverse_frequencies(theta: float, num_pairs: int) -> Array:
-    """[num_pairs] angle per position of each pair of RoPE with this base."""
+    """Return the angle per position of each RoPE pair for the base ``theta``, as [num_pairs]."""
     frequencies: Array = theta ** (-np.arange(num_pairs) / num_pairs)
     return frequencies
 
 
 def rotate(values: Array, cos: Array, sin: Array, layout: str) -> Array:
-    """``values`` [..., width] with their pairs rotated; ``cos`` and ``sin`` [..., width / 2] of the angles. Pairs are
-    two neighbours (``interleaved``), or the same place of both halves (``half``)."""
+    """Return ``values`` [..., width] with channel pairs rotated by the angles of ``cos`` and ``sin`` [..., width / 2].
+
+    Pairs are adjacent channels (``interleaved``), or the same index in both halves (``half``).
+    """
     half = values.shape[-1] // 2
     one, two = (slice(0, half), slice(half, None)) if layout == "half" else (slice(0, None, 2), slice(1, None, 2))
     rotated = np.empty_like(values)
@@ -203,7 +211,7 @@ def rotate(values: Array, cos: Array, sin: Array, layout: str) -> Array:
 
 
 def _softmax(scores: Array) -> Array:
-    """Softmax over the last axis; NaN where every score is masked."""
+    """Return the softmax over the last axis; NaN where every score is masked."""
     top = scores.max(axis=-1, keepdims=True)
     raised = np.exp(scores - np.where(np.isfinite(top), top, np.nan))
     weights: Array = raised / raised.sum(axis=-1, keepdims=True)
@@ -211,7 +219,7 @@ def _softmax(scores: Array) -> Array:
 
 
 def _after_rope(tokens: Tokens, variant: Variant, side: int) -> Array:
-    """Queries (side 0) or keys (side 1) after RoPE."""
+    """Return the queries (``side`` 0) or keys (``side`` 1) after RoPE."""
     values = tokens.key if side else tokens.query
     if tokens.cos is None or tokens.sin is None or not variant.rotated[side]:
         return values

@@ -1,4 +1,4 @@
-"""Attention output: why the output of an attention module differs, from its recorded queries, keys and values."""
+"""Attention output: explain why an attention module's output differs, from its recorded queries, keys and values."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -22,15 +22,15 @@ from tapscope.core import dtypes
 Array = np.ndarray[Any, Any]
 
 MAX_ROWS = 96
-"""Rows that are recomputed: two thirds are the worst ones, the others are spread evenly."""
+"""Maximum number of recomputed rows: two thirds are the worst rows, the rest are evenly spaced."""
 MAX_PRODUCTS = 1 << 24
-"""Limit of query-key products in one computation; a larger attention is not recomputed."""
+"""Limit on query-key products in one computation; larger attention is not recomputed."""
 _PATHS = (".attn", ".core_attention", ".o_proj", ".linear_proj", ".dense", ".c_proj", ".out_proj")
 
 
 def explain_attention(result: PairResult, sites: SiteReader, context: SiteContext) -> Explanation | None:
-    """Return the explanation of an attention's output at a site; None where the site shows no attention, or nothing
-    explains it."""
+    """Return the explanation of a difference in attention output; None if the site is not an attention output or no
+    candidate fits."""
     path = path_of(result.site)
     heads = read_attention(path, sites, context.configs, context.thetas) if path else None
     if heads is None:
@@ -69,7 +69,7 @@ def explain_attention(result: PairResult, sites: SiteReader, context: SiteContex
 
 
 def _holds_everywhere(region: ErrorRegion, made: Array) -> bool:
-    """Return whether the prediction holds in the unaffected rows, too."""
+    """Return whether the prediction also holds in the unaffected rows."""
     sample = region.sample
     spared = np.setdiff1d(np.arange(len(made)), region.rows)
     off = np.nan_to_num(made[spared] - sample.target[spared]) / sample.size[spared]
@@ -77,7 +77,7 @@ def _holds_everywhere(region: ErrorRegion, made: Array) -> bool:
 
 
 def path_of(site: str) -> str:
-    """Path of the attention module whose output a site shows; empty where it shows none."""
+    """Return the path of the attention module whose output a site records; empty if the site records none."""
     path, _, port = site.rpartition(":")
     if port.endswith(".grad") or "mask" in port:
         return ""
@@ -92,8 +92,11 @@ def path_of(site: str) -> str:
 
 
 def _sample(heads: RecordedAttention, names: tuple[str, str]) -> tuple[Sample, Array] | None:
-    """(recorded output rows, the worst ones among them, next to what the baseline's formula makes of the same queries,
-    keys and values; index of the token of each row)."""
+    """Return (sample of output rows, token index of each row); None if rows cannot be recomputed.
+
+    The sample compares the target's recorded output with the baseline's formula applied to the target's own queries,
+    keys and values.
+    """
     both = recomputed_rows(heads)
     if both is None:
         return None
@@ -117,8 +120,10 @@ def _sample(heads: RecordedAttention, names: tuple[str, str]) -> tuple[Sample, A
 
 
 def recomputed_rows(heads: RecordedAttention) -> tuple[tuple[Array, Array], int] | None:
-    """((rows of the baseline's recorded output, rows of the target's), number of all paired rows): the worst rows and
-    some others. None where no rows are paired, or the attention is too large."""
+    """Return ((baseline rows, target rows) of the recorded outputs, number of all paired rows).
+
+    Selects the worst rows and some others. None if no rows are paired, or if the attention is too large.
+    """
     given, tokens = heads.given, heads.sides[1]
     paired = rows_of(given[0], heads.sides[0])[0].tolist()
     of_pair = {pair: row for row in paired if (pair := int(given[0].pair[row])) >= 0}
@@ -138,13 +143,13 @@ def recomputed_rows(heads: RecordedAttention) -> tuple[tuple[Array, Array], int]
 
 
 def tokens_of(heads: RecordedAttention, side: int, rows: Array) -> Array:
-    """Return the index of the token of each row of one side's recorded output."""
+    """Return the token index of each given row of one side's recorded output."""
     at = dict(zip(*(column.tolist() for column in rows_of(heads.given[side], heads.sides[side])), strict=True))
     return np.array([at[row] for row in rows.tolist()])
 
 
 def _rough(tokens: Tokens, rows: Array, heads: RecordedAttention, dtype: str) -> float:
-    """Relative error of the output when queries and keys are rounded to ``dtype`` after RoPE."""
+    """Return the relative error of the output if queries and keys are rounded to ``dtype`` after RoPE."""
     rounded = with_rounding(tokens, dtype, np.random.default_rng(0))
     one, two = attend(tokens, rows, heads.variant), attend(rounded, rows, heads.variant)
     size = float(np.nansum(one**2))
@@ -152,7 +157,7 @@ def _rough(tokens: Tokens, rows: Array, heads: RecordedAttention, dtype: str) ->
 
 
 def with_rounding(tokens: Tokens, dtype: str, rng: np.random.Generator) -> Tokens:
-    """Return the tokens with queries and keys as if rounded to ``dtype``, by random numbers."""
+    """Return the tokens with random rounding errors of ``dtype`` applied to queries and keys."""
     epsilon = dtypes.epsilon(dtype) if dtype else 2.0**-24
     query, key = (1.0 + epsilon * rng.uniform(-0.5, 0.5, values.shape) for values in (tokens.query, tokens.key))
     return replace(tokens, query=tokens.query * query, key=tokens.key * key)

@@ -1,12 +1,12 @@
-"""Attention outputs: those that only one run's own queries, keys and values reproduce.
+"""Attention outputs: find outputs that only one run's own queries, keys and values reproduce.
 
-A wrong page of the KV cache, a mask, a scale of scores or another RoPE in one run may change few rows by less than the
-largest error that a sharp softmax can make of rounded inputs. The attention computed again from the recorded inputs of
-the same run has no such error: what remains is its own rounding.
+A wrong KV cache page, mask, score scale or RoPE in one run may change a few rows by less than the largest error that a
+sharp softmax can make of rounded inputs. Attention recomputed from the recorded inputs of the same run does not have
+that error, only its own rounding.
 
-The formula is the usual one: causal, scores scaled by 1 / √d and perhaps capped, softmax, RoPE by the recorded tables.
-Attentions that this does not describe in the baseline (windows, sinks, other scales), and those after the first
-:data:`_MAX_VALUES` values, have their floors only.
+The recomputation assumes the usual formula: causal mask, scores scaled by 1 / √d and possibly capped, softmax, RoPE by
+the recorded tables. Attention that this formula does not reproduce in the baseline (windows, sinks, other scales) is
+judged by its floor only, and so is attention beyond the first :data:`_MAX_VALUES` values.
 """
 
 import math
@@ -26,19 +26,22 @@ from tapscope.comparator.verdict.finding import Finding, Verdict
 from tapscope.run_format.run import Run
 
 _MAX_ROUNDINGS = 12.0
-"""A recorded output may be this many roundings of its inputs from the attention of these. Without a bug it was at most
-7, where a kernel also rounds scores to 16 bits (fitted)."""
+"""Maximum distance of a recorded output from the recomputed one, in roundings of its inputs. Without a bug it was at
+most 7, where a kernel also rounds scores to 16 bits (fitted)."""
 _MAX_VALUES = 1 << 22
-"""Values of attention outputs that are computed again, beginning with the first layer: half a second of CPU time."""
+"""Maximum number of output values that are recomputed, starting with the first layer: half a second of CPU time."""
 _MIN_RUN_RATIO = 3.0
-"""The other run's may be 1 / this as far, at most."""
+"""Minimum ratio of the wrong run's distance to that of the correct run."""
 
 
 def first_unexplained(
     findings: Sequence[Finding], judged: Sequence[PairResult], preparer: PairPreparer
 ) -> Finding | None:
-    """Return the first finding whose attention only one run's own queries, keys and values reproduce, as one that
-    differs, of those before the first site that fails: what follows may inherit from that. None where there is none."""
+    """Return the first finding whose attention output only one run's own inputs reproduce, changed to ``differs``.
+
+    Only findings before the first failing site are considered, because later ones may inherit an error. None if there
+    is no such finding.
+    """
     runs = preparer.baseline, preparer.target
     suspects = [one for one in takewhile(lambda one: not one.verdict.is_bad, findings) if _may_hide_a_bug(one)]
     if any(map(_has_narrow_cache, runs)):
@@ -48,7 +51,7 @@ def first_unexplained(
         left -= finding.metrics.num_elements if finding.metrics is not None else 0
         if left < 0:
             break
-        for caps in ((), SOFT_CAPS):  # which cap fits a baseline in 16 bits best may be chance: all must fail
+        for caps in ((), SOFT_CAPS):  # the cap that fits a 16-bit baseline best may be chance: all must fail
             sides = recomputed(judged[finding.order], sites, preparer, searches=False, caps=caps)
             if sides is None or not _is_of_one_only(sides):
                 break
@@ -62,13 +65,13 @@ def first_unexplained(
 
 
 def _is_of_one_only(sides: tuple[Recomputed, Recomputed]) -> bool:
-    """Return whether the inputs of one run give its output, and those of the other do not."""
+    """Return whether one run's inputs reproduce its output, and the other run's inputs do not."""
     good, bad = sorted(side.ratio for side in sides)
     return bad > _MAX_ROUNDINGS and good * _MIN_RUN_RATIO <= min(_MAX_ROUNDINGS, bad)
 
 
 def _may_hide_a_bug(finding: Finding) -> bool:
-    """Return whether it agrees, with an error that is too large in one row for the rounding of one attention."""
+    """Return whether a finding agrees although one row has an error too large for the rounding of one attention."""
     if finding.verdict is not Verdict.CLOSE or finding.judged_by != "rounding" or finding.basis != "values":
         return False
     errors, names = finding.result.distribution, finding.result.dtypes
@@ -80,7 +83,8 @@ def _may_hide_a_bug(finding: Finding) -> bool:
 
 
 def _has_narrow_cache(run: Run) -> bool:
-    """Return whether the KV cache rounds keys and values, of which the recorded ones show nothing."""
+    """Return whether the KV cache dtype rounds keys and values, so that attention reads other values than the recorded
+    ones."""
     stored = str(run.manifest.get("kv_cache_dtype", ""))
     return stored not in ("", "auto", str(run.manifest.get("dtype", "")))
 

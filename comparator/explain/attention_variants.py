@@ -1,4 +1,5 @@
-"""Attention variants: bugs that an attention may have, each as a sentence and as the computation that it implies."""
+"""Attention variants: candidate bugs of an attention module, each with a sentence and the computation that it
+implies."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -29,33 +30,33 @@ from tapscope.comparator.explain.search import searched
 Array = np.ndarray[Any, Any]
 
 MAX_POSITION = 4
-"""The first positions of a request, whose keys are masked one at a time."""
+"""Number of leading positions of a request whose keys are masked one at a time."""
 MAX_WINDOW = 64
-"""Windows up to this width are all tried; of wider ones only powers of two."""
+"""Largest window up to which all sizes are tried; beyond it, only powers of two."""
 PAGES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-"""Page sizes of the KV cache that are tried, in tokens."""
+"""KV cache page sizes that are tried, in tokens."""
 MAX_PAGES = 8
-"""First pages of a request that are tried."""
+"""Number of leading pages of a request that are tried."""
 USUAL_THETAS = (10000.0, 500000.0, 1000000.0, 100000.0, 50000.0, 5000000.0, 10000000.0)
-"""Bases of RoPE that models use."""
+"""RoPE bases in common use."""
 
 
 class Candidate(NamedTuple):
-    """One possible bug."""
+    """One candidate bug."""
 
     name: str
     sentence: str
     variant: Variant
     cost: int
-    """Number of fitted parameters; of two candidates that fit equally well the cheaper one wins."""
+    """Number of fitted parameters; if two candidates fit equally well, the cheaper one wins."""
     tokens: Tokens | None = None
-    """Changed inputs of the computation; None for those that were recorded."""
+    """Changed inputs of the computation; None for the recorded inputs."""
 
 
 def candidates(
     tokens: Tokens, rows: Array, wanted: Array, variant: Variant, window: int | None, noise: float
 ) -> Iterator[Candidate]:
-    """Yield all candidates; ``wanted`` [rows, width] is the target's output for ``rows`` of its ``tokens``."""
+    """Yield all candidates; ``wanted`` [rows, width] is the target's output for the tokens ``rows``."""
     yield from _rotations(tokens, variant)
     heads, groups = tokens.query.shape[1], tokens.key.shape[1]
     if 1 < groups < heads:
@@ -107,7 +108,7 @@ def _rotations(tokens: Tokens, variant: Variant) -> Iterator[Candidate]:
 
 
 def _thetas(tokens: Tokens, rows: Array, wanted: Array, variant: Variant) -> Iterator[Candidate]:
-    """Yield the base of RoPE that fits best, or a usual one that fits as well; only where no table was recorded."""
+    """Yield the RoPE base that fits best, or a usual base that fits as well; only if no table was recorded."""
     if tokens.theta is None:
         return
 
@@ -159,7 +160,7 @@ def _padding(tokens: Tokens, rows: Array, keys: Array) -> Array:
 
 
 def _start(tokens: Tokens, rows: Array) -> Array:
-    """[rows] first position of the row's request in its step."""
+    """Return the first position of each row's request in the row's step, as [rows]."""
     first = np.empty(len(rows), np.int64)
     for i, row in enumerate(rows):
         here = (tokens.request == tokens.request[row]) & (tokens.step == tokens.step[row])
@@ -199,7 +200,7 @@ def _without(variant: Variant, hidden: Sees) -> Sees:
 
 
 def _scales(tokens: Tokens, rows: Array, wanted: Array, variant: Variant) -> Iterator[Candidate]:
-    """Yield the factor of the scores that fits best."""
+    """Yield the best-fitting factor of the scores."""
 
     def off(factor: float) -> float:
         made = attend(tokens, rows, replace(variant, scale=variant.scale * factor))
@@ -215,7 +216,7 @@ def _scales(tokens: Tokens, rows: Array, wanted: Array, variant: Variant) -> Ite
 
 
 def _cached(tokens: Tokens, rows: Array, wanted: Array, variant: Variant) -> Iterator[Candidate]:
-    """Keys or values of other tokens in the KV cache: a wrong page, or another request's slots."""
+    """Yield a KV cache that holds keys or values of other tokens: a wrong page, or the slots of another request."""
     held = given = applied(tokens, variant)
     off = np.nansum((attend(held, rows, variant) - wanted) ** 2, axis=1)
     sentences = []
@@ -237,7 +238,7 @@ def _cached(tokens: Tokens, rows: Array, wanted: Array, variant: Variant) -> Ite
 
 
 class _Move(NamedTuple):
-    """Tokens whose keys or values are those of other tokens."""
+    """Tokens whose keys or values are replaced by those of other tokens."""
 
     sentence: str
     span: list[int]
@@ -246,7 +247,7 @@ class _Move(NamedTuple):
 
 
 def _moved(tokens: Tokens, mine: int, last: int) -> Iterator[_Move]:
-    """Pages of a request that hold another page, and slots that hold another request's token of the same step."""
+    """Yield pages of a request that hold another page, and slots that hold another request's token of the same step."""
     places = zip(tokens.request.tolist(), tokens.position.tolist(), strict=True)
     at = {place: i for i, place in enumerate(places) if place[1] != PADDED}
     requests = sorted({request for request, _ in at})
@@ -269,7 +270,7 @@ def _span(positions: range) -> str:
 
 
 def _exchanged(tokens: Tokens, at: dict[tuple[int, int], int], requests: tuple[int, int], last: int) -> Iterator[_Move]:
-    """Slots exchanged with another request in the steps in which both had one token."""
+    """Yield slots exchanged with another request, in the steps in which both requests had one token."""
     by_step: tuple[dict[int, list[int]], dict[int, list[int]]] = ({}, {})
     for (request, position), i in at.items():
         if request in requests and position <= (last if request == requests[0] else position):
@@ -282,7 +283,8 @@ def _exchanged(tokens: Tokens, at: dict[tuple[int, int], int], requests: tuple[i
 
 
 def _filled(tokens: Tokens, given: Tokens, move: _Move) -> Tokens:
-    """``tokens`` in which ``move`` replaces keys (after RoPE) or values by those of other tokens of ``given``."""
+    """Return ``tokens`` with keys (after RoPE) or values replaced by those of other tokens of ``given``, according to
+    ``move``."""
     changed: dict[str, Any] = {}
     for name in move.names:
         values = getattr(tokens, name).copy()

@@ -1,11 +1,11 @@
-"""Cache slots: one slot of the KV cache that holds another token's key or value, or nothing.
+"""Cache slots: one slot of the KV cache holds another token's key or value, or none.
 
-For one output row, changing slot j moves the row in closed form, so that all pairs of slots are tried: with the
-attention weights w, values v, output o and the target's row t, key and value of token i in slot j leave
+For one output row, the effect of changing slot j has a closed form, so that all pairs of slots are tried. With the
+attention weights w, values v, output o and the target's row t, storing key and value of token i in slot j leaves
 
     o' - t = (o - t - w_j (v_j - t) + w_i (v_i - t)) / (1 - w_j + w_i)
 
-in each head. The squared norms for all j and i come from one product of matrices.
+in each head. One matrix product gives the squared norms for all j and i.
 """
 
 from collections.abc import Iterator
@@ -19,12 +19,12 @@ from tapscope.comparator.explain.attention import Sees, Tokens, Variant, attend,
 Array = np.ndarray[Any, Any]
 
 MAX_PRODUCTS = 1 << 31
-"""Limit of the multiplications over all affected requests, which grow with the square of their lengths: about 1 s. One
-request of 700 tokens with 32 heads of 128 channels needs as many."""
+"""Limit on multiplications over all affected requests, about 1 s. Their number grows with the square of the request
+length: one request of 700 tokens with 32 heads of 128 channels reaches the limit."""
 
 
 class SlotChange(NamedTuple):
-    """Slots of the target's cache that differ, of one kind in each request."""
+    """Changed slots of the target's cache, one per request and all of one kind."""
 
     kind: str
     """``token``, ``value``, ``key``, ``empty`` or ``hidden``."""
@@ -57,7 +57,8 @@ def slot_changes(tokens: Tokens, rows: Array, wanted: Array, variant: Variant) -
 
 
 def _best(tokens: Tokens, row: int, target: Array, variant: Variant) -> Iterator[tuple[str, int, int]]:
-    """(kind, index of the slot's token, index of the token it holds) nearest to one target row."""
+    """Yield for each kind (kind, token of the changed slot, token it holds instead) with the smallest error in one
+    target row."""
     keys = np.flatnonzero(tokens.request == tokens.request[row])
     seen = (variant.sees or causal)(tokens, np.array([row]), keys)[0] & (tokens.step[keys] <= tokens.step[row])
     keys = keys[seen]
@@ -83,9 +84,9 @@ def _best(tokens: Tokens, row: int, target: Array, variant: Variant) -> Iterator
 
 
 def _add_errors(errors: dict[str, Array], weights: Array, values: Array, target: Array, nothing: float) -> None:
-    """Add one head's squared errors [slots, sources]; ``nothing`` is the weight of a key that is zero."""
+    """Add one head's squared errors [slots, sources]; ``nothing`` is the attention weight of an all-zero key."""
     left = weights @ values - target
-    values = values - target  # as a shift of all values shifts the output
+    values = values - target  # shifting all values shifts the output equally
     moved = weights[:, None] * values
     products, along = moved @ moved.T, moved @ left
     norm, sizes = float(left @ left), np.diag(products)

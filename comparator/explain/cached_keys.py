@@ -1,8 +1,8 @@
-"""Cached keys: how the keys that attention reads differ from those that were computed, from the attention output.
+"""Cached keys: infer from the attention output how the keys that attention reads differ from the computed keys.
 
-The output is a weighted sum of values. Where a row attends to no more keys than a head has channels, its output
-determines the weights, and their logarithms the scores up to one constant a row. A score is linear in the key: the
-change of the keys' channels is fitted by least squares, each score weighted by its standard error.
+The output is a weighted sum of values. If a row attends to no more keys than a head has channels, its output determines
+the weights, and their logarithms determine the scores up to one constant per row. A score is linear in the key: the
+change of the key channels is fitted by least squares, with each score weighted by its standard error.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,49 +33,49 @@ Array = np.ndarray[Any, Any]
 MAX_WEIGHTS = 1 << 22
 MAX_EQUATIONS = 1000
 MAX_SEARCHED = 12
-"""Token sets for which the slower searches run."""
+"""Maximum number of token sets for which the slower searches run."""
 MAX_PAIRS = 1 << 12
-"""Limit of channel pairs for the search of moved channels."""
+"""Limit on channel pairs in the search for moved channels."""
 PER_NUMBER = 4
-"""Minimum number of scores for each fitted parameter."""
+"""Minimum number of scores per fitted parameter."""
 _MIN_STANDARD_ERRORS = 5.0
-"""A parameter differs from 0 beyond this many standard errors."""
+"""Number of standard errors beyond which a parameter differs from 0."""
 _ZERO_SHARE = 0.02
-"""Parameters below this share of the largest one count as 0."""
+"""Fraction of the largest parameter below which a parameter counts as 0."""
 _MAX_SCATTER = 0.02
-"""Relative scatter of parameters that count as one common number."""
+"""Maximum relative scatter of parameters that count as one common number."""
 MAX_FEW = 120
-"""Scores that are used in the search for one run of channels."""
+"""Maximum number of scores used in the search for one run of channels."""
 MAX_RUN_WIDTH = 128
 MIN_BITS = 40.0
-"""Bits of evidence that a run of channels needs: there are thousands of runs."""
+"""Bits of evidence required for a run of channels: there are thousands of runs."""
 MIN_ENERGY_RATIO = 4.0
-"""The second best run must leave this many times the residual energy of the best one."""
+"""Minimum ratio of the residual energy of the second best run to that of the best run."""
 _NUM_ROUNDS = 2
 _NUM_CLAMP_LIMITS = 16
-"""Number of clamp limits that are tried."""
+"""Number of clamp limits tried."""
 
 
 class Scores(NamedTuple):
-    """Changes of attention scores, with their weights in a least-squares fit; each row has a free constant."""
+    """Changes of attention scores with their least-squares weights; each (row, head) pair has a free constant."""
 
     query: Array
     """[n, d] queries after RoPE, times the scale."""
     key: Array
     """[n, d] keys after RoPE."""
     change: Array
-    """[n]."""
+    """[n] change of the score."""
     weight: Array
-    """[n]."""
+    """[n] weight in the least-squares fit: 1 / standard error."""
     row: Array
     """[n] index of the (row, head) pair, ascending; the scores of one pair are known up to a constant."""
     token: Array
-    """[n] token of the key; -1 for all unchanged tokens together."""
+    """[n] token of the key; -1 for all unchanged tokens combined."""
     reader: Array
     """[n] index of the row that reads the key."""
 
     def centred(self, columns: Array) -> Array:
-        """[n, m] without the weighted mean of each (row, head), times the weights."""
+        """Return ``columns`` [n, m] minus the weighted mean of each (row, head) pair, multiplied by the weights."""
         starts = np.flatnonzero(np.diff(self.row, prepend=-1))
         energy = (self.weight**2)[:, None]
         mean = np.add.reduceat(energy * columns, starts, axis=0) / np.add.reduceat(energy, starts, axis=0)
@@ -84,12 +84,12 @@ class Scores(NamedTuple):
 
 
 class _Change(NamedTuple):
-    """A possible change of the keys."""
+    """A candidate change of the keys."""
 
     sentence: str
-    """With ``{}`` in the place of the fitted number."""
+    """Sentence with ``{}`` in place of the fitted number."""
     keys: Array
-    """The changed keys; with a fitted number ``keys + number * more``."""
+    """Changed keys; with a fitted number, ``keys + number * more``."""
     cost: int
     number: float | None = None
     more: Any = None
@@ -98,7 +98,8 @@ class _Change(NamedTuple):
 def cached_key_changes(
     tokens: Tokens, rows: Array, wanted: Array, variant: Variant, noise: float
 ) -> Iterator[tuple[str, Variant, int]]:
-    """(sentence, variant, cost) of possible changes of the keys; ``wanted`` [rows, width] is the target's output."""
+    """Yield (sentence, variant, cost) of candidate changes of the keys; ``wanted`` [rows, width] is the target's
+    output."""
     if variant.cap or len(rows) * tokens.query.shape[1] * len(tokens.request) > MAX_WEIGHTS:
         return
     held = applied(tokens, variant)
@@ -120,7 +121,7 @@ def cached_key_changes(
 
 
 def _of_all(keys: Array) -> Iterator[_Change]:
-    """Changes that need no search."""
+    """Yield changes that need no search."""
     yield _Change("are zero", np.zeros_like(keys), 1)
     yield _Change("are negated", -keys, 1)
     for name in NARROW:
@@ -128,7 +129,7 @@ def _of_all(keys: Array) -> Iterator[_Change]:
 
 
 def _refined(change: _Change, tokens: Tokens, rows: Array, wanted: Array, variant: Variant) -> tuple[str, Variant]:
-    """(sentence, variant) with the number that brings the output nearest to ``wanted`` (Gauss-Newton)."""
+    """Return (sentence, variant) with the number refined so that the output fits ``wanted`` best (Gauss-Newton)."""
     if change.number is None:
         return change.sentence, replace(variant, other_key=change.keys)
     value = change.number
@@ -147,8 +148,11 @@ def _refined(change: _Change, tokens: Tokens, rows: Array, wanted: Array, varian
 
 
 def scores_of(held: Tokens, rows: Array, wanted: Array, variant: Variant, noise: float, seen: Array) -> Scores:
-    """Changes of the scores of ``rows``, as far as the output determines them; ``seen`` [rows, n] are the tokens whose
-    keys may have changed. The others keep their relative weights, so they count as one token with their mean value."""
+    """Return the changes of the scores of ``rows`` that the output determines.
+
+    ``seen`` [rows, n] marks the tokens whose keys may have changed. The others keep their relative weights and count as
+    one token with their mean value.
+    """
     heads, width = held.query.shape[1], held.value.shape[2]
     reads = variant.reads(heads, held.key.shape[1])
     before = weights_of(held, rows, variant)
@@ -189,7 +193,10 @@ def scores_of(held: Tokens, rows: Array, wanted: Array, variant: Variant, noise:
 
 
 def _solved(value: Array, given: Array, noise: float) -> tuple[Array, Array] | None:
-    """(weights, which sum to 1, with which values [k, e] give a head's output [e]; their standard errors)."""
+    """Solve for the weights (summing to 1) that combine ``value`` [k, e] to a head's output ``given`` [e].
+
+    Returns (weights, standard errors), or None if the weights are not determined.
+    """
     anchor = value[-1]
     others = value[:-1] - anchor
     inverse = np.linalg.pinv(others.T, rcond=1e-9)
@@ -203,7 +210,8 @@ def _solved(value: Array, given: Array, noise: float) -> tuple[Array, Array] | N
 
 
 def _fitted_changes(keys: Array, scores: Scores, read: Array) -> Iterator[_Change]:
-    """Changes of the ``keys`` [n, heads, d] by least squares; ``read`` [n] are the scores of the tokens in question."""
+    """Yield changes of ``keys`` [n, heads, d] found by least squares; ``read`` [n] marks scores of the tokens in
+    question."""
     yield from _of_all(keys)
     width = keys.shape[2]
     if not read.any():
@@ -233,7 +241,7 @@ def _fitted_changes(keys: Array, scores: Scores, read: Array) -> Iterator[_Chang
 
 
 def _searched_changes(keys: Array, scores: Scores, read: Array) -> Iterator[_Change]:
-    """Yield the slower searches: clamp limits, and moved channels."""
+    """Yield changes found by the slower searches: clamp limits and moved channels."""
     if not read.any():
         return
     wanted = scores.centred(scores.change[:, None])[:, 0]
@@ -263,7 +271,7 @@ def _scaled(keys: Array, columns: Array, factor: float) -> Iterator[_Change]:
 
 
 def _few(keys: Array, scores: Scores, query: Array, wanted: Array) -> tuple[Array, Array, float]:
-    """(indices of some scores, their changes, residual energy that a run of channels may leave)."""
+    """Return (indices of some scores, their changes, maximum residual energy of an accepted run of channels)."""
     some = np.arange(len(wanted))[:: -(-len(wanted) // MAX_FEW)]
     y = wanted[some]
     read = np.abs(query[some]).max(axis=1) > 0
@@ -272,7 +280,8 @@ def _few(keys: Array, scores: Scores, query: Array, wanted: Array) -> tuple[Arra
 
 
 def _of_runs(keys: Array, scores: Scores, query: Array, wanted: Array) -> Iterator[_Change]:
-    """From few scores: the change of one run of channels, or of every second, third or fourth channel."""
+    """Yield the change of one run of channels (contiguous, or every second, third or fourth), determined from few
+    scores."""
     width = keys.shape[2]
     if width > MAX_RUN_WIDTH:
         return
@@ -280,7 +289,7 @@ def _of_runs(keys: Array, scores: Scores, query: Array, wanted: Array) -> Iterat
     some, y, enough = _few(keys, scores, query, wanted)
 
     def best(made: Array, is_fitted: bool) -> tuple[int, float] | None:
-        """(run, its number) where exactly one run explains ``y``."""
+        """Return (index of the run, its number) if exactly one run explains ``y``; otherwise None."""
         size = np.maximum((made**2).sum(axis=0), 1e-300)
         numbers = (made.T @ y) / size if is_fitted else np.ones(made.shape[1])
         rest = ((y[:, None] - made * numbers) ** 2).sum(axis=0)
@@ -309,7 +318,7 @@ def _of_runs(keys: Array, scores: Scores, query: Array, wanted: Array) -> Iterat
 
 
 def _runs_moved(keys: Array, scores: Scores, query: Array, some: Array, y: Array, enough: float) -> Iterator[_Change]:
-    """Runs of channels that hold those of another run, are swapped with it, or are rotated by one."""
+    """Yield runs of channels that hold another run, are swapped with it, or are rotated by one."""
     width = keys.shape[2]
     if width > MAX_PAIRS**0.5:
         return
@@ -329,7 +338,7 @@ def _runs_moved(keys: Array, scores: Scores, query: Array, some: Array, y: Array
             for i in np.argsort(rest)[:2]:
                 here, there = runs[i], (runs[i] + o) % width
                 if is_swap and o > width // 2:
-                    continue  # the same swap, from its other end
+                    continue  # the same swap, seen from its other end
                 pair = (np.concatenate([here, there]), np.concatenate([there, here])) if is_swap else (here, there)
                 best.append((float(rest[i]), *pair))
     for run in [run for run in runs if len(run) > 2]:
@@ -344,7 +353,7 @@ def _runs_moved(keys: Array, scores: Scores, query: Array, some: Array, y: Array
 
 
 def _runs(width: int) -> list[Array]:
-    """Contiguous channels, and every second, third or fourth."""
+    """Return all runs of channels: contiguous, and every second, third or fourth channel."""
     return [
         start + stride * np.arange(count)
         for stride in (1, 2, 3, 4)
@@ -354,7 +363,7 @@ def _runs(width: int) -> list[Array]:
 
 
 def _over_runs(columns: Array, runs: list[Array]) -> Array:
-    """[n, runs] sums over the columns of each run."""
+    """Return the sums over the columns of each run, as [n, runs]."""
     inside = np.zeros((columns.shape[1], len(runs)))
     for i, run in enumerate(runs):
         inside[run, i] = 1.0
@@ -363,7 +372,7 @@ def _over_runs(columns: Array, runs: list[Array]) -> Array:
 
 
 def _fitted(columns: Array, wanted: Array) -> tuple[Array, Array] | None:
-    """(columns that explain ``wanted``, their coefficients); None where none do."""
+    """Return (columns that explain ``wanted``, their coefficients); None if no columns do."""
     size = np.sqrt((columns**2).sum(axis=0))
     if not size.min() > 0.0:
         return None
@@ -385,7 +394,8 @@ def _fitted(columns: Array, wanted: Array) -> tuple[Array, Array] | None:
 def _narrowed(
     keys: Array, scores: Scores, query: Array, wanted: Array, sentence: str, cut: Callable[[Array], Array]
 ) -> Iterator[_Change]:
-    """Keys that passed through a function, in the channels whose fitted coefficient is 1."""
+    """Yield keys passed through the function ``cut``, in the channels whose fitted coefficient is 1, and in all
+    channels."""
     off = cut(scores.key) - scores.key
     some = np.flatnonzero(np.abs(off).max(axis=0) > 0)
     if not len(some):
@@ -413,7 +423,7 @@ def _clip(limit: float) -> Callable[[Array], Array]:
 
 
 def _moved(keys: Array, scores: Scores, query: Array, wanted: Array) -> Iterator[_Change]:
-    """Channels that hold other channels, found one by one (orthogonal matching pursuit, Tropp 2004)."""
+    """Yield channels that hold other channels, found one by one (orthogonal matching pursuit, Tropp 2004)."""
     width = keys.shape[2]
     pairs = [(c, other) for c in range(width) for other in range(width) if other != c]
     columns = np.stack([query[:, c] * (scores.key[:, other] - scores.key[:, c]) for c, other in pairs], axis=1)
@@ -446,7 +456,7 @@ def _moved(keys: Array, scores: Scores, query: Array, wanted: Array) -> Iterator
 
 
 def _only(keys: Array, columns: Array, values: Array) -> Array:
-    """Return the values in these columns, zeros elsewhere."""
+    """Return ``values`` in the given columns and zeros elsewhere."""
     kept = np.zeros_like(keys)
     kept[..., columns] = values[..., columns]
     return kept

@@ -1,7 +1,7 @@
-"""Cached values: values that attention reads are not those that were computed (scaled, rounded, moved, of some tokens).
+"""Cached values: the values that attention reads are not the computed ones (scaled, rounded, moved, of some tokens).
 
-Queries and keys determine the attention weights, so the output is linear in the values: the contribution of the
-tokens in question shows how their values changed, channel by channel.
+Queries and keys determine the attention weights, so that the output is linear in the values. The contribution of the
+tokens in question therefore shows how their values changed, channel by channel.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,66 +31,69 @@ from tapscope.core import dtypes
 Array = np.ndarray[Any, Any]
 
 MAX_ADDED = 16
-"""Steps for which a separate offset is fitted."""
+"""Maximum number of steps for which separate offsets are fitted."""
 PER_NUMBER = 4
-"""Minimum number of values for each fitted offset."""
+"""Minimum number of values per fitted offset."""
 MAX_STEPS = 6
-"""First steps for which "from this step on" is tried."""
+"""Number of leading steps for which "from this step on" is tried."""
 NARROW = ("bfloat16", "float16", "float8_e4m3fn")
 _MIN_CHANNEL_SHARE = 0.02
-"""A channel is affected where its error exceeds this share of the largest one."""
+"""A channel is affected if its error exceeds this fraction of the largest channel error."""
 CLAMPED_TOKEN_SETS = ("", "of the token's own position", "of position 0")
-"""Token sets for which a clamp limit is searched for."""
+"""Token sets for which a clamp limit is searched."""
 MAX_WEIGHTS = 1 << 24
 _MIN_NOISE_RATIO = 10.0
-"""A row certainly differs beyond this many times the noise."""
+"""A row certainly differs if its error exceeds this many times the noise."""
 
 AS_READ = "as attention reads them in target (KV cache)"
 
 
 class TokenSet(NamedTuple):
-    """Tokens whose keys or values may be wrong, by the row that reads them."""
+    """Tokens whose keys or values may be wrong, depending on the row that reads them."""
 
     sentence: str
-    """``of position 0``; empty for all."""
+    """Description such as ``of position 0``; empty for all tokens."""
     covers: Sees
 
     @property
     def suffix(self) -> str:
-        """``, of position 0``: the end of a sentence on these tokens."""
+        """End of a sentence about these tokens: ``, of position 0``."""
         return f", {self.sentence}" if self.sentence else ""
 
 
 class Change(NamedTuple):
-    """A possible change of some channels."""
+    """A candidate change of some channels."""
 
     sentence: str
     values: Array
-    """[n, heads, channels] the changed values."""
+    """[n, heads, channels] changed values."""
     cost: int
 
 
 class Contribution(NamedTuple):
-    """Contribution of the tokens in question to the outputs, each row divided by its norm."""
+    """Contribution of the tokens in question to the outputs, with each row divided by its norm."""
 
     weights: Array
-    """[heads, rows, n]."""
+    """[heads, rows, n] attention weights of these tokens."""
     reads: Array
     part: Array
     """[rows, heads, e] contribution of the unchanged values."""
     share: Array
-    """[rows, heads, 1] sum of their attention weights."""
+    """[rows, heads, 1] sum of the attention weights of these tokens."""
     rest: Array
-    """[rows, heads, e] contribution that the target shows."""
+    """[rows, heads, e] contribution that the target's output implies."""
 
     def of(self, values: Array) -> Array:
-        """[rows, heads, channels] contribution of other values."""
+        """Return the contribution of other values, as [rows, heads, channels]."""
         return weighted(self.weights, values[:, self.reads])
 
 
 def candidate_token_sets(tokens: Tokens, rows: Array, off: Array) -> Iterator[TokenSet]:
-    """Sets of tokens, the simplest first: all, the row's own, the first, a step's first or last; of all steps, or
-    of later ones. Every row that is ``off`` reads some tokens of a set; sets equal to a simpler one are left out."""
+    """Yield sets of tokens, simplest first.
+
+    Sets are: all tokens, the row's own, the first position, the first or last of each step; each for all steps or from
+    a later step on. Every row that is ``off`` reads some token of a set. Sets equal to a simpler set are skipped.
+    """
     steps = np.unique(tokens.step)[1 : MAX_STEPS + 1].tolist()
     newest = _newest(tokens)
     plain = [
@@ -117,7 +120,7 @@ def candidate_token_sets(tokens: Tokens, rows: Array, off: Array) -> Iterator[To
 
 
 def rows_that_differ(error: Array, wanted: Array, noise: float) -> Array:
-    """[rows] whether a row differs beyond doubt."""
+    """Return whether each row differs beyond doubt, as [rows]."""
     size = np.sqrt((wanted**2).sum(axis=1))
     off = np.sqrt((np.nan_to_num(error) ** 2).sum(axis=1))
     differs: Array = off > max(_MIN_NOISE_RATIO * noise * float(np.median(size)), 0.0)
@@ -125,7 +128,7 @@ def rows_that_differ(error: Array, wanted: Array, noise: float) -> Array:
 
 
 def seen_by(tokens: Tokens, rows: Array, covers: Sees) -> Array:
-    """[rows, tokens] which tokens of the set each row reads."""
+    """Return which tokens of the set each row reads, as bool [rows, tokens]."""
     keys = np.arange(len(tokens.request))
     same = tokens.request[rows][:, None] == tokens.request[None, :]
     before = tokens.step[None, :] <= tokens.step[rows][:, None]
@@ -144,7 +147,7 @@ def _of_step(tokens: Tokens, place: int) -> Sees:
 
 
 def _newest(tokens: Tokens) -> Sees:
-    """Return the last token of each request in each step."""
+    """Return the set of each request's last token in each step."""
     last: dict[tuple[int, int], int] = {}
     for i in np.flatnonzero(tokens.position != PADDED).tolist():
         place = int(tokens.request[i]), int(tokens.step[i])
@@ -179,7 +182,7 @@ def _since(covers: Sees, step: int) -> Sees:
 def cached_value_changes(
     tokens: Tokens, rows: Array, wanted: Array, variant: Variant, noise: float
 ) -> Iterator[tuple[str, Variant, int]]:
-    """(sentence, variant, cost) of possible changes of the values."""
+    """Yield (sentence, variant, cost) of candidate changes of the values."""
     num, heads, width = len(rows), tokens.query.shape[1], tokens.value.shape[2]
     if num * heads * len(tokens.request) > MAX_WEIGHTS:
         return
@@ -205,7 +208,7 @@ def cached_value_changes(
 
 
 def _damaged(error: Array, noise: float) -> Array:
-    """Affected channels of a head, over all heads and rows."""
+    """Return the affected channels of a head, judged over all heads and rows."""
     off = np.sqrt((error**2).mean(axis=(0, 1)))
     typical = noise / np.sqrt(error.shape[2])
     damaged = np.flatnonzero(off > max(_MIN_CHANNEL_SHARE * float(off.max(initial=0.0)), 4.0 * typical))
@@ -213,7 +216,7 @@ def _damaged(error: Array, noise: float) -> Array:
 
 
 def _changes(values: Array, seen: Contribution, channels: Array, *, is_plain: bool) -> Iterator[Change]:
-    """Possible changes of the ``values`` in some channels."""
+    """Yield candidate changes of ``values`` in the given channels."""
     old, new, mine = seen.part[..., channels], seen.rest[..., channels], values[..., channels]
     yield Change("are zero", with_channels(values, channels, 0.0), 1)
     yield Change("are negated", with_channels(values, channels, -mine), 1)
@@ -248,12 +251,13 @@ def _changes(values: Array, seen: Contribution, channels: Array, *, is_plain: bo
 
 
 def channels_text(channels: Array, width: int) -> str:
-    """`` in columns 0–3 of each head``; empty for all channels of heads of this ``width``."""
+    """Return text such as `` in columns 0–3 of each head``; empty if all channels of heads of this ``width`` are
+    affected."""
     return "" if len(channels) == width else f" in {spans('column', channels)} of each head"
 
 
 def number(factor: float) -> str:
-    """Four digits, or as many as distinguish the factor from 1."""
+    """Return the factor with four digits, or with as many as distinguish it from 1."""
     off = factor - 1.0
     return f"{factor:.4g}" if abs(off) > 0.01 or not off else f"(1 {'+' if off > 0 else '-'} {abs(off):.2g})"
 
@@ -261,7 +265,7 @@ def number(factor: float) -> str:
 def _added_by_step(
     tokens: Tokens, seen: Contribution, channels: Array, variant: Variant, span: TokenSet
 ) -> Iterator[tuple[str, Variant]]:
-    """Yield a separate offset per step, as an offset that depends on the call's input."""
+    """Yield separate offsets per step, which fits an offset that depends on the input of the call."""
     steps = np.unique(tokens.step[seen.weights.any(axis=(0, 1))])
     extra = (seen.rest - seen.part)[..., channels]
     if not 1 < len(steps) <= MAX_ADDED or extra.size < PER_NUMBER * len(steps):
@@ -282,14 +286,14 @@ def _added_by_step(
 
 
 def with_channels(values: Array, channels: Array, new: Any) -> Array:
-    """Return a copy of ``values`` [n, heads, width] with ``new`` in these channels of every head."""
+    """Return a copy of ``values`` [n, heads, width] with ``new`` in the given channels of every head."""
     changed = values.copy()
     changed[..., channels] = new
     return changed
 
 
 def _sources(part: Array, new: Array) -> Array:
-    """[channels] the channel that each is nearest to."""
+    """Return for each channel the channel of ``part`` nearest to it, as [channels]."""
     one, two = (x.reshape(-1, x.shape[2]) for x in (part, new))
     distance = (one**2).sum(axis=0)[None, :] - 2.0 * (two.T @ one)
     nearest: Array = distance.argmin(axis=1)

@@ -1,4 +1,4 @@
-"""Casts: the target's values were rounded to a narrower dtype, or quantized."""
+"""Casts: the target's values are rounded to a narrower dtype, or quantized."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -14,13 +14,13 @@ Array = np.ndarray[Any, Any]
 CAST_DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 _MAX_FINITE = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 MAX_COMPUTED_ENERGY = 16.0
-"""Largest error energy of computing in a dtype, relative to that of one cast to it."""
+"""Maximum error energy of computing in a dtype, relative to that of a single cast to the dtype."""
 MAX_STEPS = 256
-"""Levels of an integer quantizer of 8 bits."""
+"""Number of levels of an 8-bit integer quantizer."""
 
 
 def casts(region: ErrorRegion) -> Iterator[Hypothesis]:
-    """Yield a cast through every dtype that is narrower than those of both sides."""
+    """Yield casts through every dtype that is narrower than the dtypes of both sides, and quantizations."""
     before, after = region.before, region.after
     if region.sample.is_integer:
         for name in ("float32", "float16", "bfloat16"):
@@ -39,7 +39,8 @@ def casts(region: ErrorRegion) -> Iterator[Hypothesis]:
 
 
 def overflow(before: Array, after: Array) -> str:
-    """Return the dtype whose range explains where only the target is not finite; empty where none does."""
+    """Return a sentence naming the dtype whose range explains where only the target is not finite; empty if none
+    does."""
     lost = ~np.isfinite(after) & np.isfinite(before)
     if not lost.any():
         return ""
@@ -50,7 +51,7 @@ def overflow(before: Array, after: Array) -> str:
 
 
 def missing(before: Array, after: Array, noise: float) -> str:
-    """Return the kind of non-finite values in a target that agrees everywhere else; else empty."""
+    """Return a sentence on non-finite values in a target that agrees everywhere else; otherwise empty."""
     odd = ~np.isfinite(after) & np.isfinite(before)
     rest = np.isfinite(after) & np.isfinite(before)
     off = np.where(rest, after - before, 0.0)
@@ -61,7 +62,7 @@ def missing(before: Array, after: Array, noise: float) -> str:
 
 
 def cast_through(values: Array, name: str) -> Array:
-    """``values`` in float64 after a cast to the dtype of this ``name`` and back."""
+    """Return ``values`` cast to the named dtype and back, as float64."""
     with np.errstate(over="ignore", invalid="ignore"):
         return values.astype(np.float32).astype(dtypes.numpy_dtype(name)).astype(np.float64)
 
@@ -72,7 +73,8 @@ def _wrapped(values: Array) -> Array:
 
 
 def _scaled(before: Array, name: str) -> Iterator[Hypothesis]:
-    """FP8 with a scale that maps the largest magnitude (of all values, a token or a channel) to the dtype's largest."""
+    """Yield FP8 casts with a scale (per tensor, token or channel) that maps the largest magnitude to the dtype's
+    largest value."""
     if name not in _MAX_FINITE:
         return
     for axis, what in ((None, "one scale"), (1, "a scale for each token"), (0, "a scale for each channel")):
@@ -86,13 +88,13 @@ def _scaled(before: Array, name: str) -> Iterator[Hypothesis]:
 
 
 def _computed(before: Array, after: Array, cast: Array, name: str) -> Iterator[Hypothesis]:
-    """Every value of the target is representable in the narrow dtype, and the error is as large as computing in it
-    makes it."""
+    """Yield computation in a narrow dtype: all target values are representable in it, and the error has the expected
+    size."""
     good = np.isfinite(after) & np.isfinite(before) & np.isfinite(cast)
     if good.sum() < 4 * MIN_VALUES or not np.array_equal(cast_through(after, name)[good], after[good]):
         return
     if np.mean(cast[good] == before[good]) > 0.5:
-        return  # the baseline is representable, too
+        return  # the baseline is representable as well
     one = float(((cast - before)[good] ** 2).sum())
     energy = float(((after - before)[good] ** 2).sum())
     share = min(1.0, MAX_COMPUTED_ENERGY * one / energy) if energy else 0.0
@@ -102,7 +104,7 @@ def _computed(before: Array, after: Array, cast: Array, name: str) -> Iterator[H
 
 
 def _steps(before: Array, after: Array) -> Iterator[Hypothesis]:
-    """Quantization in equal steps, for all values, or for each token or channel."""
+    """Yield quantization in equal steps: per tensor, per token or per channel."""
     for axis, what in ((None, ""), (1, " of each token"), (0, " of each channel")):
         lines = [slice(None)] if axis is None else range(after.shape[1 - axis])
         values = np.full_like(after, np.nan)
@@ -123,7 +125,7 @@ def _steps(before: Array, after: Array) -> Iterator[Hypothesis]:
 
 
 def _step(before: Array, after: Array) -> float:
-    """Return the distance between neighbouring levels; 0 where the values are not on equidistant levels."""
+    """Return the distance between adjacent levels; 0 if the values are not on equidistant levels."""
     if not np.isfinite(after).all():
         return 0.0
     levels = np.unique(after.astype(np.float32))

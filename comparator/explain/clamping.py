@@ -1,4 +1,4 @@
-"""Clamping: the values of one side were clamped or soft-capped."""
+"""Clamping: the values of one side are clamped or soft-capped."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,13 +13,13 @@ Array = np.ndarray[Any, Any]
 MIN_CLAMPED = 4
 """Minimum number of values at the limit."""
 MIN_INSIDE = 0.05
-"""Minimum share of all values, those that agree included, between the limits."""
+"""Minimum fraction of all values (including those that agree) between the limits."""
 NUM_CAPS = 48
-"""Number of caps that are tried, from the largest magnitude to a hundred times that."""
+"""Number of caps tried, from the largest magnitude to a hundred times that."""
 
 
 def clamps(region: ErrorRegion) -> Iterator[Hypothesis]:
-    """Yield the target's extremes are limits that the baseline exceeds."""
+    """Yield a clamp if the target's extremes are limits that the baseline exceeds."""
     before, after = region.before, region.after
     good = np.isfinite(before) & np.isfinite(after)
     if good.sum() < MIN_VALUES:
@@ -38,7 +38,8 @@ def clamps(region: ErrorRegion) -> Iterator[Hypothesis]:
 
 
 def clamps_of_tokens(region: ErrorRegion) -> Iterator[Hypothesis]:
-    """Yield a separate symmetric limit per row, as a limit that depends on the call's input."""
+    """Yield a clamp with a separate symmetric limit per row, which fits a limit that depends on the input of the
+    call."""
     before, after = region.before, region.after
     if region.sample.is_integer or after.shape[1] < MIN_VALUES or not np.isfinite(after).all():
         return
@@ -51,7 +52,7 @@ def clamps_of_tokens(region: ErrorRegion) -> Iterator[Hypothesis]:
 
 
 def caps(region: ErrorRegion) -> Iterator[Hypothesis]:
-    """target = cap tanh(baseline / cap), or the reverse (as logits are capped in Gemma 2)."""
+    """Yield a soft cap, target = cap tanh(baseline / cap), or the reverse (Gemma 2 caps logits in this way)."""
     if region.sample.is_integer:
         return
     before, after = region.before, region.after
@@ -71,7 +72,7 @@ def caps(region: ErrorRegion) -> Iterator[Hypothesis]:
 
 
 def uncapped(value: Array, before: Array, noise: float) -> str:
-    """Text that the soft cap is missing, where ``before`` is a soft cap of ``value``; else empty."""
+    """Return text that says that the soft cap is missing if ``before`` is a soft cap of ``value``; otherwise empty."""
     largest = float(np.abs(value).max(initial=0.0))
     if value.size < 4 * MIN_VALUES or largest == 0.0 or (np.abs(before) > np.abs(value) * (1 + 1e-6)).mean() > 0.01:
         return ""
@@ -84,7 +85,7 @@ def uncapped(value: Array, before: Array, noise: float) -> str:
 
 
 def _fit(one: Array, two: Array) -> float:
-    """Return the cap with which ``one`` gives ``two`` best: a coarse grid, then finer grids around the best cap."""
+    """Return the cap with which ``one`` best gives ``two``: a coarse grid, then finer grids around the best cap."""
     low, high = float(np.abs(two).max()) * (1 + 1e-9), 100.0 * float(np.abs(one).max())
     for _ in range(6):
         tried = np.geomspace(low, high, NUM_CAPS)

@@ -1,4 +1,4 @@
-"""Column order: the target's columns are the baseline's in another order, as from a wrong head or RoPE layout."""
+"""Column order: the target has the baseline's columns in another order, as from a wrong head or RoPE layout."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -13,25 +13,26 @@ from tapscope.comparator.explain.region_text import spans
 Array = np.ndarray[Any, Any]
 
 MAX_BLOCKS = 512
-"""Blocks whose order is searched for."""
+"""Maximum number of blocks whose order is searched."""
 SEARCH_ROWS = 32
-"""Affected rows that the search uses."""
+"""Maximum number of affected rows used in the search."""
 MIN_EVIDENCE = 16
-"""Minimum number of values of a block over those rows: fewer match by chance."""
+"""Minimum number of values per block over these rows; fewer could match by chance."""
 MIN_ROWS = 2
-"""Minimum number of different rows for an order of single columns: in one row several columns hold nearly one value."""
+"""Minimum number of distinct rows for an order of single columns: in one row, several columns hold nearly equal
+values."""
 MIN_EXPLAINED = 0.9
 FULLY_EXPLAINED = 0.999
-"""Beyond this explained share smaller blocks are not tried."""
+"""Explained share beyond which smaller blocks are not tried."""
 _MAX_LIST_LENGTH = 90
-"""Largest length of a list of columns, in characters; longer lists are abbreviated."""
+"""Maximum length of a list of columns, in characters; longer lists are abbreviated."""
 _MAX_COLUMNS_SHOWN = 6
 _NAMED_BLOCKS = 8
-"""Up to this many blocks their order is listed."""
+"""Maximum number of blocks whose order is listed."""
 
 
 def column_orders(region: ErrorRegion) -> Iterator[Hypothesis]:
-    """Blocks in another order, the other RoPE layout, transposed heads, or any other order."""
+    """Yield orders of the columns: permuted blocks, the other RoPE layout, transposed heads, or any other order."""
     width = region.sample.baseline.shape[1]
     if width < 4 or width != region.sample.width:
         return
@@ -48,12 +49,12 @@ def column_orders(region: ErrorRegion) -> Iterator[Hypothesis]:
 
 
 def _columns(region: ErrorRegion, name: str, sentence: str, source: Array, freedom: int) -> Hypothesis:
-    """``source`` [width] is the baseline column of each target column."""
+    """Return the hypothesis that target columns are the baseline columns ``source`` [width]."""
     return Hypothesis(name, sentence, region.cut(region.sample.baseline[:, source]), freedom)
 
 
 def _sizes(region: ErrorRegion, width: int) -> list[int]:
-    """Possible head dims: those of the runs' configurations, the usual ones, the whole row."""
+    """Return possible head dims: those of the model configs, the usual ones, and the whole row."""
     usual = (64, 128, 32, 16, 8, 96, 80, 256, width)
     return [n for n in dict.fromkeys((*region.head_dims, *usual)) if 2 <= n <= width and width % n == 0]
 
@@ -77,7 +78,7 @@ def _layouts(region: ErrorRegion, width: int, size: int) -> Iterator[Hypothesis]
 
 
 def _blocks(region: ErrorRegion, width: int) -> Iterator[Hypothesis]:
-    """Yield the largest blocks that were moved or copied whole."""
+    """Yield the largest blocks that were moved or copied as a whole."""
     rows = region.rows[:: max(len(region.rows) // SEARCH_ROWS, 1)][:SEARCH_ROWS]
     scale = region.sample.size[rows]
     before, after = (np.nan_to_num(v[rows] / scale) for v in (region.sample.baseline, region.sample.target))
@@ -106,7 +107,7 @@ def _blocks(region: ErrorRegion, width: int) -> Iterator[Hypothesis]:
 
 
 def _moved(region: ErrorRegion) -> Iterator[Hypothesis]:
-    """Affected columns that each hold another column of the baseline."""
+    """Yield an order of affected columns, each of which holds another column of the baseline."""
     baseline, columns = region.sample.baseline[region.rows] * region.weight, region.columns
     after = region.after * region.weight
     if not np.isfinite(baseline).all() or not np.isfinite(after).all() or len(distinct(baseline)) < MIN_ROWS:
@@ -131,14 +132,14 @@ def _moved(region: ErrorRegion) -> Iterator[Hypothesis]:
 
 
 def _order_sentence(columns: Array, source: Array) -> tuple[str, bool]:
-    """(sentence, whether the columns are a permutation)."""
+    """Return (sentence, whether the columns are a permutation)."""
     is_order = set(columns.tolist()) == set(source.tolist())
     is_plain, text = order_text(columns, source)
     return f"target {'has' if is_plain else 'holds'} {text}", is_order
 
 
 def order_text(columns: Array, source: Array) -> tuple[bool, str]:
-    """(whether the order has a name, such as a swap or a rotation; which columns hold which)."""
+    """Return (whether the order is a swap or a rotation, text that says which columns hold which)."""
     holds = dict(zip(columns.tolist(), source.tolist(), strict=True))
     ordered = sorted(holds)
     is_order = set(holds) == set(holds.values())
@@ -162,9 +163,9 @@ def _listed(columns: Sequence[int]) -> str:
 
 
 def _nearest(before: Array, after: Array, count: int) -> Array:
-    """[blocks] the baseline block that each target block is nearest to."""
+    """Return the baseline block nearest to each target block, as [blocks]."""
     one, two = (v.reshape(len(v), count, -1).swapaxes(0, 1).reshape(count, -1) for v in (before, after))
-    distance = (one * one).sum(axis=1)[None, :] - 2.0 * (two @ one.T)  # without |after|^2, which is the same in a row
+    distance = (one * one).sum(axis=1)[None, :] - 2.0 * (two @ one.T)  # |after|^2 is constant within a row: omitted
     best = distance.argmin(axis=1)
     own = np.diagonal(distance)
     nearest: Array = np.where(own <= distance[np.arange(count), best], np.arange(count), best)
@@ -172,7 +173,7 @@ def _nearest(before: Array, after: Array, count: int) -> Array:
 
 
 def _block_order_text(source: Array, size: int) -> str:
-    """Return the order of blocks in words; empty where it has no name, or a list of columns is clearer."""
+    """Return the order of blocks in words; empty if the order has no name, or if a list of columns is clearer."""
     count = len(source)
     moved = np.flatnonzero(source != np.arange(count))
     if count == 2:
@@ -196,7 +197,7 @@ def _block_order_text(source: Array, size: int) -> str:
 
 
 def _any_order(region: ErrorRegion) -> Iterator[Hypothesis]:
-    """Yield the same values, in each row or overall, in an order that none of the above describes."""
+    """Yield the same values, within each row or overall, in an order that the other hypotheses do not describe."""
     before, after = region.before, region.after
     if np.isnan(before).any() or np.isnan(after).any() or np.unique(after).size < 8:
         return

@@ -1,5 +1,5 @@
-"""Site context: what both runs recorded around one culprit (related sites, partial sums, replicas, head dims,
-padding)."""
+"""Site context: data that both runs recorded around one culprit: related sites, partial sums, replicas, head dims,
+padding."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -22,9 +22,9 @@ from tapscope.run_format.run import Run
 Array = np.ndarray[Any, Any]
 
 MAX_RELATED = 16
-"""Limit of related sites that are read for one culprit."""
+"""Maximum number of related sites read for one culprit."""
 _EPSILONS = ("rms_norm_eps", "norm_eps", "layer_norm_eps", "layer_norm_epsilon")
-"""Names that configurations give to the epsilon of the model's norms."""
+"""Config keys for the epsilon of the model's norms."""
 
 
 class SiteContext:
@@ -38,7 +38,7 @@ class SiteContext:
         culprit: PairResult,
         sample: Sample,
     ) -> None:
-        """``inputs`` are indices of the ``culprit``'s inputs in ``examined``."""
+        """Prepare to read around ``culprit``; ``inputs`` are the indices of its inputs in ``examined``."""
         self.preparer, self._examined, self._inputs = preparer, examined, inputs
         self._culprit, self._sample = culprit, sample
         self._ready = preparer.prepare(culprit.pair)
@@ -54,7 +54,7 @@ class SiteContext:
 
     @property
     def cls(self) -> str:
-        """Class of the culprit's module; empty where neither run recorded it."""
+        """Class name of the culprit's module; empty if neither run recorded it."""
         one = self._culprit
         sides = (one.baseline, self.preparer.baseline), (one.target, self.preparer.target)
         known = (run.sites.get(side.site) for side, run in sides if side is not None)
@@ -62,12 +62,12 @@ class SiteContext:
 
     @property
     def num_summands(self) -> int:
-        """Tensor-parallel ranks of the target, over which a row-parallel layer sums."""
+        """Number of tensor-parallel ranks of the target, over which a row-parallel layer sums."""
         return int(self.preparer.target.mesh.get("tp", 1))
 
     @property
     def padded(self) -> frozenset[int]:
-        """Requests that were padded in some step of either run."""
+        """Requests that share a batch row with padding in some step of either run."""
         row_map = self.preparer.row_map
         requests: set[int] = set()
         sides = row_map.baseline.by_step(), row_map.target.by_step()
@@ -81,8 +81,10 @@ class SiteContext:
         return frozenset(requests)
 
     def related_sites(self) -> Iterator[RelatedSite]:
-        """Sites of the same rows and width: the inputs, then others of the same layer, nearest first. Of a gradient
-        only other gradients."""
+        """Yield sites with the same rows: the culprit's inputs, then other sites of its layer, nearest first.
+
+        For a gradient, only other gradients.
+        """
         path, is_gradient = module_of(self._culprit.site), self._culprit.site.endswith(".grad")
         at = next(i for i, one in enumerate(self._examined) if one is self._culprit)
         layer = layer_of(path)
@@ -102,7 +104,7 @@ class SiteContext:
                 yield RelatedSite(one.site, values, one.site.startswith(f"{path}:") and port.startswith("in["))
 
     def partial_sums(self) -> Iterator[tuple[str, list[PartialSum]]]:
-        """(mesh axis, the target's partial sums) of the culprit, recorded before the all-reduce."""
+        """Yield (mesh axis, the target's partial sums) of the culprit, recorded before the all-reduce."""
         for one in self._examined:
             side = one.target
             if (
@@ -120,13 +122,13 @@ class SiteContext:
                 yield self._axis(ready.right[0]), parts
 
     def parts(self) -> Iterator[PartialSum]:
-        """Yield the target's partial sums, where the culprit is itself their sum."""
+        """Yield the target's partial sums if the culprit itself was assembled as their sum."""
         first = self._ready.right[self._ready.plan.joins[0].target].piece
         if isinstance(first, Summed):
             yield from self._parts(self._ready, [_rank(part) for part in first.parts], _partial_sum)
 
     def replicas(self) -> Iterator[tuple[str, list[PartialSum]]]:
-        """(mesh axis, values of the target's other ranks), where all ranks should be equal."""
+        """Yield (mesh axis, values of the target's other ranks) for ranks that should hold equal values."""
         first = self._ready.right[self._ready.plan.joins[0].target]
         for axis in dict.fromkeys(name for _, _, name in first.replicas):
             ranks = [_rank(other) for _, other, name in first.replicas if name == axis]
@@ -135,8 +137,7 @@ class SiteContext:
                 yield axis, parts
 
     def replica(self, rank: int | None) -> Array | None:
-        """Values of one rank of the target where it differs from the replica that was compared; None where it does
-        not."""
+        """Return the values of one target rank if they differ from the replica that was compared; otherwise None."""
         if rank is None:
             return None
         wholes = [self._ready.right[join.target] for join in self._ready.plan.joins]
@@ -165,12 +166,12 @@ class SiteContext:
 
 
 def model_configs(runs: Sequence[Run]) -> list[Mapping[str, Any]]:
-    """Return the configurations of the runs' models; empty where a run has none."""
+    """Return the model configs of the runs; an empty mapping for a run without one."""
     return [run.manifest.get("model_config") or {} for run in runs]
 
 
 def rope_thetas(runs: Sequence[Run]) -> tuple[float, ...]:
-    """Return the bases of RoPE in these configurations."""
+    """Return the distinct RoPE bases in the model configs of the runs."""
     return tuple(dict.fromkeys(theta for run in runs for theta in _thetas(run.manifest)))
 
 

@@ -1,4 +1,4 @@
-"""Dropout: attention weights that are zero at random (Srivastava et al. 2014)."""
+"""Dropout: attention weights that are randomly set to zero (Srivastava et al. 2014)."""
 
 from typing import Any
 
@@ -16,11 +16,12 @@ MAX_VALUES = 1 << 22
 _MIN_DROPPED = 16
 _RATE_RANGE = 0.02, 0.95
 _MAX_SCALE_DEVIATION = 0.1
-"""Largest relative deviation of the other weights from 1 / (1 - rate)."""
+"""Maximum relative deviation of the remaining weights from 1 / (1 - rate)."""
 
 
 def explain_dropout(preparer: PairPreparer, weights: PairResult | None) -> Explanation | None:
-    """Dropout in the first step in which attention weights are zero in the target alone; None where there is none."""
+    """Return a dropout explanation from the first step whose attention weights are zero in the target only; None
+    otherwise."""
     if weights is None or weights.problem or not weights.is_matched:
         return None
     ready = preparer.prepare(weights.pair)
@@ -37,8 +38,10 @@ def explain_dropout(preparer: PairPreparer, weights: PairResult | None) -> Expla
 
 
 def dropout_rate(before: Array, after: Array) -> str:
-    """Return the share of weights that are zero in the target alone, if the others are 1 / (1 - rate) times larger;
-    else empty."""
+    """Return a sentence with the fraction of weights that are zero in the target only; otherwise empty.
+
+    The remaining weights must be 1 / (1 - rate) times larger.
+    """
     seen = np.isfinite(before) & np.isfinite(after) & (before > 1e-6)
     lost = seen & (after == 0)
     if lost.sum() < _MIN_DROPPED or not _RATE_RANGE[0] < lost.sum() / seen.sum() < _RATE_RANGE[1]:

@@ -12,21 +12,23 @@ from tapscope.core import dtypes
 Array = np.ndarray[Any, Any]
 
 MIN_NOISE_RATIO = 4.0
-"""A row or column is affected when its error exceeds this many times the noise."""
+"""A row or column is affected if its error exceeds this many times the noise."""
 MIN_GAP_RATIO = 2.0
-"""The smallest error inside a region must be this many times the largest one outside."""
+"""Minimum ratio of the smallest error inside a region to the largest one outside."""
 OUTSIDE_SHARE = 0.02
-"""Errors below this share of the largest one are outside the region."""
+"""Errors below this fraction of the largest one are outside the region."""
 WEAK_SHARE = 0.25
-"""Of some rows that stand out, up to this share with errors below this share of the typical one do not count."""
+"""Among rows that stand out, errors below this fraction of the median are ignored if at most this fraction of rows has
+them."""
 MIN_COLUMN_SIZE = 0.25
-"""Columns with a norm below this share of the median one have the noise of such a column."""
+"""Columns with a norm below this fraction of the median are assigned the noise of a column of that norm."""
 OFFSET_SIZE = 1.0
-"""The same of a column with an offset: its terms may cancel."""
+"""Counterpart of :data:`MIN_COLUMN_SIZE` for columns with an offset, whose terms may cancel."""
 NORMAL_QUARTILE = 0.32
 """Lower quartile of the sizes of normal numbers, in standard deviations."""
 MIN_STANDARD_ERRORS = 6.0
-"""Standard errors that a fitted number must differ from neutral by: the largest of a million independent ones."""
+"""Number of standard errors by which a fitted number must differ from neutral: the largest of a million independent
+ones."""
 
 
 @dataclass(frozen=True)
@@ -39,14 +41,14 @@ class ErrorRegion:
     columns: Array
     noise: float
     sizes: dict[str, int]
-    """Sizes of the mesh axes, of either run, that have more than one rank."""
+    """Mesh axis -> size, for the axes of either run that have more than one rank."""
     head_dims: tuple[int, ...] = ()
-    """Head dims of the runs' configurations."""
+    """Head dims from the model configs of the runs."""
     is_lower_bound: bool = False
-    """Whether further columns may be affected by less than rounding shows."""
+    """Whether more columns may be affected, by less than rounding reveals."""
 
     def cut(self, values: Array) -> Array:
-        """Return the affected part of [rows, columns] values."""
+        """Return the affected part of ``values`` [rows, columns]."""
         part: Array = values[np.ix_(self.rows, self.columns)]
         return part
 
@@ -62,7 +64,7 @@ class ErrorRegion:
 
     @cached_property
     def weight(self) -> Array:
-        """[rows, 1] 1 / norm of the baseline's row, so that every token has the same weight."""
+        """[rows, 1] 1 / norm of the baseline's row, so that every token has equal weight."""
         weight: Array = 1.0 / self.sample.size[self.rows]
         return weight
 
@@ -80,8 +82,8 @@ class ErrorRegion:
 def find_error_region(
     sample: Sample, inherited: float, sizes: dict[str, int], head_dims: tuple[int, ...]
 ) -> ErrorRegion | None:
-    """Return the error region of a sample; None where no error exceeds rounding and ``inherited``, the inputs' relative
-    error."""
+    """Return the error region of a sample; None if no error exceeds rounding and ``inherited``, the relative error of
+    the inputs."""
     noise = 0.0 if sample.is_integer else float(np.hypot(rounding_noise(sample.dtypes), inherited))
     error = _finite(sample.target - sample.baseline)
     odd = np.isfinite(sample.target) != np.isfinite(sample.baseline)
@@ -96,7 +98,7 @@ def find_error_region(
     columns = _stand_out(np.sqrt((weighted**2).sum(axis=0)) / base, noise, void[rows].all(axis=0))
     if not len(columns):
         columns = np.arange(sample.baseline.shape[1])
-    elif len(columns) < len(base):  # with these columns alone, fewer rows may stand out from rounding
+    elif len(columns) < len(base):  # judged by these columns alone, fewer rows may stand out from rounding
         part = np.sqrt((weighted[:, columns] ** 2).sum(axis=1)) / float(np.sqrt((base[columns] ** 2).sum()))
         again = _stand_out(part * float(np.sqrt(len(rows))), noise, void[rows][:, columns].all(axis=1))
         rows = rows[again] if len(again) else rows
@@ -106,13 +108,14 @@ def find_error_region(
 
 
 def _not_weak(errors: Array) -> Array:
-    """Mask of the errors without a weak minority: rows whose rounding is larger than that of most."""
+    """Return a mask of ``errors`` that excludes a weak minority: rows whose rounding is larger than that of most
+    rows."""
     weak = errors < WEAK_SHARE * float(np.median(errors))
     return ~weak if weak.mean() <= WEAK_SHARE else np.ones_like(weak)
 
 
 def visible_columns(region: ErrorRegion) -> ErrorRegion:
-    """Return the region without columns whose error rounding explains, where any others remain."""
+    """Return the region without columns whose error is within rounding, unless no columns remain."""
     before, error = (_finite(side) * region.weight for side in (region.before, region.after - region.before))
     size, off = (np.sqrt((side**2).sum(axis=0)) for side in (before, error))
     shown = off > MIN_NOISE_RATIO * region.noise * np.maximum(size, MIN_COLUMN_SIZE * float(np.median(size)))
@@ -120,15 +123,14 @@ def visible_columns(region: ErrorRegion) -> ErrorRegion:
 
 
 def fitted_columns(region: ErrorRegion, *, is_scaled: bool, is_offset: bool) -> ErrorRegion:
-    """Return the columns, of all of the sample, whose error is a factor on the baseline (``is_scaled``), a number
-    (``is_offset``) or both: these are larger than rounding, and at least :data:`MIN_STANDARD_ERRORS` times their
-    standard errors.
+    """Return the region with all columns of the sample whose error is a factor on the baseline, a number, or both.
 
-    Over n rows the mean of an error is known sqrt(n) times as well as a single one. The scatter of a column about its
-    fit is its own, at least that of the typical column. Errors that rows share do not average out: their size is that
-    of the numbers in the columns that differ least, and not more than ``noise``. A column whose error is of another
-    kind is left out. Where a change of :data:`OUTSIDE_SHARE` times the typical one could not be seen, further columns
-    may have one: the region is a lower bound.
+    ``is_scaled`` and ``is_offset`` select the fitted terms. A fitted term must exceed rounding and
+    :data:`MIN_STANDARD_ERRORS` times its standard error. Over n rows, the mean of an error is known sqrt(n) times as
+    well as a single error. The scatter of a column about its fit is its own, but at least that of the typical column.
+    Errors common to all rows do not average out: they are estimated from the columns that differ least, and limited by
+    ``noise``. A column with another kind of error is excluded. If a change of :data:`OUTSIDE_SHARE` times the typical
+    one would be invisible, more columns may be affected: the region is a lower bound.
     """
     whole = replace(region, columns=np.arange(region.sample.baseline.shape[1]))
     before, error = (_finite(side) * region.weight for side in (whole.before, whole.after - whole.before))
@@ -136,7 +138,7 @@ def fitted_columns(region: ErrorRegion, *, is_scaled: bool, is_offset: bool) -> 
     size = np.maximum(size, (OFFSET_SIZE if is_offset else MIN_COLUMN_SIZE) * float(np.median(size)) or 1.0)
     ones = np.broadcast_to(region.weight, before.shape)
     fit = np.zeros_like(error)
-    if is_offset:  # in the weighted rows a number is a multiple of the weights
+    if is_offset:  # in weighted rows, a constant offset is a multiple of the weights
         share = (ones * ones).sum(axis=0)
         along = [(side * ones).sum(axis=0) / share * ones for side in (before, error)]
         fit += along[1]
@@ -162,7 +164,8 @@ def fitted_columns(region: ErrorRegion, *, is_scaled: bool, is_offset: bool) -> 
 
 
 def rounding_noise(names: tuple[str, str]) -> float:
-    """Relative error of one operation: 0.29 ulp (uniform error) on either side, or a reordered float32 sum."""
+    """Return the relative error of one operation: 0.29 ulp (uniform error) on either side, or a reordered float32
+    sum."""
     coarse = max(map(dtypes.epsilon, names))
     return max(0.4 * coarse, 4e-6 if coarse > 1e-12 else 1e-14)
 
@@ -172,8 +175,8 @@ def _finite(values: Array) -> Array:
 
 
 def _stand_out(errors: Array, noise: float, void: Array) -> Array:
-    """Return the indices of the errors that stand out; all indices where there is no gap, or where all others are
-    ``void`` (zero on both sides)."""
+    """Return the indices of the errors that stand out; all indices if there is no gap, or if all others are ``void``
+    (zero on both sides)."""
     largest = float(errors.max(initial=0.0))
     if largest == 0.0 or not largest > noise:
         return np.empty(0, np.int64)

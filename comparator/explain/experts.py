@@ -1,4 +1,4 @@
-"""Experts: their recorded weights are exchanged, or only rows routed to one expert or to two differ."""
+"""Experts: recorded expert weights are exchanged, or only the rows routed to one or two experts differ."""
 
 import math
 from itertools import combinations
@@ -15,21 +15,24 @@ from tapscope.comparator.verdict.explanation import Tested
 Array = np.ndarray[Any, Any]
 
 MAX_CHANCE = 1e-3
-"""Limit of the probability, over all experts, that as many random rows were all routed to the same one."""
+"""Maximum probability, over all experts, that as many random rows were all routed to the same expert."""
 MIN_ROW_RATIO = 2.0
-"""Affected rows have this many times the largest error of the rows that were not routed to the expert."""
+"""Minimum ratio of the error of affected rows to the largest error of rows not routed to the expert."""
 MIN_COLUMN_RATIO = 4.0
-"""Affected columns have this many times the error of the other rows, and of the other columns."""
+"""Minimum ratio of the error of affected columns to that of the other rows, and of the other columns."""
 EQUAL_INPUT_RTOL = 1e-3
-"""Relative distance below which two rows have the same input: they are routed alike, so they count once."""
+"""Relative distance below which two rows have equal inputs: they are routed alike and count once."""
 SAME_WEIGHT = 2.0**-8
-"""Difference of two copies of a weight in 16 bits, relative to the largest weight."""
+"""Maximum difference of two copies of a 16-bit weight, relative to the largest weight."""
 _INPUTS = ("in[hidden_states]", "in[x]", "in[input]")
 
 
 def expert_weights(region: ErrorRegion, sites: SiteReader) -> Tested | None:
-    """Which experts have other weights: by recorded weights that are exchanged, or the one or two experts to which all
-    affected rows were routed. None where the site is not an output of experts, or where that may be chance."""
+    """Return which experts have different weights.
+
+    Evidence is recorded weights that are exchanged, or one or two experts to which all affected rows were routed. None
+    if the site is not an output of experts, or if the result may be chance.
+    """
     path, _, port = region.sample.site.rpartition(":")
     path = path.removesuffix(".partial")
     if not path.endswith("experts") or not port.startswith("out") or region.sample.is_integer:
@@ -58,8 +61,11 @@ def expert_weights(region: ErrorRegion, sites: SiteReader) -> Tested | None:
 
 
 def common_experts(chosen: Array, error: Array, given: Array | None) -> tuple[int, ...]:
-    """Return the two experts whose rows alone differ, as :func:`common_expert`; empty where there are none, or several
-    pairs. Neither may be chance among the rows without the other."""
+    """Return the two experts whose rows alone differ, judged like :func:`common_expert`; empty unless exactly one pair
+    fits.
+
+    For neither expert may the result be chance among the rows without the other.
+    """
     chosen, error = _once(chosen, error, given)
     worst = chosen[int(np.argmax(error))].tolist() if len(error) else []
     known = np.unique(chosen).tolist()
@@ -79,8 +85,10 @@ def common_experts(chosen: Array, error: Array, given: Array | None) -> tuple[in
 
 
 def common_expert(chosen: Array, error: Array, given: Array | None) -> int | None:
-    """Return the one expert whose rows alone differ, unless that may be chance; None where there is none. ``chosen``
-    [rows, k], ``error`` [rows], ``given`` [rows, width], the experts' inputs."""
+    """Return the only expert whose rows alone differ, unless that may be chance; otherwise None.
+
+    ``chosen`` [rows, k] are expert indices, ``error`` [rows], ``given`` [rows, width] the inputs of the experts.
+    """
     chosen, error = _once(chosen, error, given)
     has = {int(e): (chosen == e).any(axis=1) for e in np.unique(chosen)}
     off = {e: error > MIN_ROW_RATIO * float(error[~rows].max(initial=0.0)) for e, rows in has.items()}
@@ -95,18 +103,19 @@ def common_expert(chosen: Array, error: Array, given: Array | None) -> int | Non
 
 
 def _once(chosen: Array, error: Array, given: Array | None) -> tuple[Array, Array]:
-    """Choices and errors of the rows that do not repeat an earlier row."""
+    """Return choices and errors without rows that repeat an earlier row."""
     once = np.arange(len(chosen)) if given is None or not np.isfinite(given).all() else distinct(given)
     return chosen[once], error[once]
 
 
 def _chance(size: int, total: int, number: int) -> float:
-    """Probability that ``number`` of ``total`` rows, drawn at random, are all among ``size`` of them."""
+    """Return the probability that ``number`` of ``total`` rows, drawn at random, are all among ``size`` of them."""
     return math.comb(size, number) / math.comb(total, number)
 
 
 def _describe_weights(region: ErrorRegion, expert: int, has: Array) -> str:
-    """Which weights of the expert differ; rows of its down projection affect single columns."""
+    """Return a sentence on the weights of the expert that differ; changed rows of its down projection affect single
+    columns."""
     error = (region.sample.target - region.sample.baseline) / region.sample.size
     columns = columns_apart(error[has], error[~has])
     if columns is None:
@@ -115,7 +124,8 @@ def _describe_weights(region: ErrorRegion, expert: int, has: Array) -> str:
 
 
 def _order_of(path: str, sites: SiteReader) -> str:
-    """How the recorded weights of the experts are exchanged, in words; empty where they are not, or are not known."""
+    """Return how the recorded weights of the experts are exchanged, in words; empty if they are not, or were not
+    recorded."""
     by_order: dict[tuple[tuple[int, int], ...], list[str]] = {}
     for name in sites.parameters(path):
         sides = sites.stored(f"{path}:param[{name}]")
@@ -135,8 +145,11 @@ def _order_of(path: str, sites: SiteReader) -> str:
 
 
 def exchanged(baseline: Array, target: Array) -> dict[int, int]:
-    """Expert of the target -> the baseline's expert whose weights it has, up to the rounding of 16 bits, for all that
-    differ; empty where these are not the same ones in another order. Both are [experts, ..., ...]."""
+    """Return target expert -> baseline expert with the same weights, for all experts that differ.
+
+    Weights [experts, ..., ...] are compared up to 16-bit rounding. Empty unless the differing weights are a
+    permutation.
+    """
     if baseline.shape != target.shape or baseline.ndim < 3:
         return {}
     one, two = (side.reshape(len(side), -1) for side in (baseline, target))
@@ -151,7 +164,8 @@ def exchanged(baseline: Array, target: Array) -> dict[int, int]:
 
 
 def columns_apart(error: Array, others: Array) -> Array | None:
-    """Affected columns of ``error``, where the remaining ones are as in ``others``; None where all are affected."""
+    """Return the affected columns of ``error`` if the remaining columns are as in ``others``; None if all are
+    affected."""
     here, there = (np.sqrt((rows**2).mean(axis=0)) for rows in (error, others))
     level = MIN_COLUMN_RATIO * float(np.sqrt((there**2).mean()))
     columns = np.flatnonzero(here > level)
@@ -175,7 +189,7 @@ def _describe_rows(error: Array, has: Array, known: Array, num_experts: int) -> 
 
 
 def _chosen(path: str, sites: SiteReader, region: ErrorRegion) -> Array | None:
-    """[rows, k] the experts of each row of the sample, -1 in rows that the runs route differently."""
+    """Return the experts of each row of the sample as [rows, k]; -1 in rows that the runs route differently."""
     parent = path.rpartition(".")[0]
     names = (f"{path}:in[top_k_index]", f"{parent}.gate:out[2]", f"{parent}.router:out[2]")
     both = next((slots for name in names if (slots := sites.slots(name)) is not None), None)
@@ -189,7 +203,7 @@ def _chosen(path: str, sites: SiteReader, region: ErrorRegion) -> Array | None:
 
 
 def _errors(region: ErrorRegion) -> Array:
-    """[rows] error relative to the row's norm; infinite where values are not finite."""
+    """Return the error relative to the norm of each row as [rows]; inf where values are not finite."""
     sample = region.sample
     error = np.nan_to_num(sample.target - sample.baseline, nan=np.inf)
     errors: Array = np.sqrt((error**2).sum(axis=1)) / sample.size[:, 0]
@@ -197,7 +211,7 @@ def _errors(region: ErrorRegion) -> Array:
 
 
 def distinct(given: Array) -> Array:
-    """Return the indices of the rows that do not repeat an earlier row."""
+    """Return the indices of the rows that do not repeat an earlier row, up to :data:`EQUAL_INPUT_RTOL`."""
     unit = given / np.maximum(np.sqrt((given**2).sum(axis=1, keepdims=True)), 1e-300)
     apart = np.sqrt(np.maximum(2.0 - 2.0 * unit @ unit.T, 0.0))
     return np.flatnonzero(~np.tril(apart < EQUAL_INPUT_RTOL, -1).any(axis=1))

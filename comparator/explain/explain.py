@@ -1,4 +1,4 @@
-"""Explain: test every hypothesis on the values of the divergences and report the one that clearly wins."""
+"""Explain: test every hypothesis on the values of the divergences, and report a hypothesis that clearly wins."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -45,46 +45,47 @@ from tapscope.comparator.verdict.localise import Divergence
 from tapscope.core.errors import DataError
 
 MIN_EXPLAINED = 0.9
-"""Share of the error that a hypothesis must remove to be reported."""
+"""Minimum fraction of the error that a hypothesis must explain to be reported."""
 SIMPLER_RESIDUAL_RATIO = 2.0
-"""A less flexible hypothesis may leave this many times the residual of a more flexible one."""
+"""A less flexible hypothesis may leave up to this many times the residual of a more flexible one."""
 MAX_LEFT = 2.5
-"""A hypothesis may leave this many times the rounding error; beyond that something else is wrong, too."""
+"""A hypothesis may leave up to this many times the rounding error; beyond that, something else is wrong too."""
 FULLY_EXPLAINED = 0.999
-"""Explained share beyond which :data:`MAX_LEFT` does not apply: the propagated input error is not known so well."""
+"""Explained share beyond which :data:`MAX_LEFT` does not apply: the propagated input error is not known that
+precisely."""
 EQUAL_RESIDUAL = 0.01
-"""Two hypotheses that both leave less than this share are equally good."""
+"""Two hypotheses that both leave less than this fraction are equally good."""
 MAX_EXPLAINED = 6
-"""Limit of divergences that are explained: the first ones matter."""
+"""Maximum number of divergences that are explained; only the first ones matter."""
 MAX_LISTED = 8
 _BY_LINE = ("channel", "token")
-"""Families with one number per channel or token: a neutral one wherever nothing differs."""
+"""Families with one number per channel or token, which is neutral where nothing differs."""
 _ANY_VALUES = ("row permuted", "permuted", "computed in")
 """Families whose prediction is the target itself: they hold in every row and column that agrees."""
 _ONE_NUMBER = ("zeroed", "sign", "scale", "offset")
 """Families with at most one number for all values."""
 _SUMMAND_FAMILIES = ("offset", "channel offset", "token offset")
-"""Families of summands: added to a sum over ranks, or to any of its summands, they give the same values."""
+"""Families of added terms: adding a term to a sum over ranks, or to any of its summands, gives the same values."""
 ADDED_SOMEWHERE = " (added to one rank's partial sum, or to the sum)"
 _BY_CHANNEL = {"channel scale": (True, False), "channel offset": (False, True), "norm channels": (True, True)}
-"""Families with numbers for each channel: whether these are a factor, and whether they are a summand."""
+"""Families with numbers per channel -> (whether a factor is fitted, whether a summand is fitted)."""
 MIN_DIFFERENT = 4
 """Minimum number of distinct values: fewer fit any hypothesis."""
 
 
 class ComparedSites(Struct, frozen=True):
-    """The results of a comparison and their data flow, as far as explanations need them."""
+    """The results of a comparison and their data flow, as needed for explanations."""
 
     results: Sequence[PairResult]
     matched: Sequence[int]
-    """Indices of the results that are nodes."""
+    """Indices of the results that are nodes of the data flow."""
     inputs: Sequence[Inputs]
-    """By node."""
+    """Inputs of each node."""
     preparer: PairPreparer
 
 
 def explain(divergences: Sequence[Divergence], sites: ComparedSites) -> list[Divergence]:
-    """Return the divergences, the first ones with an explanation where there is one."""
+    """Return the divergences, adding explanations to the first ones where possible."""
     explained = []
     for number, divergence in enumerate(divergences):
         why = _explain(divergence, sites) if number < MAX_EXPLAINED else None
@@ -93,7 +94,8 @@ def explain(divergences: Sequence[Divergence], sites: ComparedSites) -> list[Div
 
 
 def _with_enclosing_module(divergence: Divergence) -> Divergence:
-    """Of a part or the module around it, the one around where the error is another site's value: it adds them up."""
+    """Replace the culprit by its enclosing module if the error is another site's value, which the enclosing module
+    adds."""
     why, module, others = divergence.explanation, divergence.module, divergence.alternatives
     if why is None or why.name != "summand" or len(others) != 1 or not is_within(module, others[0]):
         return divergence
@@ -146,7 +148,7 @@ def _explain(divergence: Divergence, sites: ComparedSites) -> Explanation | None
 
 
 def _of_rank(explanation: Explanation, rank: int | None) -> Explanation:
-    """Return the explanation of one rank's values, with that rank in its extent."""
+    """Return the explanation of one rank's values with that rank added to its extent."""
     extent = explanation.extent
     if not explanation.is_clear:
         return explanation
@@ -155,9 +157,12 @@ def _of_rank(explanation: Explanation, rank: int | None) -> Explanation:
 
 
 def _of_partial_sum(sample: Sample, inherited: float, context: SiteContext) -> Explanation | None:
-    """Return the explanation of a site's values. Where nothing, or only a part of the weight, explains a sum over
-    ranks, each rank's partial sum is tested against the baseline minus the other ranks' partial sums. What was added to
-    the sum may have been added to any of them."""
+    """Return the explanation of a site's values, testing individual partial sums if necessary.
+
+    If the values are a sum over ranks that no hypothesis (or only part of a weight) explains, each rank's partial sum
+    is tested against the baseline minus the other ranks' partial sums. A term added to the sum may have been added to
+    any of them.
+    """
     whole = _try_all(sample, inherited, context, is_replica=False)
     if whole is not None and whole.name in _SUMMAND_FAMILIES and any(context.parts()):
         return structs.replace(whole, sentence=f"{whole.sentence}{ADDED_SOMEWHERE}")
@@ -184,7 +189,7 @@ def _of_partial_sum(sample: Sample, inherited: float, context: SiteContext) -> E
 
 
 def _of_values(region: ErrorRegion, context: SiteContext) -> Iterator[Hypothesis]:
-    """Hypotheses about a partial sum; a doubled or missing all-reduce is not one of them."""
+    """Return the hypotheses about a partial sum, which exclude a doubled or missing all-reduce."""
     return (
         hypothesis
         for hypothesis in hypotheses(region, context.requests, context.thetas)
@@ -247,9 +252,11 @@ def _try_all(sample: Sample, inherited: float, context: SiteContext, *, is_repli
 
 
 def _extended(region: ErrorRegion, winner: Tested, context: SiteContext) -> tuple[ErrorRegion, Tested]:
-    """Return the error region extended by the unaffected rows, and columns, in which the winner holds as well without a
-    visible change, and the winner there. Of a number per channel or token, columns without a visible change are left
-    out."""
+    """Return the largest region in which the winner holds, and the winner refitted there.
+
+    Includes unaffected rows and columns in which the change is invisible. If the winner has a number per channel or
+    token, columns without a visible change are excluded.
+    """
     line = winner.name.partition(" ")[0]
     by_line = line in _BY_LINE or winner.name in _BY_CHANNEL
     if winner.name in _ANY_VALUES:
@@ -272,8 +279,8 @@ def _extended(region: ErrorRegion, winner: Tested, context: SiteContext) -> tupl
 
 
 def _with_faint_columns(region: ErrorRegion, winner: Tested, context: SiteContext) -> ErrorRegion:
-    """Return the region with the columns that have a visible error, if a faint one, of which the winner removes as
-    much."""
+    """Return the region with additional columns that have a faint but visible error, which the winner explains equally
+    well."""
     whole = visible_columns(replace(region, columns=np.arange(region.sample.baseline.shape[1])))
     if not len(np.setdiff1d(whole.columns, region.columns)):
         return region
@@ -286,7 +293,7 @@ def _with_faint_columns(region: ErrorRegion, winner: Tested, context: SiteContex
 
 
 def _again(region: ErrorRegion, winner: Tested, context: SiteContext) -> Tested | None:
-    """Return the winner of another region, in this one; None where it does not hold as well."""
+    """Return the winner refitted to another region; None if it does not hold equally well there."""
     for one in _trials(region, context, is_replica=False):
         if one.name == winner.name and (share := explained_share(region, one.values)) > winner.share - EQUAL_RESIDUAL:
             return Tested(one.name, one.sentence, share)
@@ -294,11 +301,11 @@ def _again(region: ErrorRegion, winner: Tested, context: SiteContext) -> Tested 
 
 
 def hypotheses(region: ErrorRegion, requests: Sequence[str], thetas: Sequence[float]) -> Iterator[Hypothesis]:
-    """Every hypothesis that needs only the pair's values; ``thetas`` are the bases of RoPE of the runs'
-    configurations."""
+    """Yield every hypothesis that needs only the pair's values; ``thetas`` are the RoPE bases in the runs' model
+    configs."""
     yield from constants(region)
     if np.unique(region.before).size < MIN_DIFFERENT:
-        return  # a constant fits as a scale, an offset and a copy of anything
+        return  # a constant fits as a scale, an offset, or a copy of anything
     yield from scales(region)
     yield from offsets(region)
     yield from row_shifts(region)
@@ -330,7 +337,7 @@ def _trials(region: ErrorRegion, context: SiteContext, *, is_replica: bool) -> I
 
 
 class _Judged(Struct, frozen=True):
-    """A tested hypothesis without its values."""
+    """A tested hypothesis, without its values."""
 
     name: str
     sentence: str
@@ -341,15 +348,15 @@ class _Judged(Struct, frozen=True):
 
     @property
     def explains_all(self) -> bool:
-        """Whether rounding explains the residual."""
+        """Whether the residual is within rounding."""
         return self.left <= MAX_LEFT or self.share > FULLY_EXPLAINED
 
 
 def choose(region: ErrorRegion, trials: Iterable[Hypothesis]) -> tuple[Tested | None, tuple[Tested, ...]]:
-    """(the clear winner or None, the best hypothesis of every family, best first).
+    """Return (clear winner or None, best hypothesis of every family, best first).
 
-    Of those with about the smallest residual the least flexible wins, since a more flexible one can imitate it. Two
-    equally flexible ones of different families are ambiguous: there is no winner.
+    Among the hypotheses with about the smallest residual, the least flexible wins, because a more flexible one can
+    imitate it. Two equally flexible hypotheses of different families are ambiguous: there is no winner.
     """
     best: dict[str, _Judged] = {}
     for hypothesis in trials:

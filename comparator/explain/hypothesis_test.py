@@ -1,4 +1,4 @@
-"""Hypothesis test: a hypothesis's prediction, and the share of the error that it explains."""
+"""Hypothesis test: the prediction of a hypothesis, and the share of the error that it explains."""
 
 from typing import Any, NamedTuple
 
@@ -9,38 +9,38 @@ from tapscope.comparator.explain.error_region import ErrorRegion
 Array = np.ndarray[Any, Any]
 
 MIN_VALUES = 16
-"""With fewer values agreement may be chance, unless it is close: see :data:`MIN_BITS`."""
+"""With fewer values, agreement may be chance unless it is close: see :data:`MIN_BITS`."""
 MIN_VALUES_OF_ANY = 2
 """Minimum number of values for any hypothesis."""
 MIN_BITS = 32.0
-"""Required evidence from fewer than :data:`MIN_VALUES` values: bits by which the error shrinks, summed over values."""
+"""Evidence required from fewer than :data:`MIN_VALUES` values: bits by which the error shrinks, summed over values."""
 MIN_INTEGERS = 6
-"""Minimum number of integers: they agree exactly or not at all."""
+"""Minimum number of integers, which agree exactly or not at all."""
 MIN_CLOSER = 0.75
-"""Share of the affected values whose error must shrink: a few large ones must not decide."""
+"""Minimum fraction of affected values whose error must shrink, so that a few large values do not decide."""
 MIN_ENERGY = 4.0
-"""Minimum energy of the error relative to rounding: anything explains a smaller one."""
+"""Minimum energy of the error relative to rounding; any hypothesis explains a smaller error."""
 
 
 class Hypothesis(NamedTuple):
-    """One hypothesis with its fitted numbers."""
+    """One hypothesis with its fitted numbers and its prediction."""
 
     name: str
-    """Family; members of one family do not compete."""
+    """Name of the family; members of one family do not compete."""
     sentence: str
     values: Array
-    """[rows, columns] the predicted target in the error region; NaN where nothing is predicted."""
+    """[rows, columns] predicted target values in the error region; NaN where nothing is predicted."""
     freedom: int = 0
-    """0: nothing is fitted; 1: one number; 2: a number per channel or token; 3: any order of the values."""
+    """0: nothing is fitted; 1: one number; 2: one number per channel or token; 3: any order of the values."""
     discount: float = 1.0
-    """Factor on the explained share, where the prediction is only of the right kind."""
+    """Factor on the explained share if the prediction only shows that the kind of error is right."""
 
 
 def explained_share(region: ErrorRegion, values: Array) -> float:
-    """1 - |t - h|^2 / |t - b|^2 with every row divided by its norm, less the energy of rounding; 0 to 1.
+    """Return 1 - |t - h|^2 / |t - b|^2, with rows divided by their norms and the energy of rounding subtracted; 0 to 1.
 
-    Where the target is small relative to the error, the residual must be small relative to the target: otherwise any
-    prediction near 0 would explain a value that was lost.
+    If the target is small relative to the error, the residual must be small relative to the target: otherwise any
+    prediction near 0 would explain a lost value.
     """
     predicted = np.isfinite(values) & np.isfinite(region.after) & np.isfinite(region.before)
     enough = MIN_INTEGERS if region.sample.is_integer else MIN_VALUES_OF_ANY
@@ -70,13 +70,16 @@ def explained_share(region: ErrorRegion, values: Array) -> float:
 
 
 def is_close(count: int, total: float, rest: float) -> bool:
-    """Return whether few values agree too closely for chance; ``count`` is their number less that of the fitted ones,
-    ``total`` and ``rest`` are energies of the error and the residual."""
+    """Return whether few values agree too closely for chance.
+
+    ``count`` is the number of values minus the number of fitted ones, ``total`` and ``rest`` are the energies of error
+    and residual.
+    """
     return rest == 0.0 or 0.5 * float(np.log2(total / rest)) * count >= MIN_BITS
 
 
 def residual_ratio(region: ErrorRegion, values: Array) -> float:
-    """Norm of the residual relative to that of rounding, every row weighted alike."""
+    """Return the norm of the residual relative to that of rounding, with equally weighted rows."""
     predicted = np.isfinite(values) & np.isfinite(region.after) & np.isfinite(region.before)
     before, after, candidate = (
         np.where(predicted, v, 0.0) * region.weight for v in (region.before, region.after, values)

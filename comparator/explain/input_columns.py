@@ -1,5 +1,5 @@
-"""Input columns: a few columns of a linear layer's input account for its error, so those columns of its weight
-differ."""
+"""Input columns: a few input columns of a linear layer account for its error, so the corresponding columns of its
+weight differ."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -16,22 +16,22 @@ from tapscope.core.site import module_of
 Array = np.ndarray[Any, Any]
 
 ROWS_PER_COLUMN = 4
-"""Minimum number of rows per column: any columns explain fewer."""
+"""Minimum number of rows per column; fewer rows are explained by any columns."""
 MAX_NOISE_RATIO = 2.0
-"""The search ends when the residual is this many times the noise."""
+"""The search ends when the residual is at most this many times the noise."""
 MAX_COLUMNS = 64
 MAX_SHARE = 0.5
-"""Share of the columns beyond which they are not listed."""
+"""Fraction of all columns beyond which columns are not listed."""
 WEIGHT_DIFFERS = "the weight differs: the error is a linear function of the input"
 MAX_PIECES = 2
 OUTPUTS_PER_COLUMN = 2
-"""Minimum number of affected outputs per column for a set of more ranges: many sets explain fewer."""
+"""Minimum number of affected outputs per column for sets of several ranges; fewer are explained by many sets."""
 NUM_PROBED_COLUMNS = 4
-"""Number of columns without which the error may be explained as well."""
+"""Number of columns that are left out in turn to check whether the error can be explained without them."""
 MIN_ROWS = 16
 _INPUTS = ("in[input]", "in[input_]", "in[x]", "in[hidden_states]")
 _FIRST = ("q_proj", "k_proj", "v_proj", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj")
-"""Layers with the same input as their parent module; where they are fused, only the parent's input is recorded."""
+"""Layers that share the input of their parent module; if they are fused, only the parent's input is recorded."""
 _LINEAR = (
     "proj",
     "fc1",
@@ -54,7 +54,7 @@ _LINEAR = (
 
 
 def input_columns(region: ErrorRegion, sites: SiteReader) -> Iterator[Hypothesis]:
-    """Yield the baseline plus a linear function of a few input columns, fitted on half of the rows for the others."""
+    """Yield the baseline plus a linear function of a few input columns, cross-fitted between two halves of the rows."""
     whole = input_of(region, sites) if len(region.rows) >= MIN_ROWS else None
     if whole is None:
         return
@@ -67,7 +67,7 @@ def input_columns(region: ErrorRegion, sites: SiteReader) -> Iterator[Hypothesis
         return
     values = region.before + _crossed(x[:, selected], region.after - region.before, region.weight)
     text = f"the weight differs in {spans('column', selected)} of its input; that accounts for the error"
-    is_most = len(selected) > MAX_SHARE * x.shape[1]  # those that are left out may differ, too: their inputs are small
+    is_most = len(selected) > MAX_SHARE * x.shape[1]  # the others may differ too, with inputs too small to show it
     if is_most or (is_scattered and has_alternatives(x * region.weight, error, selected, floor)):
         text = WEIGHT_DIFFERS
     yield Hypothesis("input columns", text, values, 3)
@@ -80,19 +80,22 @@ def _pieces(columns: list[int]) -> int:
 
 
 def chosen(x: Array, error: Array, floor: float) -> list[int]:
-    """Return the columns of ``x`` [rows, n] that explain ``error`` [rows, m] down to ``floor``, a norm, found one by
-    one (simultaneous orthogonal matching pursuit, Tropp et al. 2006); empty where too many would be needed."""
+    """Return the columns of ``x`` [rows, n] that explain ``error`` [rows, m] down to a norm of ``floor``; empty if too
+    many are needed.
+
+    Columns are found one by one (simultaneous orthogonal matching pursuit, Tropp et al. 2006).
+    """
     selected = _extended(x, error, floor, [])
     unit = _unit(x)
     for one in sorted(selected, key=lambda i: float(((unit[:, i] @ error) ** 2).sum())):
         fewer = [i for i in selected if i != one]
         if _residual_norm(x, error, fewer) <= floor:
-            selected = fewer  # chosen only because others were still missing
+            selected = fewer  # chosen only because better columns were still missing
     return sorted(selected)
 
 
 def has_alternatives(x: Array, error: Array, selected: list[int], floor: float) -> bool:
-    """Return whether other columns explain the error as well as those ``selected``: these need not be the changed ones.
+    """Return whether other columns explain the error as well as ``selected``, which then need not be the changed ones.
 
     Leaves out each of the :data:`NUM_PROBED_COLUMNS` columns that contribute least, and allows up to twice as many
     others.
@@ -105,8 +108,11 @@ def has_alternatives(x: Array, error: Array, selected: list[int], floor: float) 
 def _extended(
     x: Array, error: Array, floor: float, start: list[int], banned: int | None = None, most: int = MAX_COLUMNS
 ) -> list[int]:
-    """``start``, extended until the columns explain the error down to ``floor``, never by the ``banned`` one; empty
-    where that takes more than ``most`` columns, or more than the rows allow."""
+    """Return ``start`` extended greedily until the columns explain the error down to ``floor``, without the ``banned``
+    column.
+
+    Empty if that takes more than ``most`` columns, or more than the rows allow.
+    """
     limit = min(len(x) // ROWS_PER_COLUMN, most, x.shape[1] - 1)
     unit, selected = _unit(x), list(start)
     rest = _residual(x, error, selected)
@@ -127,7 +133,7 @@ def _unit(x: Array) -> Array:
 
 
 def _residual_norm(x: Array, error: Array, columns: list[int]) -> float:
-    """Norm of the error that these columns leave."""
+    """Return the norm of the error that the columns leave unexplained."""
     return float(np.sqrt((_residual(x, error, columns) ** 2).sum()))
 
 
@@ -149,13 +155,13 @@ def _crossed(x: Array, error: Array, weight: Array) -> Array:
 
 
 def is_linear(site: str) -> bool:
-    """Return whether a site has the name of a linear layer's output."""
+    """Return whether the site is named like the output of a linear layer."""
     path, _, port = site.rpartition(":")
     return port in ("out", "out[0]") and path.removesuffix(".partial").rpartition(".")[2].endswith(_LINEAR)
 
 
 def input_of(region: ErrorRegion, sites: SiteReader) -> Array | None:
-    """[rows, inputs] the input of the target's linear layer; None where the site is not the output of one."""
+    """Return the input [rows, inputs] of the target's linear layer; None if the site is not the output of one."""
     path = module_of(region.sample.site).removesuffix(".partial")
     if not is_linear(region.sample.site):
         return None

@@ -1,8 +1,8 @@
-"""Input ranges: one range of a linear layer's input columns accounts for its error, so that part of its weight differs.
+"""Input ranges: one range of input columns of a linear layer accounts for its error, so part of its weight differs.
 
-``error = x[:, C] D`` with an unknown ``D`` and ``C`` a range of columns, or every n-th column of one: for any ``D`` the
-error is in the span of these columns over the rows. The search finds the shortest range whose residual does not
-exceed rounding. It needs more rows than columns: only the spare rows are evidence.
+``error = x[:, C] D`` with unknown ``D``, where ``C`` is a range of columns or every n-th column of a range. For any
+``D``, the error is in the span of these columns over the rows. The search finds the shortest range whose residual does
+not exceed rounding. It needs more rows than columns, because only the surplus rows are evidence.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,56 +29,56 @@ MAX_ROWS = 128
 MAX_WIDTH = 1024
 MAX_STRIDE = 4
 PATTERNS = 12
-"""Number of leading singular vectors of the error that the search uses."""
+"""Number of leading singular vectors of the error used in the search."""
 MIN_SPARE = 4
-"""Minimum number of rows beyond the columns of a range."""
+"""Minimum number of rows in excess of the columns of a range."""
 MAX_CHANCE = 1e-9
-"""Limit of the probability, over all ranges, that the error is in the span of one by chance."""
+"""Maximum probability, over all ranges, that the error is in the span of a range by chance."""
 MAX_RESIDUAL_RATIO = 3.0
-"""A complete range may leave this many times the expected residual: input errors are not known so well."""
+"""A complete range may leave up to this many times the expected residual: input errors are not known that precisely."""
 ACCEPTED_RESIDUAL = 1e-3
-"""Residual, as a share of the error, that is always accepted."""
+"""Residual that is always accepted, as a fraction of the error."""
 LAST_COLUMN_RATIO = 3.0
-"""A range is complete where its last column reduces the residual by this factor, whatever the expected rounding."""
+"""A range is complete if its last column reduces the residual by this factor, whatever the expected rounding."""
 INDISTINGUISHABLE_RATIO = 3.0
-"""Ranges of the same length with up to this many times the accepted residual are not distinguished."""
+"""Ranges of equal length whose residuals are within this factor of the accepted residual are not distinguished."""
 NUM_RANDOM_SETS = 24
-"""Number of random column sets that a range is compared with."""
+"""Number of random column sets with which a range is compared."""
 MIN_RANDOM_RATIO = 4.0
-"""Each of them must leave this many times the accepted residual."""
+"""Minimum residual of each random set, relative to the accepted residual."""
 MIN_COMMON_SHARE = 0.75
-"""Share of their columns that indistinguishable ranges must have in common."""
+"""Minimum fraction of columns that indistinguishable ranges must have in common."""
 SAME_IN_ALL_ROWS_RTOL = 2e-3
-"""What is added to all rows of a step is the same up to this share: a rounding of bfloat16."""
+"""Relative tolerance at which a term counts as equal in all rows of a step: one rounding of bfloat16."""
 MIN_ROW_VARIANCE = 4.0
-"""Times the expected variance of what is added to single rows."""
+"""Terms vary by row if their variance exceeds this many times the expected one."""
 ONE_NUMBER_RESIDUAL = 0.01
-"""Residual energy, as a share, that is accepted where one number explains the error."""
+"""Maximum residual energy, as a fraction, for a single number to explain the error."""
 WIDTH_FRACTIONS = (8, 6, 4, 3, 2)
-"""Fractions of the width that may be exchanged with each other: halves, heads, shards."""
+"""Denominators of the fractions of the width that may be exchanged with each other: halves, heads, shards."""
 
 
 class InputRange(NamedTuple):
-    """The shortest range of columns of one family (contiguous, every n-th, or exchanged)."""
+    """The shortest range of columns in one family (contiguous, every n-th, or exchanged)."""
 
     columns: tuple[int, ...]
-    """Columns that all indistinguishable ranges of this length have in common."""
+    """Columns common to all indistinguishable ranges of this length."""
     length: int
     """Number of columns of the range."""
     is_complete: bool
-    """Whether one column less leaves far more of the error."""
+    """Whether one column less would leave far more of the error."""
     level: float
-    """Accepted residual, a norm: that of rounding, or that of a complete range."""
+    """Accepted residual norm: that of rounding, or that of a complete range."""
     tried: int
-    """Number of ranges that were tried."""
+    """Number of ranges tried."""
     others: tuple[int, ...] = ()
-    """Columns that `columns` are exchanged with; empty where they are not."""
+    """Columns with which `columns` are exchanged; empty if they are not exchanged."""
 
 
 def input_ranges(region: ErrorRegion, sites: SiteReader, ranks: int = 1) -> Tested | None:
-    """Return the one range of input columns that explains the error; None where none does, or several do.
+    """Return the only range of input columns that explains the error; None if there is none, or several.
 
-    With the input sharded over ``ranks``, the range of one rank may also be due to that rank's partial sum.
+    If the input is sharded over ``ranks``, the range of one rank may also be due to that rank's partial sum.
     """
     x = input_of(region, sites)
     if x is None or x.shape[1] > MAX_WIDTH:
@@ -95,8 +95,11 @@ def input_ranges(region: ErrorRegion, sites: SiteReader, ranks: int = 1) -> Test
 
 
 def shifted_inputs(region: ErrorRegion, sites: SiteReader) -> str | None:
-    """Return the range of input columns whose sum, times one number, is the error of every output: that number was
-    added to all of their weights. None where no range explains the error, or several do."""
+    """Return a sentence on a number that was added to all weights of a range of input columns.
+
+    The sum of these columns times the number must be the error of every output. None if no range explains the error, or
+    several do.
+    """
     x = input_of(region, sites)
     if x is None or x.shape[1] > MAX_WIDTH:
         return None
@@ -117,8 +120,10 @@ def shifted_inputs(region: ErrorRegion, sites: SiteReader) -> str | None:
 
 
 def equal_summands(x: Array, error: Array, scatter: float) -> tuple[Array, float] | None:
-    """(columns of ``x`` [rows, n], the factor with which their sum gives ``error`` [rows]); ``scatter`` is the norm of
-    the uncertainty of ``error``."""
+    """Return (columns of ``x`` [rows, n], factor) such that factor times the sum of the columns is ``error`` [rows].
+
+    ``scatter`` is the norm of the uncertainty of ``error``. None if no columns fit, or several sets do.
+    """
     width, total = x.shape[1], float((error**2).sum())
     fits: list[tuple[float, float, tuple[int, ...]]] = []
     for stride in range(1, MAX_STRIDE + 1):
@@ -155,8 +160,8 @@ def equal_summands(x: Array, error: Array, scatter: float) -> tuple[Array, float
 def is_constant_by_step(region: ErrorRegion) -> bool:
     """Return whether the same numbers, one per column, were added to every row of a step.
 
-    The share of them in each row is estimated from all its columns; it may vary as much as the scatter of the columns
-    explains, and by :data:`SAME_IN_ALL_ROWS_RTOL`. Otherwise what was added depends on the token.
+    The multiple of these numbers in each row is estimated from all columns. It may vary as much as the scatter of the
+    columns explains, plus :data:`SAME_IN_ALL_ROWS_RTOL`. If it varies more, the added term depends on the token.
     """
     error = region.after - region.before
     step = region.sample.step[region.rows]
@@ -175,8 +180,10 @@ def is_constant_by_step(region: ErrorRegion) -> bool:
 
 
 def explained_inputs(x: Array, error: Array, floor: float, ranks: int = 1) -> str | None:
-    """Return the part of the weight that explains ``error`` [rows, outputs] down to ``floor``, a norm; ``x`` [rows,
-    inputs] is sharded over ``ranks``."""
+    """Return a sentence on the part of the weight that explains ``error`` [rows, outputs] down to a norm of ``floor``.
+
+    ``x`` [rows, inputs] is sharded over ``ranks``. None if no part does, or the part is not unique.
+    """
     total = float(np.sqrt((error**2).sum()))
     width = x.shape[1]
     if not total > 0.0 or floor > total or len(x) <= MIN_SPARE:
@@ -207,21 +214,25 @@ def explained_inputs(x: Array, error: Array, floor: float, ranks: int = 1) -> st
 
 
 def _rank_of(columns: Sequence[int], width: int, ranks: int) -> int | None:
-    """Return the rank whose shard of the input these columns are; None where they are not one."""
+    """Return the rank whose shard of the input consists of these columns; None if there is none."""
     if ranks < 2 or width % ranks or len(columns) != width // ranks or columns[0] % len(columns):
         return None
     return columns[0] // len(columns) if columns[-1] - columns[0] + 1 == len(columns) else None
 
 
 def _is_significant(fit: InputRange, rows: int, total: float) -> bool:
-    """Return whether chance is ruled out: a random direction has a share below s outside a subspace with a probability
-    of about s to the power of the dimensions that the subspace lacks."""
+    """Return whether chance is ruled out.
+
+    The probability that a random direction has a share below s outside a subspace is about s to the power of the
+    dimensions that the subspace lacks.
+    """
     spare = rows - fit.length
     return spare >= MIN_SPARE and fit.tried * (fit.level / total) ** spare < MAX_CHANCE
 
 
 def _is_unique(x: Array, error: Array, fit: InputRange) -> bool:
-    """Return whether random sets of as many columns leave far more: similar inputs explain each other's errors."""
+    """Return whether random sets of equally many columns leave far more error; correlated inputs explain each other's
+    errors."""
     draw = np.random.default_rng(0)
     for _ in range(NUM_RANDOM_SETS if fit.length < x.shape[1] else 0):
         some = x[:, draw.choice(x.shape[1], fit.length, replace=False)]
@@ -247,7 +258,7 @@ def _ranges(x: Array, error: Array, floor: float) -> Iterator[InputRange]:
 
 
 def _exchanges(x: Array, error: Array, floor: float) -> Iterator[InputRange]:
-    """Yield the shortest range of columns exchanged with those a fraction of the width away."""
+    """Yield the shortest ranges of columns that are exchanged with columns a fraction of the width away."""
     width = x.shape[1]
     apart = {width // share * count for share in WIDTH_FRACTIONS for count in range(1, share) if width // share * count}
     for distance in sorted(one for one in apart if 2 * one <= width):
@@ -271,11 +282,11 @@ def _common(ranges: Sequence[Array]) -> tuple[int, ...]:
 
 
 def shortest(x: Array, error: Array, floor: float) -> tuple[Array, int, float, bool] | None:
-    """(starts, length, accepted residual, whether one column less leaves far more) of the shortest ranges of columns of
-    ``x`` [rows, n] whose span leaves no more than ``floor`` of ``error`` [rows, m]; None where that needs nearly as
-    many columns as rows.
+    """Return (starts, length, accepted residual, whether one column less leaves far more) of the shortest ranges of
+    columns of ``x`` [rows, n] whose span leaves at most ``floor`` of ``error`` [rows, m].
 
-    The orthogonal bases of all ranges of one length grow by one column each (Gram-Schmidt, twice).
+    None if that takes nearly as many columns as rows. The orthogonal bases of all ranges of one length grow by one
+    column each (Gram-Schmidt, applied twice).
     """
     rows, width = x.shape
     limit = min(rows - MIN_SPARE, width)

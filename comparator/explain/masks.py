@@ -1,4 +1,4 @@
-"""Masks: the entries of an attention mask that are visible on one side only."""
+"""Masks: attention mask entries that are visible on one side only."""
 
 from typing import Any
 
@@ -16,14 +16,16 @@ from tapscope.core import formatting
 Array = np.ndarray[Any, Any]
 
 _AXES = 4
-"""Axes of a mask: batch, heads, queries, keys."""
+"""Number of axes of a mask: batch, heads, queries, keys."""
 MASKED_VALUE = -1e3
-"""Additive masks hide a key with this value or a lower one, down to minus infinity."""
+"""Additive masks hide a key with this value or less, down to minus infinity."""
 
 
 def explain_mask(site: str, ready: PreparedPair, row_map: RowMap) -> Explanation | None:
-    """Return the entries that only one side's mask shows; None where the site is not a mask, by its port and its
-    values, or both masks are equal."""
+    """Return an explanation that lists the entries visible in only one side's mask.
+
+    None if the site is not a mask, judging by port and values, or if both masks are equal.
+    """
     if not is_mask(site):
         return None
     odd = ""
@@ -50,8 +52,11 @@ def explain_mask(site: str, ready: PreparedPair, row_map: RowMap) -> Explanation
 
 
 def _place(ready: PreparedPair, row_map: RowMap, join: RowJoin, row: int, column: int) -> str:
-    """``of request r0 at query position 5, key position 6 ([0,0,5,6])``: the index is one of the target's tensor, as
-    `show --slice` takes it; without positions where the key axis is not the step's own tokens."""
+    """Return text such as ``of request r0 at query position 5, key position 6 ([0,0,5,6])``.
+
+    The index refers to the target's tensor, as expected by `show --slice`. Positions are omitted if the key axis is not
+    the step's own tokens.
+    """
     whole = ready.right[join.target]
     shape, axes = whole.shape, ready.layouts[1].axes or row_axes(whole.shape)
     rest = [axis for axis in range(len(shape)) if axis not in axes]
@@ -74,7 +79,7 @@ def _place(ready: PreparedPair, row_map: RowMap, join: RowJoin, row: int, column
 
 
 def _describe_counts(word: str, counts: Array) -> str:
-    """``shows 1 place more in each of 12 rows``; empty where it does nowhere."""
+    """Return text such as ``shows 1 place more in each of 12 rows``; empty if all counts are 0."""
     positive = counts[counts > 0]
     if not len(positive):
         return ""
@@ -86,7 +91,7 @@ def _describe_counts(word: str, counts: Array) -> str:
 
 
 def _visible(values: Array) -> Array | None:
-    """Visible entries; None where the values are not a mask."""
+    """Return which entries are visible; None if the values are not a mask."""
     if values.dtype == np.bool_:
         return values
     if values.dtype.kind in "iu":

@@ -1,4 +1,4 @@
-"""Norm weights: the target's norm has the weight of another norm of the model."""
+"""Norm weights: the target's norm uses the weight of another norm of the model."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -14,14 +14,14 @@ from tapscope.core.site import module_of
 Array = np.ndarray[Any, Any]
 
 MAX_NORMS = 256
-"""Limit of norms whose weights are read."""
+"""Maximum number of norms whose weights are derived."""
 MAX_SCATTER = 0.02
-"""Relative scatter of a channel's weight over rows beyond which a module is not an RMS norm."""
+"""Maximum relative scatter of a channel's weight over rows; with more, the module is not an RMS norm."""
 _INPUTS = ("in[hidden_states]", "in[x]", "in[input]")
 
 
 def other_weights(region: ErrorRegion, sites: SiteReader) -> Iterator[Hypothesis]:
-    """Yield the baseline with the weight of each other norm of the same width; weights are derived from inputs and
+    """Yield the baseline with the weight of each other norm of equal width; weights are derived from inputs and
     outputs."""
     path, _, port = region.sample.site.rpartition(":")
     if "norm" not in path.rpartition(".")[2] or not port.startswith("out") or not region.is_everywhere_in_rows:
@@ -38,7 +38,7 @@ def other_weights(region: ErrorRegion, sites: SiteReader) -> Iterator[Hypothesis
 
 
 def _weight(path: str, sites: SiteReader) -> Array | None:
-    """[width] the weight of an RMS norm of the baseline; None where it cannot be derived."""
+    """Return the weight [width] of an RMS norm of the baseline; None if it cannot be derived."""
     out = sites.slots(f"{path}:out")
     given = next((slots for port in _INPUTS if (slots := sites.slots(f"{path}:{port}")) is not None), None)
     if out is None or given is None or out[0].values.shape != given[0].values.shape:
@@ -47,7 +47,7 @@ def _weight(path: str, sites: SiteReader) -> Array | None:
 
 
 def weight_of(given: TokenSlots, out: TokenSlots) -> Array | None:
-    """[width] the factor of every channel of the normalised input; None where the rows disagree."""
+    """Return the factor of every channel of the normalized input, as [width]; None if the rows disagree."""
     real = given.pair >= 0
     x, y = given.values[real], out.values[real]
     x = x / np.sqrt(np.maximum((x * x).mean(axis=1, keepdims=True), 1e-300))

@@ -1,4 +1,4 @@
-"""Norms: another epsilon, or a weight that is missing, or used as w in place of 1 + w.
+"""Norms: another epsilon, or a weight that is missing, or w used in place of 1 + w.
 
 RMSNorm: Zhang and Sennrich 2019 (arXiv 1910.07467); LayerNorm: Ba et al. 2016 (arXiv 1607.06450).
 """
@@ -18,15 +18,15 @@ from tapscope.core.site import module_of
 Array = np.ndarray[Any, Any]
 
 MIN_WEIGHT_DEVIATION = 0.01
-"""Weights that differ from 1 by less than this, root mean square, are ambiguous: an epsilon has the same effect."""
+"""Weights whose rms deviation from 1 is smaller than this are ambiguous: an epsilon has the same effect."""
 
 
 def norms(
     region: ErrorRegion, others: Iterable[RelatedSite], cls: str = "", epsilon: float = 0.0
 ) -> Iterator[Hypothesis]:
-    """Hypotheses from the module's own input, taken as the input of a norm.
+    """Yield hypotheses that treat the module's own input as the input of a norm.
 
-    ``cls`` is the module's class, if known; ``epsilon`` that of the baseline's configuration, or 0.
+    ``cls`` is the module's class, if known; ``epsilon`` is the epsilon in the baseline's model config, or 0.
     """
     for one in others:
         if not one.is_input or not np.isfinite(one.values).all():
@@ -52,7 +52,7 @@ def norms(
 
 
 def is_norm(site: str, cls: str = "") -> bool:
-    """Return whether the module is a norm, by its class or, where that is unknown, by its name."""
+    """Return whether the module is a norm, by its class or, if that is unknown, by its name."""
     if cls:
         return "norm" in cls.lower()
     name = module_of(site).rpartition(".")[2].lower()
@@ -71,7 +71,7 @@ def _is_weighted(region: ErrorRegion, plain: Array) -> bool:
 
 
 def _over_heads(region: ErrorRegion, values: Array) -> Iterator[Hypothesis]:
-    """Yield a norm over all heads of a token together instead of each head, or the reverse."""
+    """Yield a norm over all heads of a token jointly instead of per head, and the reverse."""
     width = values.shape[1]
     for size in [n for n in region.head_dims if width % n == 0 and width > n]:
         heads = np.sqrt((values.reshape(len(values), -1, size) ** 2).mean(axis=2) + MIN_DIVISOR)
@@ -84,7 +84,7 @@ def _over_heads(region: ErrorRegion, values: Array) -> Iterator[Hypothesis]:
 
 
 def _epsilons_of_heads(region: ErrorRegion, values: Array, epsilon: float) -> Iterator[Hypothesis]:
-    """Yield the epsilon of a norm over the channels of each head."""
+    """Yield another epsilon of a norm over the channels of each head."""
     width = region.sample.baseline.shape[1]
     for size in [n for n in region.head_dims if width % n == 0 and width > n and values.shape[1] == width]:
         shape = (-1, size)
@@ -101,8 +101,10 @@ def _epsilons_of_heads(region: ErrorRegion, values: Array, epsilon: float) -> It
 
 
 def _epsilons(region: ErrorRegion, values: Array, epsilon: float) -> Iterator[Hypothesis]:
-    """target / baseline = sqrt(m / (m + delta)) for each token; m is the mean square of its input, or the variance,
-    plus the baseline's ``epsilon``."""
+    """Yield another epsilon: target / baseline = sqrt(m / (m + delta)) for each token.
+
+    m is the mean square (or variance) of the token's input plus the baseline's ``epsilon``.
+    """
     before, after = np.nan_to_num(region.before), np.nan_to_num(region.after)
     energy = (before * before).sum(axis=1)
     factor = np.divide((before * after).sum(axis=1), energy, out=np.zeros_like(energy), where=energy > MIN_DIVISOR)

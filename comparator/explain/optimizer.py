@@ -1,7 +1,7 @@
-"""Optimizer: which update rule explains a parameter's update.
+"""Optimizer: find the update rule that explains a parameter's update.
 
-SGD with momentum (Sutskever et al. 2013) and Nesterov's, as torch has them; Adam (Kingma and Ba 2015, arXiv 1412.6980)
-with decoupled weight decay (Loshchilov and Hutter 2019, arXiv 1711.05101).
+SGD with momentum (Sutskever et al. 2013) and Nesterov momentum, as implemented in torch; Adam (Kingma and Ba 2015,
+arXiv 1412.6980) with decoupled weight decay (Loshchilov and Hutter 2019, arXiv 1711.05101).
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,28 +12,28 @@ import numpy as np
 Array = np.ndarray[Any, Any]
 
 BETAS = ((0.9, 0.999), (0.9, 0.95), (0.9, 0.98), (0.9, 0.99), (0.95, 0.95))
-"""Betas of Adam that training recipes use."""
+"""Adam betas used in training recipes."""
 EPSILON = 1e-8
 COUPLED_DECAYS = (0.1, 0.01, 0.001, 0.0001)
 """Coupled weight decays (added to the gradient) that are tried."""
 MIN_RESIDUAL_GAP = 60.0
-"""Required gap of residual energy to the second best rule, in units of the mean residual of a value."""
+"""Minimum gap in residual energy to the second best rule, in units of the mean residual energy per value."""
 MAX_RESIDUAL = 0.05
-"""Share of an update's energy that a rule may leave."""
+"""Fraction of an update's energy that a rule may leave."""
 
 
 class Trajectory(NamedTuple):
-    """One parameter over the steps: its values after each update, and its gradients."""
+    """One parameter over the steps: values after each update, and gradients."""
 
     values: Sequence[Array]
     gradients: Sequence[Array]
 
 
 class Rule(NamedTuple):
-    """One update rule and its terms for a trajectory: the update is a linear combination of the terms."""
+    """One update rule and its terms for a trajectory; the update is a linear combination of the terms."""
 
     name: str
-    """The sentence about a target that follows it; empty for the baseline's rule."""
+    """Sentence about a target that follows this rule; empty for the baseline's rule."""
     parts: Sequence[Array]
 
 
@@ -47,7 +47,7 @@ class Fit(NamedTuple):
 
 
 def explained(baseline: Trajectory, target: Trajectory, at: int) -> str:
-    """How the rule of the target's update ``at`` (from step at - 1 to at) differs from the baseline's; empty if
+    """Return how the rule of the target's update ``at`` (from step at - 1 to at) differs from the baseline's; empty if
     unknown."""
     frozen = _frozen(baseline, target)
     if frozen:
@@ -59,7 +59,7 @@ def explained(baseline: Trajectory, target: Trajectory, at: int) -> str:
 
 
 def _frozen(baseline: Trajectory, target: Trajectory) -> str:
-    """Return a sentence where the target is never updated; else empty."""
+    """Return a sentence if the target is never updated; otherwise empty."""
     if len(target.values) < 2 or any(not np.array_equal(target.values[0], one) for one in target.values[1:]):
         return ""
     if not any(gradient.any() for gradient in target.gradients):
@@ -104,13 +104,13 @@ def _adam_parts(
     corrected: bool = True,
     coupled: float = 0.0,
 ) -> list[Array]:
-    """[Adam's update with a learning rate of 1, the term of decoupled weight decay]."""
+    """Return [Adam's update for a learning rate of 1, the term of decoupled weight decay]."""
     mean = np.zeros_like(one.gradients[0])
     square = np.zeros_like(mean)
     for step in range(first, at + 1):
         before = one.values[
             max(step - 1, 0)
-        ]  # the value before the first update is not recorded: the one after it is near
+        ]  # the value before the first update is not recorded; the value after it is close
         gradient = one.gradients[step] + coupled * before
         mean = betas[0] * mean + (1 - betas[0]) * gradient
         square = betas[1] * square + (1 - betas[1]) * gradient**2
@@ -121,7 +121,7 @@ def _adam_parts(
 
 
 def _sgd(baseline: Trajectory, target: Trajectory, at: int) -> str:
-    """SGD: coefficients of this step's gradient, of the one before, and of weight decay."""
+    """Return how an SGD update differs: fits this step's gradient, the previous gradient, and weight decay."""
     if at != 1:
         return ""
     sides = [
@@ -170,8 +170,7 @@ def _fit(one: Trajectory, at: int, rule: Rule) -> Fit:
 
 
 def _best(one: Trajectory, at: int, rules: Sequence[Rule]) -> Fit | None:
-    """Return the rule that explains an update clearly better than every rule with another name; None where none
-    does."""
+    """Return the rule that explains an update clearly better than every rule with another name; None if none does."""
     fits = [_fit(one, at, rule) for rule in rules]
     best = min(fits, key=lambda fit: fit.left)
     energy = _energy(one, at)

@@ -1,4 +1,4 @@
-"""Parameter updates: why a parameter or its gradient differs after optimizer steps, from its recorded values."""
+"""Parameter updates: explain from recorded values why a parameter or its gradient differs after optimizer steps."""
 
 from collections import defaultdict
 from typing import Any
@@ -15,20 +15,20 @@ from tapscope.run_format.run import Run
 Array = np.ndarray[Any, Any]
 
 MAX_VALUES = 1 << 16
-"""Limit of values of a parameter that are used, spread evenly."""
+"""Approximate maximum number of values of a parameter that are used, evenly spaced."""
 MAX_STEPS = 16
-"""Limit of steps: the moments of an update depend on all steps before it."""
+"""Maximum number of steps; the moments of an update depend on all previous steps."""
 CLIP_NORM_RTOL = 0.01
-"""Relative tolerance of a gradient norm that equals the clipping norm."""
+"""Relative tolerance at which a gradient norm equals the clipping norm."""
 MIN_CLIPPED = 3
-"""Minimum number of steps, or tensors, with the clipping norm: two may agree by chance."""
+"""Minimum number of steps, or tensors, with the clipping norm; two may agree by chance."""
 GRADIENT = ".grad"
 BATCH = "batch"
-"""Family: the runs train on different batches."""
+"""Name of the explanation that the runs train on different batches."""
 
 
 def explain_parameter(result: PairResult, runs: tuple[Run, Run], step: int) -> Explanation | None:
-    """Return the explanation of a parameter or its gradient; None where the site is neither, or nothing explains it."""
+    """Return the explanation of a parameter or its gradient; None for other sites, or if no cause fits."""
     port = port_of(result.site)
     if not port.startswith("param[") or result.baseline is None or result.target is None or len(runs[1].ranks) > 1:
         return None
@@ -43,7 +43,7 @@ def explain_parameter(result: PairResult, runs: tuple[Run, Run], step: int) -> E
 
 
 def explain_batch(site: str, rows: RowMap, steps: tuple[int, int]) -> Explanation | None:
-    """Return the explanation of a parameter or its gradient if ``steps`` of baseline and target hold other token
+    """Return the explanation of a parameter or its gradient if the given steps (baseline, target) hold different token
     rows."""
     if not is_parameter(site) or not rows.known:
         return None
@@ -61,7 +61,7 @@ def explain_batch(site: str, rows: RowMap, steps: tuple[int, int]) -> Explanatio
 
 
 def _trajectory(run: Run, site: str) -> Trajectory | None:
-    """Some values of a parameter after each step, and their gradients; None where a step lacks either."""
+    """Return a sample of a parameter's values after each step, with its gradients; None if a step lacks either."""
     values, gradients = _by_step(run, site), _by_step(run, site + GRADIENT)
     steps = sorted(values)
     if not steps or steps != sorted(gradients) or steps != list(range(len(steps))) or len(steps) > MAX_STEPS:
@@ -71,7 +71,7 @@ def _trajectory(run: Run, site: str) -> Trajectory | None:
 
 
 def _by_step(run: Run, site: str) -> dict[int, Array]:
-    """Return a site's values by step, where it has one record in each."""
+    """Return the values of a site by step; empty unless each step has one record with values."""
     records = list(run.records.of(None, None, {site}))
     values = {record.key.step: run.array(record) for record in records if record.dtype}
     return values if len(values) == len(records) else {}
@@ -83,7 +83,7 @@ def _some(values: Array) -> Array:
 
 
 def _norms(run: Run) -> dict[int, dict[str, float]]:
-    """Step -> site of a parameter's gradient -> its norm, from recorded statistics."""
+    """Return step -> gradient site -> norm, from recorded statistics."""
     norms: dict[int, dict[str, float]] = defaultdict(dict)
     sites = {site for site in run.records.distinct_sites() if site.endswith(GRADIENT) and ":param[" in site}
     for record in run.records.of(None, None, sites):
@@ -99,7 +99,8 @@ def _common(norms: dict[str, float]) -> float:
 
 
 def _clipped(runs: tuple[Run, Run], step: int) -> str:
-    """How gradient clipping differs, where the baseline's total gradient norm is the same in every step; else empty."""
+    """Return how gradient clipping differs, if the baseline's total gradient norm is the same in every step; otherwise
+    empty."""
     sides = [_norms(run) for run in runs]
     if any(step not in side or len(side[step]) < MIN_CLIPPED for side in sides):
         return ""
@@ -131,7 +132,8 @@ def _is_one_factor(one: dict[str, float], two: dict[str, float]) -> bool:
 
 
 def _accumulated(runs: tuple[Run, Run], sites: tuple[str, str], step: int) -> str:
-    """Return a sentence where the target's gradient is the baseline's plus its own of the step before; else empty."""
+    """Return a sentence if the target's gradient is the baseline's plus the target's gradient of the previous step;
+    otherwise empty."""
     one, two = _by_step(runs[0], sites[0]), _by_step(runs[1], sites[1])
     if step not in one or step not in two or step - 1 not in two:
         return ""

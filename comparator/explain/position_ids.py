@@ -1,4 +1,4 @@
-"""Position ids: the offset between the positions of both runs."""
+"""Position ids: a constant offset between the positions of the two runs."""
 
 import numpy as np
 
@@ -13,8 +13,10 @@ _NAMED = 3
 
 
 def explain_position_ids(sample: Sample, requests: tuple[str, ...]) -> Explanation | None:
-    """One offset for all rows that differ, or one per request; None where the site does not hold positions, or the
-    offsets vary within a request."""
+    """Return an explanation by one offset for all rows that differ, or one per request.
+
+    None if the site does not hold positions, or if offsets vary within a request.
+    """
     if "position" not in port_of(sample.site) or not sample.is_integer or sample.request[0] < 0:
         return None
     off = (sample.target - sample.baseline).astype(np.int64)

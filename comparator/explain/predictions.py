@@ -1,4 +1,4 @@
-"""Predictions: of several causes, the one that reproduces the target's values up to rounding."""
+"""Predictions: among several causes, select the cause that reproduces the target's values up to rounding."""
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -12,26 +12,26 @@ from tapscope.comparator.verdict.explanation import Tested
 Array = np.ndarray[Any, Any]
 
 MAX_ROUNDING_RATIO = 4.0
-"""The residual of a cause may be this many times the rounding error."""
+"""Maximum residual of a cause, relative to the rounding error."""
 MIN_ERROR_RATIO = 3.0
-"""The error must be this many times the accepted residual; a smaller one does not distinguish causes."""
+"""Minimum error relative to the accepted residual; a smaller error does not distinguish causes."""
 MIN_ENERGY_RATIO = 4.0
-"""The second best cause must leave this many times the residual energy of the best one."""
+"""Minimum residual energy of the second best cause, relative to that of the best."""
 
 
 class Prediction(NamedTuple):
-    """The values that a cause predicts for the target."""
+    """The target values that a cause predicts."""
 
     name: str
     sentence: str
     values: Array
-    """[affected rows, affected columns]."""
+    """[affected rows, affected columns] predicted values."""
     cost: int
-    """Number of fitted parameters: of several causes that fit, the cheapest one wins."""
+    """Number of fitted parameters; the cheapest of several causes that fit wins."""
 
 
 def select_prediction(region: ErrorRegion, predictions: Iterable[Prediction], noise: float) -> Tested | None:
-    """Return the one cause that reproduces the target within ``noise``, a relative error; None where none or several
+    """Return the only cause that reproduces the target within the relative error ``noise``; None if none or several
     do."""
     judged = [
         (_residual_norm(region, prediction.values), prediction.cost, number, prediction)
@@ -56,7 +56,8 @@ def select_prediction(region: ErrorRegion, predictions: Iterable[Prediction], no
 
 
 def _residual_norm(region: ErrorRegion, values: Array) -> float:
-    """Relative norm of the residual, each row divided by its norm; infinite where too little is predicted."""
+    """Return the relative norm of the residual, with rows divided by their norms; inf if too few values are
+    predicted."""
     predicted = np.isfinite(values) & np.isfinite(region.after)
     if predicted.sum() < MIN_VALUES_OF_ANY or predicted.mean() < 0.9:
         return float("inf")

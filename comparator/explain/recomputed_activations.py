@@ -1,8 +1,8 @@
-"""Recomputed activations: whether each run's output of a ReLU or the like is that function of the run's own input.
+"""Recomputed activations: check whether each run's output of ReLU or a similar function matches the run's own input.
 
-Such a function clears values. What it leaves of a channel may be much smaller than what the channel received, and its
-error is as large as before: no factor bounds one error relative to the other. But the function and its input are known.
-Where every element of both outputs is the same function of the run's own input, the module adds no error.
+ReLU clears values. The remaining values of a channel may be much smaller than its inputs, while their error is as large
+as before: no factor bounds the output error relative to the input error. But function and input are known. If both
+outputs are the same function of the run's own input in every element, the module adds no error.
 """
 
 from collections.abc import Sequence
@@ -30,8 +30,11 @@ def inherited_activations(
     graph: Graph,
     preparer: PairPreparer,
 ) -> frozenset[str]:
-    """Sites of outputs of activations that clear values which seem to add an error, and which the inputs of both runs
-    reproduce. ``findings`` are those of ``judged``, and ``matched`` their indices by node of the graph."""
+    """Return the sites of activation outputs whose error is inherited, although it exceeds the floor.
+
+    Considers activations that clear values, such as ReLU, and checks that the inputs of both runs reproduce their
+    outputs. ``findings`` belong to ``judged``; ``matched`` holds the index of each node of ``graph``.
+    """
     inherited = set()
     for node, order in enumerate(matched):
         this, given, finding = graph.nodes[node], graph.inputs(node), findings[order]

@@ -1,9 +1,9 @@
-"""Recomputed attention: whether each run's attention output is what its own queries, keys and values give.
+"""Recomputed attention: check whether each run's attention output follows from its own queries, keys and values.
 
-Where they reproduce both outputs, the module computed what it should, and its outputs differ because its inputs do: a
-sharp softmax turns small errors of scores into large ones of weights, and a fused kernel never writes the weights that
-would show how sharp it is. Where they reproduce the output of one run only, the other's mask, scale, RoPE or cache
-differs, however little of the rows that changes.
+If the inputs reproduce both outputs, the module works correctly, and its outputs differ because its inputs do. A sharp
+softmax turns small score errors into large weight errors, and a fused kernel never writes the weights that would show
+how sharp it is. If they reproduce the output of only one run, the other run has a wrong mask, scale, RoPE or cache,
+however few rows are affected.
 """
 
 from collections.abc import Sequence
@@ -24,34 +24,37 @@ from tapscope.comparator.verdict.finding import Finding, Verdict
 Array = np.ndarray[Any, Any]
 
 _NUM_DRAWS = 3
-"""Roundings of queries and keys that are drawn to see how far they move each row of the output."""
+"""Number of random roundings of queries and keys drawn to estimate how far rounding moves each output row."""
 NOTE = "each run's values are the attention of its own queries, keys and values: their difference is inherited"
 
 
 class Recomputed(NamedTuple):
-    """Rows of one run's recorded attention output, and what its own queries, keys and values give for them."""
+    """Errors of recomputing rows of one run's attention output from the run's own queries, keys and values."""
 
     errors: Array
-    """[rows] distance of the two, relative to the row."""
+    """[rows] distance between recorded and recomputed output, relative to the row."""
     noise: Array
-    """[rows] what one rounding of the inputs and the output makes of it."""
+    """[rows] expected distance from one rounding of the inputs and the output."""
 
     @property
     def worst(self) -> int:
-        """The row with the largest error relative to its noise."""
+        """Index of the row with the largest error relative to its noise."""
         return int(np.argmax(np.nan_to_num(self.errors / self.noise, nan=np.inf)))
 
     @property
     def ratio(self) -> float:
-        """Its error / noise; infinite for a row that attends to nothing."""
+        """Error / noise of the worst row; inf for a row that attends to no key."""
         return float(np.nan_to_num(self.errors[self.worst] / self.noise[self.worst], nan=np.inf))
 
 
 def inherited_error(
     findings: Sequence[Finding], judged: Sequence[PairResult], preparer: PairPreparer
 ) -> tuple[str, float] | None:
-    """(site, error of its worst row) of the first finding that fails the target, where that is an attention output
-    which the inputs of both runs reproduce; else None. What follows another failure inherits from that."""
+    """Return (site, error of its worst row) if the first failing finding is an attention output that both runs' inputs
+    reproduce.
+
+    Otherwise None. Findings after another failure are not considered, because they may inherit its error.
+    """
     finding = next((finding for finding in findings if finding.verdict.is_bad), None)
     if finding is None or finding.verdict is not Verdict.DIFFERS or finding.judged_by != "rounding":
         return None
@@ -66,12 +69,12 @@ def inherited_error(
 def recomputed(
     result: PairResult, sites: SiteReader, preparer: PairPreparer, *, searches: bool = True, caps: Sequence[Any] = ()
 ) -> tuple[Recomputed, Recomputed] | None:
-    """Return the worst rows of both runs' attention output at a site and some others, those whose keys are all
-    recorded.
+    """Return the recomputation of both runs' attention output at a site, for the worst rows and some others with
+    complete keys.
 
-    ``caps``: soft caps of scores to use in place of the one that fits the baseline best; of each run the result with
-    the smallest ratio is returned. None where the site is none, or no formula gives the baseline's output (see
-    :func:`.read_attention` for ``searches``), or the output of the projection after attention was recorded instead.
+    ``caps``: soft caps of scores used in place of the best fit to the baseline; for each run, the result with the
+    smallest ratio counts. None if the site is not an attention output, if no formula reproduces the baseline (see
+    :func:`.read_attention` for ``searches``), or if the site is the output of the projection after attention.
     """
     if not (path := path_of(result.site)):
         return None
@@ -98,7 +101,8 @@ def recomputed(
 
 
 def _have_all_keys(tokens: Tokens, rows: Array) -> Array:
-    """[rows] whether every earlier token of a row's request is known; those of a shared prefix may not be."""
+    """Return whether every earlier token of each row's request is recorded, as [rows]; tokens of a shared prefix may
+    not be."""
     is_complete = np.zeros(len(rows), bool)
     for request in np.unique(tokens.request[rows]):
         at = np.unique(tokens.position[(tokens.request == request) & (tokens.position != PADDED)])
@@ -109,7 +113,7 @@ def _have_all_keys(tokens: Tokens, rows: Array) -> Array:
 
 
 def _recomputed(tokens: Tokens, rows: Array, variant: Variant, values: Array, name: str) -> Recomputed:
-    """Next to ``values`` [rows, width], the recorded output."""
+    """Compare ``values`` [rows, width], the recorded output, with the recomputed output."""
     made = attend(tokens, rows, variant)
     size = np.sqrt((values**2).sum(axis=1))
     size = np.maximum(size, 0.25 * float(np.median(size)) or 1.0)

@@ -1,4 +1,5 @@
-"""Recorded attention: the inputs of one attention, as :class:`.attention.Tokens`, from the recorded sites around it."""
+"""Recorded attention: read the inputs of one attention module as :class:`.attention.Tokens` from the sites around
+it."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,34 +33,34 @@ _TRIPLES = (
     (".q_proj:out", ".k_proj:out", ".v_proj:out"),
 )
 _RECORDED_AFTER_ROPE = 2
-"""The first of these triples are recorded after RoPE."""
+"""Number of leading entries of ``_TRIPLES`` that are recorded after RoPE."""
 _FUSED = ".qkv_proj:out"
 _LATENT = (".q_b_proj:out", ".q_proj:out"), ".kv_a_proj_with_mqa:out", ".kv_b_proj:out"
 SOFT_CAPS = (None, 50.0, 30.0)
-"""Soft caps of scores that are tried: Gemma 2's, and a smaller one."""
+"""Soft caps of scores that are tried: none, Gemma 2's, and a smaller one."""
 _NUM_SEARCHED_ROWS = 24
-"""Rows from which the baseline's formula is determined."""
+"""Number of rows from which the baseline's formula is determined."""
 _EARLY_POSITIONS = (1, 2, 3, 4)
 """Positions from which the scale of scores is determined."""
 _SCALE_RTOL = 0.02
-"""Relative tolerance for a scale that is 1 / √n for an integer n."""
+"""Relative tolerance at which a scale counts as 1 / √n for an integer n."""
 _MAX_OFF = 0.02
-"""Relative error up to which a formula reproduces the baseline's output."""
+"""Maximum relative error at which a formula reproduces the baseline's output."""
 _MAX_SEARCHED_OFF = 2.0
-"""Relative error beyond which no other scale or window is tried."""
+"""Relative error beyond which no other scales or windows are tried."""
 _MAX_NARROW_WINDOW = 64
-"""Windows up to this width are all tried."""
+"""Largest window up to which all sizes are tried."""
 
 
 @dataclass(frozen=True)
 class RecordedAttention:
-    """One attention module in both runs, and the formula of the baseline."""
+    """One attention module in both runs, with the formula that reproduces the baseline."""
 
     sides: tuple[Tokens, Tokens]
     site: str
-    """Where its output was recorded: the output of its kernel, or the input of the output projection."""
+    """Site of the recorded output: the output of the attention kernel, or the input of the output projection."""
     given: tuple[TokenSlots, TokenSlots]
-    """Its recorded output."""
+    """Recorded output of (baseline, target)."""
     variant: Variant
     off: float
     """Relative error of the baseline's output recomputed with ``variant``."""
@@ -67,14 +68,14 @@ class RecordedAttention:
 
 
 class SiteReader:
-    """Finds examined sites by their names."""
+    """Looks up compared sites by name, and reads their values."""
 
     def __init__(self, preparer: PairPreparer, examined: Sequence[PairResult]) -> None:
         self._preparer = preparer
         self._at = {one.site: one for one in examined if one.baseline is not None and one.target is not None}
 
     def slots(self, site: str) -> tuple[TokenSlots, TokenSlots] | None:
-        """(baseline, target) rows of a site; None where either is missing."""
+        """Return the rows of a site as (baseline, target); None if either is missing."""
         one = self.resolved(site)
         if one is None or one.problem:
             return None
@@ -89,11 +90,12 @@ class SiteReader:
         return None if slots[0] is None or slots[1] is None else (slots[0], slots[1])
 
     def resolved(self, site: str) -> PairResult | None:
-        """Return the result of a site; of ``out`` that of ``out[0]`` where the module returns several values."""
+        """Return the result of a site, falling back from ``out`` to ``out[0]`` for modules that return several
+        values."""
         return self._at.get(site) or self._at.get(site.replace(":out", ":out[0]"))
 
     def one(self, site: str) -> PairResult | None:
-        """Return the comparison result of a site that both runs have."""
+        """Return the comparison result of a site; None unless both runs have the site."""
         return self._at.get(site)
 
     def vector(self, site: str, side: int) -> Array | None:
@@ -102,12 +104,12 @@ class SiteReader:
         return None if one is None or one.problem else vectors_of(self._preparer, one)[side]
 
     def parameters(self, path: str) -> list[str]:
-        """Names of the recorded parameters of a module that both runs have."""
+        """Return the names of the recorded parameters of a module that both runs have."""
         begin, end = f"{path}:param[", "]"
         return [name[len(begin) : -1] for name in self._at if name.startswith(begin) and name.endswith(end)]
 
     def stored(self, site: str) -> tuple[Array, Array] | None:
-        """(baseline, target) first recorded tensors of a site; None where either is missing, or too large."""
+        """Return the first recorded tensors of a site as (baseline, target); None if either is missing or too large."""
         one = self._at.get(site)
         if one is None or one.problem:
             return None
@@ -123,7 +125,7 @@ class SiteReader:
         return values[0], values[1]
 
     def ending(self, end: str) -> Iterator[str]:
-        """Names of the sites with this suffix."""
+        """Return the names of the sites with this suffix."""
         return (name for name in self._at if name.endswith(end))
 
 
@@ -135,9 +137,9 @@ def read_attention(
     *,
     searches: bool = True,
 ) -> RecordedAttention | None:
-    """Return the attention at ``path``; None where it was not recorded, or no formula reproduces the baseline's output.
+    """Return the attention at ``path``; None if it was not recorded, or if no formula reproduces the baseline's output.
 
-    ``searches``: also try other scales of scores than 1 / √d, and windows.
+    ``searches``: also try windows, and scales of scores other than 1 / √d.
     """
     outputs = [one.site for end in _OUTPUTS if (one := sites.resolved(path + end)) is not None]
     site, given = next(((site, slots) for site in outputs if (slots := sites.slots(site)) is not None), ("", None))
@@ -161,7 +163,7 @@ def _sizes(configs: Sequence[Mapping[str, Any]]) -> dict[str, int]:
 def _plain(
     path: str, sites: SiteReader, sizes: dict[str, int], thetas: Sequence[float]
 ) -> Iterator[tuple[Tokens, Tokens]]:
-    """From queries, keys and values of every head, after or before RoPE."""
+    """Yield tokens from separate queries, keys and values of every head, recorded before or after RoPE."""
     heads = sizes.get("num_attention_heads", 0)
     for number, ends in enumerate(_TRIPLES):
         parts = [sites.slots(path + end) for end in ends]
@@ -178,7 +180,7 @@ def _plain(
 
 
 def _fused(path: str, sites: SiteReader, sizes: dict[str, int]) -> Iterator[tuple[Tokens, Tokens]]:
-    """From one projection whose output is queries, keys and values, in this order."""
+    """Yield tokens from one projection whose output is queries, keys and values, in this order."""
     both, recorded = sites.slots(path + _FUSED), _tables(path, sites)
     heads = sizes.get("num_attention_heads", 0)
     groups = sizes.get("num_key_value_heads", heads)
@@ -208,7 +210,7 @@ def _tables(path: str, sites: SiteReader) -> tuple[tuple[TokenSlots, TokenSlots]
 
 
 def _tokens(parts: Sequence[TokenSlots], tables: Any, side: int, heads: int) -> Tokens | None:
-    """Queries, keys and values of one side; None where their rows or widths are inconsistent."""
+    """Return the queries, keys and values of one side; None if their rows or widths are inconsistent."""
     query, key, value = parts
     width = query.values.shape[1] // heads
     if query.values.shape[1] % heads or key.values.shape[1] % width or not key.values.shape[1]:
@@ -228,8 +230,10 @@ def _tokens(parts: Sequence[TokenSlots], tables: Any, side: int, heads: int) -> 
 
 
 def _latent(path: str, sites: SiteReader, sizes: dict[str, int]) -> Iterator[tuple[Tokens, Tokens]]:
-    """DeepSeek's latent attention: keys have a part without RoPE per head and a shared part with RoPE (arXiv
-    2405.04434)."""
+    """Yield tokens of DeepSeek's multi-head latent attention (arXiv 2405.04434).
+
+    Keys consist of a part without RoPE for each head and a common part with RoPE.
+    """
     queries, shared, made = _LATENT
     parts = next((p for q in queries if (p := sites.slots(path + q)) is not None), None), sites.slots(path + shared)
     both, tables, heads = sites.slots(path + made), _tables(path, sites), sizes.get("num_attention_heads", 0)
@@ -265,7 +269,7 @@ def _same_rows(parts: Sequence[TokenSlots]) -> bool:
 
 
 def _in_query_order(table: TokenSlots, query: TokenSlots) -> Array | None:
-    """Return the table's rows in the order of the queries' rows; arbitrary ones for padding."""
+    """Return the rows of the table in the order of the query rows, arbitrary for padding; None if a row is missing."""
     at = table.place()
     keys = list(zip(query.step.tolist(), query.request.tolist(), query.position.tolist(), strict=True))
     if _same_rows((query, table)):
@@ -277,7 +281,7 @@ def _in_query_order(table: TokenSlots, query: TokenSlots) -> Array | None:
 
 
 def rows_of(given: TokenSlots, tokens: Tokens) -> tuple[Array, Array]:
-    """(rows of the output, the token of each), without padding."""
+    """Return (rows of the output, token of each row), without padding."""
     keys = zip(tokens.step.tolist(), tokens.request.tolist(), tokens.position.tolist(), strict=True)
     at = {key: i for i, key in enumerate(keys) if key[2] != PADDED}
     pairs = [(row, at[key]) for key, row in given.place().items() if key in at]
@@ -286,7 +290,8 @@ def rows_of(given: TokenSlots, tokens: Tokens) -> tuple[Array, Array]:
 
 
 def _fitted(tokens: Tokens, given: TokenSlots, searches: bool) -> tuple[Variant, float, int | None] | None:
-    """(the usual formula that reproduces the baseline's output, its relative error, window); None where none does."""
+    """Return (formula that reproduces the baseline's output, its relative error, its window); None if no formula
+    does."""
     rows, own = rows_of(given, tokens)
     width = tokens.query.shape[1] * tokens.value.shape[2]
     if not len(rows) or given.values.shape[1] != width:
@@ -316,8 +321,10 @@ def _fitted(tokens: Tokens, given: TokenSlots, searches: bool) -> tuple[Variant,
 
 
 def _scale_of(tokens: Tokens, rows: Array, wanted: Array, layouts: Sequence[str], usual: float) -> tuple[str, float]:
-    """(layout, scale of scores) that fits the first tokens best: they are inside every window, and a soft cap hardly
-    affects them. The usual scale, or 1 / √n."""
+    """Return the (layout, scale of scores) that fits the first tokens best, rounded to 1 / √n if close.
+
+    The first tokens are inside every window, and a soft cap hardly affects them.
+    """
     best = float("inf"), layouts[0], usual
     for layout in layouts if len(rows) else ():
 

@@ -1,4 +1,4 @@
-"""Region text: the rows and columns of an error region in words."""
+"""Region text: describe the rows and columns of an error region in words."""
 
 import re
 from collections.abc import Sequence
@@ -13,20 +13,21 @@ from tapscope.core import formatting
 Array = np.ndarray[Any, Any]
 _NAMED = 4
 _MAX_LISTED = 60
-"""Largest length of a list of columns, in characters; of longer ones the number is given."""
+"""Maximum length of a list of columns, in characters; for longer lists only the count is given."""
 _ATTENTION = re.compile(r"attn|attention|\b[qkvo]_proj|qkv")
 _OUTPUT_PROJECTIONS = ("o_proj", "out_proj", "linear_proj", "dense", "c_proj")
 
 
 def describe(region: ErrorRegion, requests: Sequence[str], padded: frozenset[int]) -> str:
-    """Where the error region is; empty where it is everywhere. ``padded`` are the indices of padded requests."""
+    """Return where the error region is, in words; empty if it is everywhere. ``padded`` are the indices of padded
+    requests."""
     if region.sample.request[0] < 0 and len(region.rows) == len(region.columns) == 1 < region.sample.baseline.size:
         return "one element"  # without token rows, the flattened row and column are not axes of the tensor
     return " of ".join(part for part in (_columns(region), _rows(region, requests, padded)) if part)
 
 
 def spans(what: str, indices: Sequence[int] | Array) -> str:
-    """Indices in words: ``row 3``, ``rows 0–7``, ``every second row from 1 to 15``, ``rows 0–7 and 32–39``."""
+    """Return indices in words: ``row 3``, ``rows 0–7``, ``every second row from 1 to 15``, ``rows 0–7 and 32–39``."""
     numbers = [int(i) for i in indices]
     steps = set(np.diff(numbers).tolist())
     if len(numbers) > 2 and len(steps) == 1 and min(steps) > 1:
@@ -52,8 +53,8 @@ def _columns(region: ErrorRegion) -> str:
 
 
 def has_heads(site: str) -> bool:
-    """Return whether the columns of a site are attention heads: projected queries, keys and values, and what attention
-    makes of them before the output projection."""
+    """Return whether the columns of a site are attention heads: projected q, k and v, or attention outputs before the
+    output projection."""
     path, _, port = site.rpartition(":")
     parent, _, last = path.rpartition(".")
     if last in _OUTPUT_PROJECTIONS:
@@ -64,7 +65,7 @@ def has_heads(site: str) -> bool:
 
 
 def _of_each_head(region: ErrorRegion) -> str:
-    """``columns 2 and 6 of each head of 16``; empty where the heads differ."""
+    """Return text such as ``columns 2 and 6 of each head of 16``; empty if the heads differ."""
     columns, sample = region.columns, region.sample
     for size in region.head_dims if has_heads(sample.site) and not sample.first_column else ():
         one = np.unique(columns % size)
@@ -75,7 +76,7 @@ def _of_each_head(region: ErrorRegion) -> str:
 
 
 def _rank(region: ErrorRegion) -> str:
-    """Return the rank whose shard holds all affected columns; empty where there are several."""
+    """Return text on the rank whose shard holds all affected columns; empty if there are several ranks."""
     ranks = region.sample.ranks
     here = np.unique(ranks[region.columns])
     if len(here) != 1 or here[0] < 0:
@@ -112,7 +113,7 @@ def _rows(region: ErrorRegion, requests: Sequence[str], padded: frozenset[int]) 
 
 
 def _plain_rows(off: Array, sample: Sample) -> str:
-    """Rows without requests. Where a site has several steps, an index over all of them names nothing: steps do."""
+    """Return rows without requests, in words. If a site has several steps, steps are named instead of row indices."""
     rows, total = np.flatnonzero(off), sample.num_rows
     if len(np.unique(sample.step)) > 1:
         return _by_step(sample.step, off) or f"{len(rows):,} of {len(off):,} rows{_sampled(len(off), total)}"
@@ -124,7 +125,7 @@ def _plain_rows(off: Array, sample: Sample) -> str:
 
 
 def _by_request(request: Array, off: Array, requests: Sequence[str], padded: frozenset[int]) -> str:
-    """Return the affected requests, if exactly their rows are affected."""
+    """Return the affected requests in words, if all of their rows are affected; otherwise empty."""
     hit = set(request[off].tolist())
     if any(not off[request == one].all() for one in hit):
         return ""
@@ -138,7 +139,7 @@ def _by_request(request: Array, off: Array, requests: Sequence[str], padded: fro
 
 
 def _by_position(request: Array, position: Array, off: Array) -> str:
-    """Affected positions, if they are the same in every request."""
+    """Return the affected positions in words, if they are the same in every request; otherwise empty."""
     hit, spared = position[off], position[~off]
     if set(hit.tolist()) & set(spared.tolist()):
         return _by_end(request, position, off)
@@ -152,7 +153,8 @@ def _by_position(request: Array, position: Array, off: Array) -> str:
 
 
 def _by_step(step: Array, off: Array) -> str:
-    """Affected steps, if all rows of one step, or of all steps from one on, are affected."""
+    """Return the affected steps in words, if all rows of one step, or of all steps from one on, are affected; otherwise
+    empty."""
     hit, spared = step[off], step[~off]
     if set(hit.tolist()) & set(spared.tolist()):
         return ""
@@ -162,7 +164,7 @@ def _by_step(step: Array, off: Array) -> str:
 
 
 def _by_end(request: Array, position: Array, off: Array) -> str:
-    """Return the first or last token of every request, or all but these."""
+    """Return text if the first or last token of every request is affected, or all others; otherwise empty."""
     for word, pick in (("last", np.max), ("first", np.min)):
         at = np.zeros(len(off), bool)
         for one in np.unique(request):
@@ -192,5 +194,5 @@ def _sampled(looked_at: int, total: int) -> str:
 
 
 def ordinal(number: int) -> str:
-    """``second``, ``third``, ``4th``."""
+    """Return the number as an ordinal: ``second``, ``third``, ``4th``."""
     return {2: "second", 3: "third"}.get(number, f"{number}th")

@@ -1,4 +1,5 @@
-"""Related sites: the error, or the target itself, equals another site's value (an input, a sibling, a partial sum)."""
+"""Related sites: the error, or the target itself, equals the value of another site (an input, a sibling, a partial
+sum)."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -13,19 +14,19 @@ from tapscope.core.site import port_of
 Array = np.ndarray[Any, Any]
 
 MIN_DIVISOR = 1e-200
-"""Smallest energy that is used as a divisor."""
+"""Minimum energy used as a divisor."""
 NEAR_ONE = 0.05
-"""A coefficient within this distance of 1 counts as 1."""
+"""Maximum distance from 1 at which a coefficient counts as 1."""
 
 
 class RelatedSite(NamedTuple):
-    """Another site's baseline values at the rows of the sample."""
+    """The baseline values of another site, in the rows of the sample."""
 
     site: str
     values: Array
-    """[rows, columns]."""
+    """[rows, columns] values."""
     is_input: bool
-    """Whether it is an input of the culprit's own module."""
+    """Whether the site is an input of the culprit's own module."""
 
 
 class PartialSum(NamedTuple):
@@ -36,7 +37,8 @@ class PartialSum(NamedTuple):
 
 
 def related_sites(region: ErrorRegion, others: Iterable[RelatedSite]) -> Iterator[Hypothesis]:
-    """Yield the target equals another site's baseline, or that value was added once more, or left out."""
+    """Yield that the target equals another site's baseline, or that the other site's value was added once more or left
+    out."""
     others = list(others)
     own = _find_source(region, others) if port_of(region.sample.site).startswith("in[") else ""
     for other in others:
@@ -62,7 +64,7 @@ def related_sites(region: ErrorRegion, others: Iterable[RelatedSite]) -> Iterato
 
 
 def _find_source(region: ErrorRegion, others: Iterable[RelatedSite]) -> str:
-    """Return the output site whose value the baseline of an input is; empty where there is none."""
+    """Return text that names the output site whose value the baseline of an input equals; empty if there is none."""
     for other in others:
         value = region.cut(other.values)
         if ":out" in other.site and np.isfinite(value).all() and _is_copy(value, region.before, region.noise):
@@ -71,25 +73,25 @@ def _find_source(region: ErrorRegion, others: Iterable[RelatedSite]) -> str:
 
 
 def _is_copy(value: Array, before: Array, noise: float) -> bool:
-    """Return whether the other site holds the culprit's own value, as a parent's output does."""
+    """Return whether the other site holds the culprit's own value, like the output of a parent module."""
     return bool((np.abs(value - before) <= 2.0 * noise * np.abs(before)).all())
 
 
 def partial_sums(region: ErrorRegion, parts: list[PartialSum], axis: str) -> Iterator[Hypothesis]:
-    """Yield the target is one rank's partial sum instead of the sum over ``axis``."""
+    """Yield that the target is one rank's partial sum instead of the sum over ``axis``."""
     for part in parts:
         sentence = f"target = the partial sum of rank {part.rank} alone: it was not summed over {axis}"
         yield Hypothesis("missing all-reduce", sentence, region.cut(part.values))
 
 
 def zero_partial_sum(region: ErrorRegion, parts: Sequence[PartialSum]) -> int | None:
-    """Return the only rank whose partial sum is zero in the error region; None where there is none, or several."""
+    """Return the only rank whose partial sum is zero in the error region; None unless there is exactly one."""
     zero = [part.rank for part in parts if not region.cut(part.values).any()]
     return zero[0] if len(zero) == 1 < len(parts) and region.before.any() else None
 
 
 def missing_all_reduce(region: ErrorRegion, others: list[PartialSum], axis: str) -> Iterator[Hypothesis]:
-    """Yield the values of the ranks should be equal, but their sum is the baseline. A zero target is excluded."""
+    """Yield that values of the ranks, which should be equal, sum to the baseline. A zero target is excluded."""
     total = np.sum([region.cut(other.values) for other in others], axis=0)
     if not region.after.any():
         return

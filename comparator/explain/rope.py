@@ -1,4 +1,4 @@
-"""RoPE: queries or keys were rotated by other angles, or in other pairs (Su et al. 2021, arXiv 2104.09864)."""
+"""RoPE: queries or keys are rotated by other angles, or in other channel pairs (Su et al. 2021, arXiv 2104.09864)."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -12,13 +12,14 @@ from tapscope.comparator.explain.hypothesis_test import Hypothesis
 Array = np.ndarray[Any, Any]
 
 THETAS = (10000.0, 500000.0, 1000000.0)
-"""Bases that are tried in addition to the runs' own: Llama 1 and 2, Llama 3, Qwen 2 and 3."""
+"""RoPE bases tried in addition to the runs' own: Llama 1 and 2, Llama 3, Qwen 2 and 3."""
 SHIFTS = (1, -1, 2, -2)
-"""Positions."""
+"""Position shifts that are tried."""
 
 
 def rope_rotations(region: ErrorRegion, thetas: Sequence[float]) -> Iterator[Hypothesis]:
-    """Not rotated, rotated twice, rotated at a shifted position, or with the other layout of pairs."""
+    """Yield targets that are not rotated, rotated twice, rotated at a shifted position, or with the other pair
+    layout."""
     sample = region.sample
     width = sample.baseline.shape[1]
     if sample.request[0] < 0 or width != sample.width or sample.is_integer:
@@ -54,5 +55,5 @@ def _variants(heads: Array, angle: Array, theta: float, size: int) -> Iterator[t
 
 
 def _rotated(heads: Array, angle: Array, layout: str) -> Array:
-    """[rows, heads, size] rotated by [rows or 1, size / 2] angles."""
+    """Return ``heads`` [rows, heads, size] rotated by ``angle`` [rows or 1, size / 2]."""
     return rotate(heads, np.cos(angle)[:, None, :], np.sin(angle)[:, None, :], layout)

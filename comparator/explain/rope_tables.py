@@ -1,4 +1,4 @@
-"""RoPE tables: how the frequencies or positions of a table of cosines, sines or angles differ."""
+"""RoPE tables: explain how frequencies or positions of a table of cosines, sines or angles differ."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -22,46 +22,48 @@ from tapscope.core.formatting import plural
 Array = np.ndarray[Any, Any]
 
 SHIFTS = (1, -1, 2, -2, 3, -3)
-"""Positions."""
+"""Position shifts that are tried."""
 _ANGLE_RTOL = 2.0**-22
 """Relative error of an angle that float32 computes from a position and a rounded frequency."""
 _FREQUENCY_RTOL = 2e-3
-"""Relative difference beyond which a frequency has changed."""
+"""Relative difference beyond which a frequency counts as changed."""
 _MIN_ROWS = 4
 _MAX_FACTOR = 8.0
-"""Factors of the positions are tried from 1 / this to this."""
+"""Factors of the positions are tried from 1 / this value to this value."""
 _NUM_FACTORS = 161
 _MIN_ANGLE = 0.2
-"""Angle, in radians, beyond which a pair determines a factor."""
+"""Angle in radians beyond which a pair determines a factor."""
 _MAX_ANGLE = 1.5
-"""Angle per position, in radians, beyond which a single pair is ambiguous: the cosine has no sign."""
+"""Angle per position, in radians, beyond which a single pair is ambiguous: the cosine does not show the sign."""
 _AT_SCALED_POSITIONS = "RoPE at positions"
 _NOT_ROTATED = "all angles are zero in target's table: nothing is rotated"
 _HOLDS_IN_COLUMN = 3.0
-"""Root mean square deviation of a column that is accepted, in units of the noise."""
+"""Maximum accepted rms deviation of a column, in units of the noise."""
 _MAX_NOISE_RATIO = 8.0
-"""Largest deviation of a table that is accepted, in units of the noise."""
+"""Maximum accepted deviation of a table, in units of the noise."""
 
 
 class _TableFunction(NamedTuple):
-    """A function of angles that a table holds, and its inverse."""
+    """A function of angles stored in a table, and its inverse."""
 
     make: Callable[[Array], Array]
     angle: Callable[[Array, Array], Array]
-    """([..., width] values, [..., width / 2] approximate angles) -> the nearest angles with these values."""
+    """([..., width] values, [..., width / 2] approximate angles) -> the nearest angles that give these values."""
     is_pair: bool = False
-    """Whether the second half of the columns holds another function than the first."""
+    """Whether the second half of the columns holds a different function from the first."""
 
     def table(self, position: Array, frequencies: Array) -> Array:
-        """[rows, width] its values at these positions, for the angle per position of each pair."""
+        """Return the table [rows, width] for these positions; ``frequencies`` are the angles per position of each
+        pair."""
         return self.make(position[:, None] * np.tile(frequencies, 2)[None, :])
 
     def columns(self, pairs: Array, size: int) -> Array:
-        """Return the columns that hold these of ``size`` pairs, each function once."""
+        """Return the columns that hold the given ``pairs`` of ``size`` pairs, once per function."""
         return np.concatenate((pairs, size + pairs)) if self.is_pair else pairs
 
     def scale(self, *tables: Array) -> Array | float:
-        """[columns] what rounding is relative to: sines of slow pairs are small, and cosines near 1."""
+        """Return the reference magnitude of rounding as [columns]: sines of slow pairs are small, cosines are near
+        1."""
         if not self.is_pair:
             return 1.0
         size: Array = np.sqrt(np.max([(table**2).mean(axis=0) for table in tables], axis=0))
@@ -111,22 +113,25 @@ _OTHER_PORT = {
     "in[position_embeddings.0]": "in[position_embeddings.1]",
     "in[position_embeddings.1]": "in[position_embeddings.0]",
 }
-"""Port of a table -> port of the other table. Cosines come first."""
+"""Port of a table -> port of its counterpart; cosines come first."""
 
 
 def explain_rope(
     region: ErrorRegion, sites: SiteReader, thetas: Sequence[float], requests: Sequence[str], padded: frozenset[int]
 ) -> Explanation | None:
-    """Return the explanation of a table of cosines and its table of sines, if both were recorded, or of a single table;
-    see :func:`explain_rope_table`. Cosines of slow pairs are 1 up to rounding: only their sines show an error."""
+    """Return the explanation of a cosine table together with its sine table, if both were recorded, or of a single
+    table.
+
+    See :func:`explain_rope_table`. Cosines of slow pairs are 1 up to rounding, so that only their sines show an error.
+    """
     tables = _with_other_table(region, sites)
     told = None if tables is None else _explained(tables, (_COSINES_AND_SINES,), thetas, requests, padded)
     return told or explain_rope_table(region, thetas, requests, padded)
 
 
 def _with_other_table(region: ErrorRegion, sites: SiteReader) -> ErrorRegion | None:
-    """Return the first half of the cosines and that of the sines, of which the others are copies; None where they are
-    not."""
+    """Return a region with the first halves of cosines and sines side by side; None unless the second halves are
+    copies."""
     sample = region.sample
     path, _, port = sample.site.rpartition(":")
     width = sample.baseline.shape[1]
@@ -152,7 +157,7 @@ def _with_other_table(region: ErrorRegion, sites: SiteReader) -> ErrorRegion | N
 def explain_rope_table(
     region: ErrorRegion, thetas: Sequence[float], requests: Sequence[str], padded: frozenset[int]
 ) -> Explanation | None:
-    """Return the explanation of a table; None where the baseline is not a RoPE table, or nothing explains it."""
+    """Return the explanation of a table; None if the baseline is not a RoPE table, or no cause fits."""
     kinds = _TABLE_FUNCTIONS if "rot" in region.sample.site else _TABLE_FUNCTIONS[:2]
     return _explained(region, kinds, thetas, requests, padded)
 
@@ -206,7 +211,7 @@ def _explained(
 
 
 def _holds_elsewhere(region: ErrorRegion, kind: _TableFunction, made: Array, unchanged: Array, noise: float) -> bool:
-    """Return whether a cause of the whole table holds in the unaffected columns, too, and predicts no change that is
+    """Return whether a cause of the whole table also fits the unaffected columns and predicts no change that is
     absent."""
     sample = region.sample
     level = noise * np.broadcast_to(kind.scale(made[region.rows], unchanged[region.rows]), made.shape[1])
@@ -222,7 +227,8 @@ def _holds_elsewhere(region: ErrorRegion, kind: _TableFunction, made: Array, unc
 
 
 def _shown_pairs(region: ErrorRegion, kind: _TableFunction, made: Array, unchanged: Array, noise: float) -> Array:
-    """Return the indices of the pairs that show a cause of all pairs; slower ones may rotate too little to show it."""
+    """Return the indices of pairs that show a cause common to all pairs; slower pairs may rotate too little to show
+    it."""
     half = made.shape[1] // 2
     differs = np.sqrt(((made - unchanged)[region.rows] ** 2).mean(axis=0))
     shown = differs > 2.0 * noise * kind.scale(made[region.rows], unchanged[region.rows])
@@ -232,10 +238,10 @@ def _shown_pairs(region: ErrorRegion, kind: _TableFunction, made: Array, unchang
 def frequencies(
     kind: _TableFunction, values: Array, position: Array, rows: Array | slice = slice(None)
 ) -> Array | None:
-    """[width / 2] angle per position of each pair, at most 1; None without a row of position 1.
+    """Return the angle per position (at most 1) of each pair, as [width / 2]; None without a row of position 1.
 
-    From the angle at position 1, then 2, 4 and so on; each resolves the ambiguity of the next. With cosines and sines
-    the angles of ``rows`` are fitted then.
+    Starts from the angle at position 1, then uses positions 2, 4 and so on; each resolves the ambiguity of the next.
+    With cosines and sines, the angles of ``rows`` are then fitted.
     """
     if not np.isfinite(values).all() or (kind is not _TABLE_FUNCTIONS[2] and np.abs(values).max() > 1.001):
         return None
@@ -270,7 +276,7 @@ def _guesses(
     bases: Sequence[float | None],
     position: Array,
 ) -> Iterator[tuple[str, str, Array, Array, int]]:
-    """Candidates as (family, sentence, positions, frequencies, cost)."""
+    """Yield candidates as (family, sentence, positions, frequencies, cost)."""
     base, new = bases
     yield "rope frequencies", _NOT_ROTATED, 0.0 * position, own, 0
     for name in ("bfloat16", "float16"):
@@ -315,8 +321,10 @@ def _guesses(
 
 
 def _factor(kind: _TableFunction, region: ErrorRegion, own: Array, position: Array) -> float | None:
-    """Return the factor of all positions, from the affected rows: the slowest pairs first, whose angles are
-    unambiguous, then faster ones near the estimate of the slower ones."""
+    """Return the factor of all positions, estimated from the affected rows.
+
+    Starts with the slowest pairs, whose angles are unambiguous, and adds faster pairs near the previous estimate.
+    """
     rows = region.rows[position[region.rows] > 0]
     if not len(rows):
         return None
@@ -325,7 +333,7 @@ def _factor(kind: _TableFunction, region: ErrorRegion, own: Array, position: Arr
     order = np.argsort(own)
     order = order[
         np.minimum(np.searchsorted(own[order] * at.max(), _MIN_ANGLE), size - 1) :
-    ]  # slower ones do not determine it
+    ]  # slower pairs do not determine the factor
     best, low, high = 0.0, 1.0 / _MAX_FACTOR, _MAX_FACTOR
 
     def off(factor: float, pairs: Array) -> float:
@@ -341,7 +349,7 @@ def _factor(kind: _TableFunction, region: ErrorRegion, own: Array, position: Arr
 
 
 def _theta(kind: _TableFunction, values: Array, noise: float, position: Array, thetas: Sequence[float]) -> float | None:
-    """Return the base of a table, a usual one where it fits; None where none fits."""
+    """Return the RoPE base of a table, preferring a usual base that fits; None if no base fits."""
     size = values.shape[1] // 2
 
     def off(theta: float) -> float:

@@ -1,6 +1,6 @@
-"""Router: how a mixture-of-experts router turns its scores into weights and chosen experts.
+"""Router: explain differences in how a mixture-of-experts router turns scores into weights and chosen experts.
 
-Top-k of a softmax or sigmoid, normalised or not; the bias and groups are DeepSeek-V3's (arXiv 2412.19437, 2.1.2).
+Top-k of a softmax or sigmoid, normalized or not; bias and groups as in DeepSeek-V3 (arXiv 2412.19437, 2.1.2).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,29 +21,30 @@ from tapscope.comparator.verdict.explanation import Tested
 Array = np.ndarray[Any, Any]
 
 _MIN_AGREEMENT = 0.99
-"""Share of the rows whose experts a rule must reproduce."""
+"""Minimum fraction of rows whose experts a rule must reproduce."""
 _MIN_RANK_AGREEMENT = 0.5
-"""A changed rank of the top-k may still agree in this share of the rows."""
+"""Maximum fraction of rows in which a changed rank of the top-k may still agree."""
 _ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
 _MIN_DIFFERING_ROWS = 0.02
-"""Minimum share of rows with other experts: below it there is no choice to explain."""
+"""Minimum fraction of rows with different experts; below it there is no choice to explain."""
 
 
 class RouterOutput(NamedTuple):
     """The output of a router in one run."""
 
     logits: Array
-    """[rows, experts]."""
+    """[rows, experts] scores before softmax or sigmoid."""
     weights: Array
-    """[rows, k]."""
+    """[rows, k] weights of the chosen experts."""
     chosen: Array
-    """[rows, k]."""
+    """[rows, k] indices of the chosen experts."""
     bias: Array | None
+    """[experts] correction bias; None if it was not recorded."""
 
 
 def explain_router(region: ErrorRegion, sites: SiteReader, configs: Sequence[Mapping[str, Any]]) -> Tested | None:
-    """Return the explanation of a router's weights or choices, from its scores; None where the site is not a router, or
-    nothing explains it."""
+    """Return the explanation of a router's weights or choices from its scores; None for other sites, or if no cause
+    fits."""
     path, _, port = region.sample.site.rpartition(":")
     if not is_router(region.sample.site) or not port.startswith("out["):
         return None
@@ -61,7 +62,7 @@ def explain_router(region: ErrorRegion, sites: SiteReader, configs: Sequence[Map
 
 
 def explain_weights(region: ErrorRegion, one: RouterOutput, two: RouterOutput) -> Tested | None:
-    """Return the explanation of the target's weights, in all columns of the affected rows, unaffected ones included."""
+    """Return the explanation of the target's weights, judged in all columns of the affected rows."""
     whole = replace(region, columns=np.arange(region.sample.baseline.shape[1]))
     noise = score_noise(region, two)
     causes = predictions(one, two, noise, region.rows)
@@ -69,15 +70,15 @@ def explain_weights(region: ErrorRegion, one: RouterOutput, two: RouterOutput) -
 
 
 def score_noise(region: ErrorRegion, two: RouterOutput) -> float:
-    """Relative rounding error of weights that are computed from the target's own scores: errors of the router's input
-    do not matter."""
+    """Return the relative rounding error of weights computed from the target's own scores; input errors do not
+    matter."""
     size = float(np.median(np.abs(two.logits).max(axis=1)))
     return rounding_noise(region.sample.dtypes) * max(size, 1.0)
 
 
 def predictions(one: RouterOutput, two: RouterOutput, noise: float, rows: Array) -> Iterator[Prediction]:
-    """Yield the target's weights as other formulas than the baseline's would give them; factors are fitted on the
-    affected ``rows``."""
+    """Yield the target's weights under formulas that differ from the baseline's; factors are fitted on the affected
+    ``rows``."""
     fitted = [
         (*variant, *_fit(_weights(one, *variant), one.weights)) for variant in product((False, True), (False, True))
     ]
@@ -116,8 +117,11 @@ def predictions(one: RouterOutput, two: RouterOutput, noise: float, rows: Array)
 
 
 def explain_choice(one: RouterOutput, two: RouterOutput, groups: tuple[int, int] | None, rows: Array) -> str:
-    """Why the target's experts in these ``rows`` are not those that the baseline's rule gives for its scores; empty
-    where they are, or no rule reproduces either side."""
+    """Return why the target's experts in ``rows`` differ from the experts that the baseline's rule gives for the
+    target's scores.
+
+    Empty if they do not differ, or if no rule reproduces either side.
+    """
     count, size = one.chosen.shape[1], one.logits.shape[1]
     two = RouterOutput(two.logits[rows], two.weights[rows], two.chosen[rows], two.bias)
     if not _apart(one.chosen[rows], two.chosen) > _MIN_DIFFERING_ROWS:
@@ -132,7 +136,7 @@ def explain_choice(one: RouterOutput, two: RouterOutput, groups: tuple[int, int]
         return ""
     bias, group = own
     if not _apart(best(two.logits, count, bias, group), two.chosen) > _MIN_DIFFERING_ROWS:
-        return ""  # its own scores explain the choice
+        return ""  # the target's own scores explain the choice
     chosen = best(two.logits, count, *own)
     if (
         bias is not None
@@ -158,8 +162,10 @@ def explain_choice(one: RouterOutput, two: RouterOutput, groups: tuple[int, int]
 
 
 def _only_other(rule: Array, own: Array, expected: Array, given: Array) -> int | None:
-    """Return the only rank of the top-k at which the target's experts are not the ``expected`` ones, in most rows; None
-    where the baseline's ``own`` order is not that of its ``rule``."""
+    """Return the only rank of the top-k at which the target's experts mostly differ from the ``expected`` ones.
+
+    None if there is no such rank, or if the baseline's ``own`` order is not that of its ``rule``.
+    """
     if rule.shape[1] < 2 or rule.shape[1] > len(_ORDINALS) or (rule == own).mean() <= _MIN_AGREEMENT:
         return None
     same = (expected == given).mean(axis=0)
@@ -168,8 +174,11 @@ def _only_other(rule: Array, own: Array, expected: Array, given: Array) -> int |
 
 
 def best(logits: Array, count: int, bias: Array | None, groups: tuple[int, int] | None) -> Array:
-    """[rows, count] the experts with the largest scores; only in the best groups, ranked by the sum of their top
-    two."""
+    """Return the experts with the largest scores as [rows, count].
+
+    With ``groups`` (number of groups, number of admitted groups), only groups with the largest sum of their top two
+    scores are admitted.
+    """
     scores = logits if bias is None and groups is None else 1.0 / (1.0 + np.exp(-logits))
     scores = scores if bias is None else scores + bias
     if groups is not None and scores.shape[1] % groups[0] == 0:
@@ -183,7 +192,7 @@ def best(logits: Array, count: int, bias: Array | None, groups: tuple[int, int] 
 
 
 def _apart(one: Array, two: Array) -> float:
-    """Return the share of the rows whose experts differ."""
+    """Return the fraction of rows whose sets of experts differ."""
     return float((np.sort(one, axis=1) != np.sort(two, axis=1)).any(axis=1).mean()) if one.shape == two.shape else 1.0
 
 
@@ -202,7 +211,7 @@ def _weights(given: RouterOutput, is_sigmoid: bool, is_normal: bool) -> Array:
 
 
 def _fit(made: Array, wanted: Array) -> tuple[float, float]:
-    """(the fitted factor, the relative error that remains)."""
+    """Return (fitted factor, remaining relative error)."""
     factor = float((made * wanted).sum() / max(float((made * made).sum()), 1e-300))
     off = float(((factor * made - wanted) ** 2).sum()) / max(float((wanted**2).sum()), 1e-300)
     return factor, off**0.5

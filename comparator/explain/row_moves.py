@@ -1,4 +1,4 @@
-"""Row moves: the target's rows are the baseline's rows of other tokens, as from stale buffers or shifted positions."""
+"""Row moves: the target's rows are baseline rows of other tokens, as from stale buffers or shifted positions."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -11,13 +11,13 @@ from tapscope.comparator.explain.hypothesis_test import Hypothesis
 Array = np.ndarray[Any, Any]
 
 MAX_SHIFT = 8
-"""Largest shift that is tried, in tokens."""
+"""Maximum shift that is tried, in tokens."""
 MIN_WIDTH = 16
-"""Minimum number of columns: with fewer the nearest row is arbitrary."""
+"""Minimum number of columns; with fewer, the nearest row is arbitrary."""
 
 
 def row_shifts(region: ErrorRegion) -> Iterator[Hypothesis]:
-    """Every row holds the baseline's row some tokens earlier or later in the same request."""
+    """Yield that every row holds the baseline row some tokens earlier or later in the same request."""
     sample = region.sample
     at = {place: i for i, place in enumerate(zip(sample.request.tolist(), sample.position.tolist(), strict=True))}
     here = list(zip(sample.request[region.rows].tolist(), sample.position[region.rows].tolist(), strict=True))
@@ -32,7 +32,7 @@ def row_shifts(region: ErrorRegion) -> Iterator[Hypothesis]:
 
 
 def row_moves(region: ErrorRegion, requests: Sequence[str]) -> Iterator[Hypothesis]:
-    """Rows of other requests, one row everywhere, or rows in another order, by nearest neighbour."""
+    """Yield rows of other requests, one row everywhere, or permuted rows, found by nearest neighbor."""
     sample = region.sample
     if len(region.columns) < MIN_WIDTH or len(sample.baseline) < 2 or not len(region.rows):
         return
@@ -50,7 +50,7 @@ def _rows(region: ErrorRegion, source: Array) -> Array:
 
 
 def _nearest(region: ErrorRegion) -> Array:
-    """[affected rows] index of the baseline row that is nearest to each target row."""
+    """Return the index of the baseline row nearest to each affected target row, as [affected rows]."""
     rows = np.nan_to_num(region.sample.baseline[:, region.columns])
     wanted = np.nan_to_num(region.after)
     distance = (rows * rows).sum(axis=1)[None, :] - 2.0 * (wanted @ rows.T)
@@ -61,7 +61,7 @@ def _nearest(region: ErrorRegion) -> Array:
 
 
 def _row_order_text(region: ErrorRegion, source: Array, requests: Sequence[str]) -> tuple[str, str, int]:
-    """(family, sentence, freedom)."""
+    """Return (family, sentence, freedom) of a hypothesis on moved rows."""
     sample = region.sample
     here, there = sample.request[region.rows], sample.request[source]
     known = here[0] >= 0

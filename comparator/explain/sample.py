@@ -1,4 +1,4 @@
-"""Sample: paired rows of one site, of both runs, on which hypotheses are tested."""
+"""Sample: paired rows of one site in both runs, on which hypotheses are tested."""
 
 import math
 from collections.abc import Callable, Hashable
@@ -26,41 +26,41 @@ from tapscope.run_format.run import Run
 Array = np.ndarray[Any, Any]
 
 MAX_VALUES = 1 << 18
-"""Limit of values of either side in a sample."""
+"""Maximum number of values of either side in a sample."""
 MAX_ROWS = 384
 MAX_WIDTH = 1 << 15
-"""Limit of columns in a sample; of wider rows those around the worst one."""
+"""Maximum number of columns in a sample; wider rows are cut around the worst column."""
 MIN_ROWS = 8
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Some paired rows of one site; non-finite values are kept."""
+    """A selection of paired rows of one site; non-finite values are kept."""
 
     baseline: Array
     """[rows, columns] float64."""
     target: Array
     request: Array
-    """[rows] index of the request, -1 without token rows."""
+    """[rows] index of the request; -1 without token rows."""
     position: Array
-    """[rows] position in the request, or the row's index without token rows."""
+    """[rows] position in the request; the index of the row without token rows."""
     step: Array
     """[rows] target step."""
     first_column: int
     width: int
-    """Columns of the site; more than those of the sample where rows are wide."""
+    """Number of columns of the site, which exceeds that of the sample if rows are wide."""
     num_rows: int
-    """Paired rows of the site; more than those of the sample where there are many."""
+    """Number of paired rows of the site, which exceeds that of the sample if there are many."""
     ranks: Array
-    """[columns] the target rank that holds the column, -1 where several do."""
+    """[columns] target rank that holds the column; -1 if several ranks do."""
     dtypes: tuple[str, str]
     is_integer: bool
     site: str = ""
-    """The baseline's name of the site."""
+    """Name of the site in the baseline."""
 
     @cached_property
     def size(self) -> Array:
-        """[rows, 1] norm of the baseline's row, at least a quarter of the median norm."""
+        """[rows, 1] norm of the baseline row, but at least a quarter of the median norm."""
         norms = np.sqrt(np.nansum(np.where(np.isfinite(self.baseline), self.baseline, 0.0) ** 2, axis=1, keepdims=True))
         typical = float(np.median(norms)) if len(norms) else 0.0
         sizes: Array = np.maximum(norms, 0.25 * typical if typical > 0.0 else 1.0)
@@ -68,7 +68,7 @@ class Sample:
 
 
 class Choice(Struct, frozen=True):
-    """The rows of a sample as (join, index within it), and its columns."""
+    """The selected rows of a sample as (join, index within the join), and its columns."""
 
     join: Array
     index: Array
@@ -78,7 +78,8 @@ class Choice(Struct, frozen=True):
 
 
 def take(ready: PreparedPair, row_map: RowMap, worst: Place | None, *, is_integer: bool) -> Sample:
-    """Return a sample of the rows around the worst one, and others spread evenly; a huge tensor is never read whole."""
+    """Return a sample of rows around the worst one and of evenly spaced others; a huge tensor is never read
+    completely."""
     choice = _choose(ready, row_map, worst)
     sides = _read(ready, choice, 0), _read(ready, choice, 1)
     request, position, step = _places(ready, row_map, choice)
@@ -93,7 +94,7 @@ def take(ready: PreparedPair, row_map: RowMap, worst: Place | None, *, is_intege
 
 
 def has_one_width(ready: PreparedPair) -> bool:
-    """Return whether the rows of all firings have one width; masks and scores grow with the number of keys."""
+    """Return whether rows of all firings have equal width; rows of masks and scores grow with the number of keys."""
     sides = ((ready.left, ready.layouts[0]), (ready.right, ready.layouts[1]))
     return all(
         len({_width(wholes[join.target if side else join.baseline], layout) for join in ready.plan.joins}) <= 1
@@ -102,17 +103,20 @@ def has_one_width(ready: PreparedPair) -> bool:
 
 
 class BaselineRows:
-    """Reads the rows of a sample from the baseline of other sites; what sites have in common is looked up once."""
+    """Reads the rows of a sample from the baseline of other sites; lookups common to several sites are cached."""
 
     def __init__(self, sample: Sample, preparer: PairPreparer) -> None:
         self._sample, self._preparer = sample, preparer
         self._choices: dict[int, tuple[JoinPlan, Choice | None]] = {}
-        """By the identity of the plan, which sites with the same rows share."""
+        """id of a plan (shared by sites with the same rows) -> the plan, and the selected rows."""
         self._batched: dict[Hashable, BatchedPairs | None] = {}
-        """By shape key."""
+        """Shape key -> how to read pairs with this key in a batch."""
 
     def of(self, pair: Pair) -> Array | None:
-        """[rows, columns]; None where any is missing or the width differs. Raises DataError."""
+        """Return the sample's rows of another site as [rows, columns]; None if a row is missing or the width differs.
+
+        Raises DataError.
+        """
         ready = self._preparer.prepare(pair)
         if not ready.plan.joins or self._sample.width != self._sample.baseline.shape[1]:
             return None
@@ -138,7 +142,7 @@ class BaselineRows:
         return Choice(joins, index, 0, sample.width, len(joins))
 
     def _alike(self, pair: Pair) -> BatchedPairs | None:
-        """How pairs with its shape key are read together; None if each is read alone."""
+        """Return how to read pairs with this shape key in a batch; None if each pair is read individually."""
         form = self._preparer.shape_key(pair)
         template = self._preparer.template(form)
         if template is not None and form not in self._batched:
@@ -149,7 +153,7 @@ class BaselineRows:
 def read_parts(
     sample: Sample, ready: PreparedPair, row_map: RowMap, part_of: Callable[[AssembledTensor], Piece | None]
 ) -> Array | None:
-    """Return the same rows of a part of the target's firings, e.g. of one rank's partial sums; None where any is
+    """Return the sample's rows of a part of the target's firings, such as one rank's partial sum; None if any row is
     missing."""
     if not ready.plan.joins or sample.width != sample.baseline.shape[1]:
         return None
@@ -203,7 +207,7 @@ def _choose(ready: PreparedPair, row_map: RowMap, worst: Place | None) -> Choice
 
 
 def _find(ready: PreparedPair, row_map: RowMap, worst: Place | None, starts: Array) -> int:
-    """Return the index of the worst row among all paired rows; 0 where it is unknown."""
+    """Return the index of the worst row among all paired rows; 0 if unknown."""
     if worst is None:
         return 0
     for i, join in enumerate(ready.plan.joins):
@@ -257,14 +261,16 @@ def _index(picked: Rows, rows: Array) -> Array:
 
 
 def rows_of(piece: Piece | None, run: Run, axes: tuple[int, ...], rows: Array) -> Array:
-    """[rows, width]: some rows of a tensor, of any dtype."""
+    """Return the given rows of a tensor as [rows, width], in its own dtype."""
     assert piece is not None
     return np.concatenate([np.asarray(block.rows(rows)) for block in blocks(piece, run, axes)], axis=1)
 
 
 def _ranks_of(ready: PreparedPair, choice: Choice) -> Array:
-    """Return the rank that holds each column in all chosen rows; -1 where there are several (data-parallel ranks hold
-    different requests)."""
+    """Return the rank that holds each column in all chosen rows; -1 if several do.
+
+    Data-parallel ranks hold different requests.
+    """
     firings = {ready.plan.joins[int(number)].target for number in np.unique(choice.join)}
     ranks = [_ranks(ready.right[firing], ready.layouts[1]) for firing in firings]
     known = ranks[0].copy()
@@ -281,7 +287,7 @@ def _ranks(whole: AssembledTensor, layout: Layout) -> Array:
 
 
 def _places(ready: PreparedPair, row_map: RowMap, choice: Choice) -> tuple[Array, Array, Array]:
-    """(request, position, target step) of the chosen rows."""
+    """Return (request, position, target step) of the chosen rows."""
     joins, numbers = ready.plan.joins, np.unique(choice.join).tolist()
     steps = np.zeros(len(joins), np.int64)
     steps[numbers] = [ready.right[joins[number].target].records[0].key.step for number in numbers]

@@ -1,4 +1,4 @@
-"""Scale and offset: the target is the baseline times, or plus, a number: one for all, or one per channel or token.
+"""Scale and offset: the target is the baseline multiplied by, or plus, a number: global, per channel or per token.
 
 Fits are cross-validated: each half of the values is predicted from the fit of the other half.
 """
@@ -16,24 +16,25 @@ from tapscope.core.site import is_parameter, module_of
 Array = np.ndarray[Any, Any]
 
 LOSS_OF_RANK = "loss of a rank"
-"""Family: the gradient of the loss of one data-parallel rank, and of the loss of all."""
+"""Name of the family in which one gradient is of the loss of one data-parallel rank, and the other of the loss of
+all."""
 _DATA_PARALLEL = frozenset({"dp", "dp_shard", "dp_replicate", "fsdp"})
 _ROUTERS = ("gate", "router")
-"""Ends of the names of modules that choose experts."""
+"""Suffixes of the names of modules that choose experts."""
 MIN_RATE = 0.005
-"""Minimum share of zeroed values."""
+"""Minimum fraction of zeroed values."""
 PATTERNS = 6
 """Number of leading singular vectors of the values that are projected out, one after the other."""
 MIN_RESIDUAL = 2.0
-"""The error outside the leading singular vectors must be this many times the noise."""
+"""Minimum error outside the leading singular vectors, in units of the noise."""
 MIN_RESIDUAL_SHARE = 0.8
-"""Share of that error that a factor per channel or token must explain."""
+"""Fraction of that error that a factor per channel or token must explain."""
 MIN_FIT = 4
-"""Minimum number of values in each half for every fitted number."""
+"""Minimum number of values per fitted number in each half."""
 
 
 def constants(region: ErrorRegion) -> Iterator[Hypothesis]:
-    """Zeroed, negated, or off by a factor that a sum over ranks explains."""
+    """Yield targets that are zero, negated, or off by a factor that a sum over ranks explains."""
     before, after = region.before, region.after
     if not after.any():
         yield Hypothesis("zeroed", "target is zero", np.zeros_like(after))
@@ -41,7 +42,7 @@ def constants(region: ErrorRegion) -> Iterator[Hypothesis]:
         return
     yield Hypothesis("sign", "target = −baseline", -before)
     yield from _dropout(before, after)
-    # a sum over ranks has whole rows, and no column of it belongs to one rank; norms and routers run on every rank
+    # A sum over ranks has complete rows, and no column belongs to one rank. Norms and routers run on every rank.
     is_whole = len(region.columns) == region.sample.baseline.shape[1] and region.sample.ranks.max(initial=-1) < 0
     is_whole = is_whole and not is_norm(region.sample.site) and not is_router(region.sample.site)
     for axis, size in region.sizes.items() if is_whole else ():
@@ -55,12 +56,15 @@ def constants(region: ErrorRegion) -> Iterator[Hypothesis]:
 
 
 def is_activation_gradient(site: str) -> bool:
-    """Return whether it is the gradient of an input, output or explicit value."""
+    """Return whether the site is the gradient of an input, an output or an explicit value."""
     return site.endswith(".grad") and not is_parameter(site)
 
 
 def _of_one_rank(axis: str, size: int, before: Array) -> Iterator[Hypothesis]:
-    """Each data-parallel rank differentiates the mean over its own tokens; only parameters' gradients are averaged."""
+    """Yield factors due to data parallelism.
+
+    Each data-parallel rank differentiates the mean loss over its own tokens; only gradients of parameters are averaged.
+    """
     usual = f"each of {axis}={size} ranks averages the loss over its own tokens; "
     usual += "gradients of parameters do not differ by this"
     yield Hypothesis(LOSS_OF_RANK, f"target = {size} × baseline, as in data parallelism: {usual}", before * size)
@@ -68,12 +72,12 @@ def _of_one_rank(axis: str, size: int, before: Array) -> Iterator[Hypothesis]:
 
 
 def is_router(site: str) -> bool:
-    """Return whether the module has the name of a router of a mixture of experts."""
+    """Return whether the module is named like a mixture-of-experts router."""
     return module_of(site).rpartition(".")[2].endswith(_ROUTERS)
 
 
 def _dropout(before: Array, after: Array) -> Iterator[Hypothesis]:
-    """Some values are zero at random, the others are scaled by 1 / (1 - p) (Srivastava et al. 2014)."""
+    """Yield dropout: some values are zero at random, the others scaled by 1 / (1 - p) (Srivastava et al. 2014)."""
     lost = (after == 0) & (before != 0)
     rate = float(lost.mean())
     if MIN_RATE < rate < 1 - MIN_RATE and not lost.all(axis=0).any() and lost.sum() >= MIN_VALUES:
@@ -87,7 +91,7 @@ def _dropout(before: Array, after: Array) -> Iterator[Hypothesis]:
 
 
 def scales(region: ErrorRegion) -> Iterator[Hypothesis]:
-    """One factor for all values, one per channel, or one per token."""
+    """Yield one factor for all values, one per channel, and one per token."""
     if region.sample.is_integer:
         return
     before, after = _clean(region)
@@ -103,15 +107,15 @@ def scales(region: ErrorRegion) -> Iterator[Hypothesis]:
             factors = _factor(before, after, axis)
             sentence = f"target = baseline × a separate factor per {what} ({_range(factors)})"
             values = _crossed(before, after, axis, _factor, np.multiply)
-            spared = axis == 0 and len(region.rows) < len(region.sample.baseline)  # a weight affects every row
+            spared = axis == 0 and len(region.rows) < len(region.sample.baseline)  # a weight would affect every row
             is_weight = axis == 0 and is_norm(region.sample.site)
-            of_norm = axis == 1 and is_norm(region.sample.site)  # a norm has no factor per token but its statistic's
+            of_norm = axis == 1 and is_norm(region.sample.site)  # a norm's only factor per token is its statistic
             if not (spared or of_norm) and (is_weight or _holds_in_residual(region, before, after, values)):
                 yield Hypothesis(f"{what} scale", sentence, values, 2)
 
 
 def offsets(region: ErrorRegion) -> Iterator[Hypothesis]:
-    """One offset for all values, one per channel, or one per token."""
+    """Yield one offset for all values, one per channel, and one per token."""
     before, after = _clean(region)
     error = after - before
     if error.size >= (MIN_INTEGERS if region.sample.is_integer else MIN_VALUES_OF_ANY):
@@ -126,8 +130,10 @@ def offsets(region: ErrorRegion) -> Iterator[Hypothesis]:
 
 
 def _holds_in_residual(region: ErrorRegion, before: Array, after: Array, values: Array) -> bool:
-    """Return whether the values explain the error outside the baseline's leading singular vectors, too: for values of
-    low rank any error looks like a factor per channel or token."""
+    """Return whether the values also explain the error outside the baseline's leading singular vectors.
+
+    For values of low rank, any error looks like a factor per channel or token.
+    """
     weight = region.weight
     patterns = np.linalg.svd(before * weight, full_matrices=False)[0][:, :PATTERNS]
     parts = [part * weight for part in (before, after - before, after - values)]
@@ -147,7 +153,7 @@ def _clean(region: ErrorRegion) -> tuple[Array, Array]:
 
 
 def _factor(before: Array, after: Array, axis: int | None) -> Any:
-    """Least-squares solution of after = factor x before."""
+    """Return the least-squares solution of after = factor x before."""
     energy = (before * before).sum(axis=axis)
     return np.divide((before * after).sum(axis=axis), energy, out=np.ones_like(energy), where=energy > 0)
 
@@ -158,7 +164,7 @@ def _offset(before: Array, after: Array, axis: int) -> Array:
 
 
 def _crossed(before: Array, after: Array, axis: int, fit: Any, apply: Any) -> Array:
-    """Fitted on every other row (or column) and applied to those in between, and the reverse."""
+    """Fit on every other row (or column), apply to the ones in between, and vice versa."""
     values = np.empty_like(before)
     for mine, other in ((0, 1), (1, 0)):
         fitted_on = (slice(other, None, 2), slice(None)) if axis == 0 else (slice(None), slice(other, None, 2))
@@ -169,7 +175,7 @@ def _crossed(before: Array, after: Array, axis: int, fit: Any, apply: Any) -> Ar
 
 
 def _usual_factor(factor: float, region: ErrorRegion) -> str:
-    """Return a usual number that the factor equals, such as √head_dim; else empty."""
+    """Return text on a usual number that equals the factor, such as √head_dim; otherwise empty."""
     for name, size in [("width", region.sample.width), *(("head_dim", n) for n in region.head_dims)]:
         for sign, value in (("", size**0.5), ("1 / ", size**-0.5)):
             if size > 1 and abs(factor / value - 1.0) < max(0.001, region.noise):
@@ -178,7 +184,8 @@ def _usual_factor(factor: float, region: ErrorRegion) -> str:
 
 
 def number(value: float, noise: float = 0.0) -> str:
-    """Four digits, three for coarsely rounded values, or as many as distinguish it from 1."""
+    """Return the value with four digits (three for coarsely rounded values), or with as many as distinguish it from
+    1."""
     short = f"{value:.{3 if noise > 1e-3 else 4}g}"
     return f"(1 {'-' if value < 1 else '+'} {abs(value - 1.0):.2g})" if short == "1" and value != 1.0 else short
 

@@ -1,15 +1,16 @@
-"""Search: the number with the smallest error, by grid search."""
+"""Search: minimize a function of one number by grid search."""
 
 from collections.abc import Callable
 
 import numpy as np
 
 _FIRST_GRID_SIZE = 49
-"""Size of the first grid."""
+"""Number of points of the first grid."""
 
 
 def searched(off: Callable[[float], float], low: float, high: float) -> tuple[float, float]:
-    """(the number in low..high with the smallest error, that error); ``low`` is above 0."""
+    """Return (argument in low..high with the smallest error, that error), by repeated geometric grids; ``low`` must be
+    positive."""
     first = (low, high)
     best, error = low, float("inf")
     for _ in range(8):

@@ -1,4 +1,4 @@
-"""Token slots: all rows of a site in one run, with the request, position and step of each, padding included."""
+"""Token slots: all rows of a site in one run, each with its request, position and step, padding included."""
 
 import math
 from typing import Any
@@ -18,36 +18,37 @@ from tapscope.comparator.runs.grids import SideRows
 Array = np.ndarray[Any, Any]
 
 MAX_SLOTS = 1 << 13
-"""Limit of slots of a site."""
+"""Maximum number of slots of a site."""
 MAX_VALUES = 1 << 24
 PADDED = -1
 
 
 class TokenSlots(Struct, frozen=True):
-    """The rows of one site in one run."""
+    """The rows of one site in one run, as columns of equal length."""
 
     pair: Array
-    """[n] row pair; negative where the row is not paired."""
+    """[n] row pair; negative if the row is not paired."""
     request: Array
-    """[n] index of the request, also for padding in its row of the batch; -1 where it is unknown."""
+    """[n] index of the request; padding has the request of its batch row; -1 if unknown."""
     position: Array
     """[n] position in the request; :data:`PADDED` for padding."""
     step: Array
     slot: Array
-    """[n] column of the padded batch."""
+    """[n] column in the padded batch."""
     values: Array
     """[n, width] float64."""
 
     def place(self) -> dict[tuple[int, int, int], int]:
-        """(step, request, position) -> row, without padding."""
+        """Return (step, request, position) -> row index, without padding."""
         keys = zip(self.step.tolist(), self.request.tolist(), self.position.tolist(), strict=True)
         return {key: i for i, key in enumerate(keys) if key[2] != PADDED}
 
 
 def rows_like(given: TokenSlots, sample: Sample) -> Array | None:
-    """[rows, width] the values of a sample's rows; None where any is missing.
+    """Return the values of the sample's rows as [rows, width]; None if any row is missing.
 
-    A sample has the target's steps. The baseline may have computed a row in another step: it is found by position.
+    The steps of a sample are the target's. The baseline may have computed a row in another step; it is then found by
+    position.
     """
     at = given.place()
     by_position = {key[1:]: row for key, row in at.items()}
@@ -57,7 +58,7 @@ def rows_like(given: TokenSlots, sample: Sample) -> Array | None:
 
 
 def read_token_slots(ready: PreparedPair, row_map: RowMap, side: int) -> TokenSlots | None:
-    """Every row of one side of a prepared pair; None where there are too many, or they are not token rows."""
+    """Return all rows of one side of a prepared pair; None if there are too many, or if they are not token rows."""
     wholes, layout = (ready.left, ready.right)[side], ready.layouts[side]
     if ready.problem or layout.has_key_axis or layout.broadcast:
         return None
@@ -97,9 +98,9 @@ def _of_firing(whole: AssembledTensor, layout: Layout, rows: SideRows, row_map: 
 
 
 def _values(whole: AssembledTensor, layout: Layout, grid: tuple[int, ...]) -> Array | None:
-    """[slots, width]; the tensor may have axes of length 1 within the grid."""
+    """Return the rows of a tensor as [slots, width]; the tensor may have axes of length 1 within the grid."""
     assert whole.piece is not None
-    if layout.has_cached_rows:  # [batch, …, everything in the cache, …], the step's own rows last
+    if layout.has_cached_rows:  # [batch, …, all cached positions, …], with the step's own positions last
         stored = np.moveaxis(np.asarray(read(whole.piece, whole.run)), layout.axes, (0, 1))
         return stored[:, -grid[1] :].reshape(math.prod(grid), -1) if len(grid) == 2 else None
     if layout.by_rows:

@@ -1,4 +1,4 @@
-"""Weight scale: the weight of a linear layer or norm is scaled, zero or negated, and its bias is not."""
+"""Weight scale: the weight of a linear layer or norm is scaled, zero or negated, while its bias is unchanged."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -15,11 +15,11 @@ Array = np.ndarray[Any, Any]
 
 MIN_ROWS = 8
 NEUTRAL_TOLERANCE = 0.02
-"""A factor within this distance of 1 means a wrong bias; one within this distance of 0 leaves only the bias."""
+"""Tolerance of a factor: near 1, the bias is wrong; near 0, only the bias remains."""
 
 
 def scaled_weights(region: ErrorRegion) -> Iterator[Hypothesis]:
-    """``target = factor × (baseline - bias) + bias``, fitted on half of the rows and applied to the others."""
+    """Yield ``target = factor × (baseline - bias) + bias``, fitted on half of the rows and applied to the others."""
     if len(region.rows) < MIN_ROWS or not (is_linear(region.sample.site) or is_norm(region.sample.site)):
         return
     before, after = region.before, region.after
@@ -43,7 +43,7 @@ def scaled_weights(region: ErrorRegion) -> Iterator[Hypothesis]:
 
 
 def scaled_channels(region: ErrorRegion) -> Iterator[Hypothesis]:
-    """``target = factor × (baseline - bias) + bias`` of a norm, with a separate factor per channel."""
+    """Yield ``target = factor × (baseline - bias) + bias`` of a norm, with a separate factor per channel."""
     before, after = region.before, region.after
     if len(region.rows) < 2 * MIN_ROWS or not region.is_everywhere_in_rows or not is_norm(region.sample.site):
         return
@@ -62,7 +62,7 @@ def scaled_channels(region: ErrorRegion) -> Iterator[Hypothesis]:
 
 
 def _fit(before: Array, after: Array, weight: Array) -> tuple[float, Array]:
-    """(one factor, an offset per column) by least squares."""
+    """Return (common factor, offset per column) fitted by least squares."""
     square = weight**2
     total = square.sum(axis=0)
     one, two = ((square * side).sum(axis=0) / total for side in (before, after))

@@ -29,7 +29,7 @@ class FusedMatcher:
 
     def match_parts(self, left: Series, right: Series) -> list[SeriesMatch]:
         """Match two fused series of one name part by part if they store their parts in different orders; otherwise
-        return nothing."""
+        return []."""
         site = fused_site(left.site)
         if site is None or not is_split(site.port) or not (left.is_tensor and right.is_tensor):
             return []

@@ -59,7 +59,8 @@ class Pair(Struct, frozen=True, gc=False):
 
 
 class SiteMatcher:
-    """The unmatched series of one (model, pass) group on both sides, by name; each pass removes what it matches."""
+    """The unmatched series of one (model, pass) group on both sides, by name; each pass removes the series that it
+    matches."""
 
     def __init__(
         self, left: dict[str, Series], right: dict[str, Series], fusions: FusedMatcher, hints: tuple[Hints, Hints]

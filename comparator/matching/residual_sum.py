@@ -50,7 +50,7 @@ def _are_alike(one: Series, two: Series) -> bool:
 
 
 def _outputs(name: str, series: Mapping[str, Series]) -> tuple[str, str, str] | None:
-    """(sum, hidden, residual) if ``name`` is the second output of a layer."""
+    """Return (name of the sum, hidden state, residual) if ``name`` is the second output of a layer; otherwise None."""
     if not name.endswith(":out[1]"):
         return None
     path = module_of(name)
@@ -59,7 +59,8 @@ def _outputs(name: str, series: Mapping[str, Series]) -> tuple[str, str, str] | 
 
 
 def _inputs(name: str, series: Mapping[str, Series]) -> tuple[str, str, str] | None:
-    """(sum, hidden, residual) if ``name`` is the residual input of a layer or norm with one other input."""
+    """Return (name of the sum, hidden state, residual) if ``name`` is the residual input of a layer or norm with one
+    other input; otherwise None."""
     if not name.endswith(_RESIDUAL):
         return None
     path = module_of(name)

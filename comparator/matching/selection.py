@@ -47,7 +47,7 @@ def _check_numbers(run: Run, what: str, wanted: frozenset[int] | None, known: se
 
 
 def select_pairs(pairs: Sequence[Pair], options: CompareOptions) -> list[Pair]:
-    """Return the pairs of which either side is selected."""
+    """Return the pairs with at least one selected side."""
     choice = SiteSelection(options)
     return list(pairs) if choice.is_everything else [pair for pair in pairs if choice.means(pair.names())]
 

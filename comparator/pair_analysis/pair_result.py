@@ -53,7 +53,7 @@ class PairValues(Struct, frozen=True, kw_only=True, gc=False):
     step: int = 0
     """Target step of all rows, if there is only one."""
     steps: tuple[StepResult, ...] | None = None
-    """Results per step if the pair covers several steps or none; else None."""
+    """Results per step if the pair covers several steps or none; otherwise None."""
     distribution: ErrorDistribution | None = None
     """Error distribution, if it is more detailed than :attr:`columns` or there are no columns."""
 

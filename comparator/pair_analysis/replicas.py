@@ -92,8 +92,7 @@ def check_replicas(wholes: Iterable[AssembledTensor]) -> Replicas:
 def with_replicas(pair: Pair) -> Pair:
     """Return the pair with the ranks of one run treated as replicas, because the other run's ranks hold equal values.
 
-    Applies to pairs without dims of which exactly one run has equal values on all ranks in every firing; otherwise
-    unchanged.
+    Applies to pairs without dims if exactly one run has equal values on all ranks in every firing; otherwise unchanged.
     """
     baseline, target = sides = pair.sides
     if any(one.derivation is not None or one.first.dims is not None for one in sides):
@@ -227,7 +226,7 @@ def _distance(whole: AssembledTensor, first: Piece, other: Piece) -> _Distance:
     if any(r.entry is None for piece in (first, other) for r in leaves(piece)):
         one, two = (next(leaves(piece)).stats for piece in (first, other))
         if one is None or two is None or one.nonfinite != two.nonfinite:
-            return _Distance(math.inf)  # nothing but unequal hashes is known
+            return _Distance(math.inf)  # only the unequal hashes are known
         return _Distance(abs(_ratio(two.absmax, one.absmax)), _ratio(two.rms, one.rms))
     axes = (0,) if len(first.shape) > 1 else ()
     rows = compare_blocks(blocks(first, whole.run, axes), blocks(other, whole.run, axes), RowJoin(0, 0))

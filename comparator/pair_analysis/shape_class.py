@@ -47,7 +47,8 @@ def shape_class_of(pair: Pair, ready: PreparedPair, *, is_shared: bool) -> Shape
 
 
 def _unlike(baseline: str, target: str) -> str:
-    """Return a problem if exactly one side is complex, because such values cannot be compared; else empty."""
+    """Return a problem if exactly one side is complex, because complex and real values cannot be compared; otherwise
+    empty."""
     if (baseline in COMPLEX) == (target in COMPLEX):
         return ""
     return f"{baseline} against {target}: complex and real values cannot be compared"

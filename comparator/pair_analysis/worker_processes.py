@@ -1,6 +1,7 @@
 """Worker processes: measure batches of pairs in forks of this process, which inherit its opened runs.
 
-A worker sends results without their pairs, which this process has. Results equal those measured in this process.
+A worker sends results without their pairs, which this process has. The results are the same as if measured in this
+process.
 """
 
 import multiprocessing
@@ -19,7 +20,7 @@ from tapscope.core.errors import ConfigError, DataError
 
 
 class WorkerProcesses(Struct, frozen=True):
-    """A pool of ``count`` forks, each of which measures its share of the batches."""
+    """A pool of ``count`` forks; each measures its share of the batches."""
 
     count: int
 

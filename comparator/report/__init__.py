@@ -1,1 +1,1 @@
-"""Reports: a comparison as text and as JSON lines."""
+"""Reports: a comparison rendered as text and as JSON lines."""

@@ -40,13 +40,13 @@ _NOTED_TESTS = (
 )
 """Tests whose first note describes the difference."""
 _CAUSES = ("missing_gradient", "fp8_grid", "activation")
-"""Tests whose first note states a cause, rather than an observation."""
+"""Tests whose first note states a cause rather than an observation."""
 LABEL = 10
-"""Width of the label of a line."""
+"""Width of the label column."""
 
 
 def answer(report: "Report") -> list[str]:
-    """Four lines: ``what``, ``where``, ``why``, and ``next``, which is a command and nothing else."""
+    """Return four lines: ``what``, ``where``, ``why``, and ``next``, which holds a command only."""
     lines = {
         "what": _what_line(report),
         "where": _where_line(report),
@@ -57,13 +57,13 @@ def answer(report: "Report") -> list[str]:
 
 
 def counts(report: "Report") -> str:
-    """Return the number of findings per verdict."""
+    """Return the number of findings per verdict, as text."""
     by_verdict = {v: sum(f.verdict is v for f in report.findings) for v in Verdict}
     return " · ".join(f"{n:,} {_WORDS.get(v, v)}" for v, n in by_verdict.items() if n or v in _ALWAYS)
 
 
 def share(ratio: float) -> str:
-    """error / floor: ``0.45``, ``2.6``, ``130``; with an exponent only from 10,000 on."""
+    """Return error / floor as text: ``0.45``, ``2.6``, ``130``; with an exponent only from 10,000 on."""
     if 0.01 <= ratio < 9.95:
         return f"{ratio:.2f}" if ratio < 1 else f"{ratio:.1f}"
     return f"{ratio:.0f}" if 9.95 <= ratio < 9999.5 else formatting.number(ratio)
@@ -74,7 +74,7 @@ def _what_line(report: "Report") -> str:
 
 
 def _exit_reason(report: "Report") -> str:
-    """What ``--fail-on`` changes: what it lets pass, or a stricter condition that fails."""
+    """Return the effect of ``--fail-on`` on the exit code: ignored conditions, or a stricter condition that fails."""
     if report.options.fail_on == fail_on.DEFAULT:
         return ""
     if stricter := report.failed - fail_on.DEFAULT:
@@ -100,7 +100,7 @@ def _outcome(report: "Report") -> str:
 
 
 def _only_inputs(report: "Report") -> bool:
-    """Return whether integer inputs of the model differ (offset positions), but no result does."""
+    """Return whether integer inputs of the model differ (such as offset positions), but no result does."""
     given = [divergence.finding for divergence in report.divergences]
     results = [f for f in report.findings if is_logits(f.result) and f.basis in ("values", "hash")]
     is_given = all(f.result.is_exact and port_of(f.site).startswith("in[") for f in given)
@@ -124,7 +124,7 @@ def _odd(report: "Report") -> Finding | None:
 
 
 def _up_to_fork(report: "Report") -> str:
-    """Where greedy runs diverge in their tokens: later rows depend on different tokens and are not compared."""
+    """Return where the tokens of greedy runs diverge; later rows depend on different tokens and are not compared."""
     forks, unseen = report.coverage.forks, max(report.coverage.num_rows_forked)
     if not forks or not unseen:
         return ""
@@ -148,7 +148,7 @@ def _how_close(report: "Report") -> str:
 
 
 def _by_hash(report: "Report") -> str:
-    """What counts as equal because its recorded hashes are."""
+    """Return text on sites that count as equal because of their recorded hashes."""
     unread, matched = report.coverage.num_sites_unread, report.coverage.num_sites_matched
     if not unread:
         return ""
@@ -157,8 +157,7 @@ def _by_hash(report: "Report") -> str:
 
 
 def cause(divergence: Divergence) -> str:
-    """Return the stated cause of a divergence: the hypothesis that explains its values, or a test that is a cause by
-    itself.
+    """Return the stated cause of a divergence: a clear explanation, or the note of a test that implies its cause.
 
     Empty if there is neither.
     """
@@ -169,7 +168,7 @@ def cause(divergence: Divergence) -> str:
 
 
 def headline(divergence: Divergence) -> str:
-    """What differs at a divergence, and by how much."""
+    """Return a sentence on what differs at a divergence, and by how much."""
     finding = divergence.finding
     name = " or ".join(module or "(root)" for module in (divergence.module, *divergence.alternatives))
     path, _, port = divergence.site.rpartition(":")
@@ -183,7 +182,7 @@ def headline(divergence: Divergence) -> str:
 
 
 def _reasons(report: "Report", divergence: Divergence) -> list[str]:
-    """Why it differs, if that is clear, and why this module is named."""
+    """Return why the divergence exists, if that is clear, and the evidence for the named module."""
     finding, explained = divergence.finding, divergence.explanation
     reasons = [finding.notes[0]] if finding.test in (*_NOTED_TESTS, "exact") and finding.notes else []
     reasons += [explained.text] if explained is not None and explained.is_clear else []
@@ -198,12 +197,12 @@ def _reasons(report: "Report", divergence: Divergence) -> list[str]:
 
 
 def _unexplained(finding: Finding) -> str:
-    """Where to look, if no hypothesis explains the error."""
+    """Return where to look next if no hypothesis explains the error."""
     return finding.notes[0] if finding.test == "attention" else "no tested hypothesis explains it"
 
 
 def _shared(report: "Report", divergence: Divergence) -> str:
-    """What else the same event affected, if no single module caused it."""
+    """Return a sentence on other modules affected by the same event, if no single module caused it."""
     if not divergence.shared:
         return ""
     is_gradient = divergence.site.endswith(".grad")
@@ -272,7 +271,7 @@ def _where_line(report: "Report") -> str:
 
 
 def _also(report: "Report") -> str:
-    """Other modules with an error of their own."""
+    """Return text on other modules with an error of their own."""
     others = report.divergences[1:]
     if not others:
         return ""
@@ -280,7 +279,7 @@ def _also(report: "Report") -> str:
 
 
 def _compared(report: "Report") -> str:
-    """What the verdict covers."""
+    """Return the scope of the verdict: number of sites and token rows, and steps."""
     coverage, shift = report.coverage, report.options.shift_steps
     steps = sorted(set().union(*(_steps(finding, shift) for finding in report.findings)))
     rows = f", {formatting.plural(coverage.num_rows_aligned, 'token row')}" if coverage.rows_known else ""
@@ -289,7 +288,7 @@ def _compared(report: "Report") -> str:
 
 
 def _steps(finding: Finding, shift: int) -> set[int]:
-    """Return the target steps of a finding: those that were read, and those equal by their hashes.
+    """Return the target steps that a finding covers, whether values were read or hashes are equal.
 
     ``shift``: target step number minus baseline step number.
     """
@@ -304,7 +303,7 @@ def _steps(finding: Finding, shift: int) -> set[int]:
 
 
 def _extent(finding: Finding, is_limited: bool) -> str:
-    """How many tokens are off, unless the rows that are (``is_limited``) were named."""
+    """Return how many tokens differ, unless the affected rows were already named (``is_limited``)."""
     words = dict.fromkeys(("median_row", "scale", "channel", "element"), "most tokens") | {"p90_p98_row": "some tokens"}
     if is_limited or finding.test not in (*words, "max_row", "max_element"):
         return "worst in" if finding.worst is not None and finding.worst.position is not None else "worst at"

@@ -1,4 +1,4 @@
-"""Columns: the rows of a report as a table that fits the screen."""
+"""Columns: lay out the rows of a report as a table that fits the screen."""
 
 from collections.abc import Collection, Iterator, Sequence
 
@@ -22,8 +22,8 @@ _MIN_SITE, _STRETCH = 16, 60
 
 
 def table_lines(rows: Sequence[Row], width: int) -> Iterator[Line]:
-    """Yield a head, a rule, and a line per row, for a screen of ``width`` columns."""
-    # Numbers are never truncated: on a narrow screen columns are dropped first, then the middle of sites.
+    """Yield a header, a rule, and one line per row, for a screen of ``width`` columns."""
+    # Numbers are never truncated: a narrow screen first drops columns, then cuts the middle of site names.
     kept = [i for i in range(len(_HEADS)) if not (i == _SHAPE and width < 96) and not (i == _WORST and width < 76)]
     widths = [display_width(_HEADS[i]) for i in kept]
     for row in rows:
@@ -42,7 +42,7 @@ def table_lines(rows: Sequence[Row], width: int) -> Iterator[Line]:
 def _row(
     row: Row, cells: list[str], widths: list[int], numeric: list[bool], width: int, alike: Collection[str]
 ) -> Iterator[Line]:
-    """Yield a row in columns, with its full name below if another name would look the same."""
+    """Yield one row in columns; a name that would look like another one when truncated gets a line of its own."""
     lead, style = f"{row.verdict.glyph} ", _STYLES[row.verdict]
     if not cells:
         yield from wrap_line(Line(lead + row.note, style), width, 2)
@@ -54,7 +54,7 @@ def _row(
 
 
 def _alike(rows: Sequence[Row], width: int) -> set[str]:
-    """Return the names that look like another one when truncated to the column."""
+    """Return the names that look like another name when truncated to the column."""
     shown: dict[str, set[str]] = {}
     for row in rows:
         if row.cells and display_width(row.cells[0]) > width:
@@ -63,7 +63,7 @@ def _alike(rows: Sequence[Row], width: int) -> set[str]:
 
 
 def _room(cell: str) -> int:
-    """Width that a cell needs; a range of sites, whose ends nobody searches for, yields to other sites."""
+    """Return the width that a cell needs; a range of sites gets at most ``_STRETCH``, because its ends matter less."""
     return min(display_width(cell), _STRETCH) if STRETCH in cell else display_width(cell)
 
 

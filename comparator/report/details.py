@@ -1,4 +1,4 @@
-"""Details: the metrics of --detail, some lines per finding."""
+"""Details: the metrics of --detail, a few lines per finding."""
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -14,7 +14,7 @@ _MOST_CELLS = 32
 
 
 def details(findings: Sequence[Finding], top: int | None) -> Iterator[str]:
-    """Lines for the bad findings, or for all unequal ones if none is bad; at most ``top`` findings."""
+    """Yield lines for the bad findings, or for all unequal ones if none is bad; at most ``top`` findings."""
     known = [f for f in findings if f.detail is not None]
     shown = [f for f in known if f.verdict.is_bad] or known
     for finding in shown[: top or None]:
@@ -27,12 +27,12 @@ def details(findings: Sequence[Finding], top: int | None) -> Iterator[str]:
 
 
 def sentences(detail: "Detail") -> list[str]:
-    """Return the metrics, one line each."""
+    """Return the detailed metrics, one line each."""
     return [_spread(detail), *_histogram(detail), *_detail_lines(detail)]
 
 
 def _histogram(detail: "Detail") -> Iterator[str]:
-    """Yield the differences by power of two, as a bar of blocks."""
+    """Yield the histogram of differences by power of two, as a bar of block characters."""
     known = {e: count for e, count in detail.histogram if e is not None}
     if not known:
         return

@@ -8,9 +8,9 @@ from tapscope.core.site import compact_ranges
 
 
 def flags(options: CompareOptions, *, sites: bool = True) -> list[str]:
-    """Return the flags of `tapscope diff` and `view` for these options; without ``--site`` if ``sites`` is false.
+    """Return the flags of `tapscope diff` and `view` for these options, without ``--site`` if ``sites`` is false.
 
-    Dims, meshes and rules are not quoted: a shell command needs ``shlex.join``.
+    Values are not quoted: use ``shlex.join`` to build a shell command.
     """
     return [*_selection(options, sites), *_matching(options), *_judgement(options)]
 

@@ -1,4 +1,4 @@
-"""Folding: which findings get a row of their own, and one row for each range of similar ones."""
+"""Folding: decide which findings get a row of their own; ranges of similar findings share a row."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
 
 _ALONE = {Verdict.ONLY_BASELINE: "only in baseline", Verdict.ONLY_TARGET: "only in target"}
 STRETCH = " … "
-"""Between the first and the last site of a range."""
+"""Separator between the first and the last site of a range."""
 
 
 class Row(Struct, frozen=True):
-    """One line of the table."""
+    """One row of the table."""
 
     verdict: Verdict
     cells: tuple[str, ...] = ()
-    """By the columns of the table; empty for a line without columns."""
+    """Cells in the order of the table columns; empty for a row without columns."""
     note: str = ""
-    """For a site that only one run has: a line without columns."""
+    """Text of a row without columns, for sites that only one run has."""
 
 
 class _EveryRow(Sequence[Row]):
-    """A row for each finding, created on access: there may be a million of them."""
+    """One row per finding, created on access, because there may be a million findings."""
 
     def __init__(self, findings: Sequence[Finding]) -> None:
         self._findings = findings
@@ -49,10 +49,10 @@ class _EveryRow(Sequence[Row]):
 
 
 def fold_rows(report: "Report", top: int | None) -> tuple[Sequence[Row], list[str]]:
-    """(rows, sentences on hidden findings). With ``top`` None every finding has its own row.
+    """Return (rows, sentences on hidden findings). If ``top`` is None, every finding has its own row.
 
-    Otherwise adjacent findings that pass become one row, and so do all sites of one run only. Of the bad ones,
-    producers come first, and downstream ones are cut off after ``top``.
+    Otherwise, adjacent findings that pass share one row, and so do all sites that only one run has. Bad findings are
+    limited to ``top``, producers before downstream ones.
     """
     if top is None:
         return _EveryRow(report.findings), []
@@ -109,12 +109,12 @@ def _stretch(members: Sequence[Finding]) -> Row:
 
 
 def _largest(values: Iterable[float]) -> float:
-    """Return the maximum, nan if any of them is."""
+    """Return the maximum; nan if any value is nan."""
     return max(values, key=lambda value: math.inf if math.isnan(value) else value)
 
 
 def _shorten(rows: list[Row], top: int) -> list[Row]:
-    """At most three times ``top`` rows: alternating ranges can be as many as there are sites."""
+    """Return at most three times ``top`` rows: alternating ranges may be as numerous as sites."""
     limit = 3 * top
     if len(rows) <= limit:
         return rows
@@ -148,7 +148,7 @@ def _format_place(place: Place) -> str:
 
 
 def _cells(finding: Finding) -> tuple[str, ...]:
-    """Return the cells of one finding, in the order of the table head."""
+    """Return the cells of one finding, in the order of the table header."""
     side = finding.target or finding.baseline
     numbers, worst = finding.metrics, finding.worst
     ratio = share(finding.ratio) if finding.floor > 0 else "-"

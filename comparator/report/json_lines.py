@@ -1,6 +1,6 @@
-"""JSON lines: one object per line, each with ``type`` and ``schema``; first the header, last the summary.
+"""JSON lines: one object per line, each with ``type`` and ``schema``; the header comes first, the summary last.
 
-Numbers that are not finite are null, and the line's ``nonfinite`` has their values: ``{"ratio": "inf"}``.
+Non-finite numbers are null, and the line's ``nonfinite`` field has their values: ``{"ratio": "inf"}``.
 """
 
 import math
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 _AS_IT_IS = frozenset((str, int, bool, type(None)))
 _WITH_PROPERTIES = (Place, Explanation, Ledger, Coverage, Divergence)
-"""Classes that have additional members, see :func:`_members`."""
+"""Classes with additional fields, see :func:`_members`."""
 SCHEMA = 2
-"""Incremented when a field changes its meaning or is removed; new fields may appear at any time."""
+"""Incremented when a field is removed or changes its meaning; new fields may be added at any time."""
 
 
 def lines(report: "Report", schema: int = SCHEMA) -> Iterator[dict[str, Any]]:
-    """Header, findings in execution order, summary; see docs/reference/json.md for every field.
+    """Yield the header, the findings in execution order, and the summary; docs/reference/json.md documents every field.
 
-    ``schema`` 1 gives the deprecated names of :mod:`.json_schemas`.
+    ``schema`` 1 uses the deprecated names of :mod:`.json_schemas`.
     """
     writer = _Writer(schema)
     options = _options(report, schema)
@@ -43,13 +43,13 @@ def lines(report: "Report", schema: int = SCHEMA) -> Iterator[dict[str, Any]]:
 
 
 class _Writer:
-    """Converts the values of a report to JSON lines of one schema."""
+    """Converts the values of a report to JSON lines of one schema version."""
 
     def __init__(self, schema: int) -> None:
         self._schema = schema
 
     def line(self, kind: str, **content: Any) -> dict[str, Any]:
-        """One line; null for numbers that are not finite, which ``nonfinite`` lists."""
+        """Return one line; non-finite numbers are null and listed in ``nonfinite``."""
         odd: list[float] = []
         values = {name: self._plain(value, odd) for name, value in content.items()}
         line = {"type": kind, "schema": SCHEMAS[self._schema], **values}
@@ -57,12 +57,13 @@ class _Writer:
         return {**(_nulled(line, "", nonfinite) if odd else line), "nonfinite": nonfinite}
 
     def members(self, value: Any) -> dict[str, Any]:
-        """Return the fields of a struct or dataclass, and values that a reader would otherwise have to derive."""
+        """Return the fields of a struct or dataclass, and derived values that readers would otherwise have to
+        compute."""
         members = _members(value)
         return in_schema_1(type(value), members) if self._schema == 1 else members
 
     def _plain(self, value: Any, odd: list[float]) -> Any:
-        """``value`` as JSON types, except that non-finite numbers are kept, and added to ``odd``."""
+        """Return ``value`` as JSON types; non-finite numbers are kept and appended to ``odd``."""
         kind = type(value)
         if kind in _AS_IT_IS:
             return value
@@ -83,7 +84,7 @@ class _Writer:
 
 
 def _nulled(value: Any, path: str, nonfinite: dict[str, str]) -> Any:
-    """``value`` with null for non-finite numbers; ``nonfinite`` gets their values by path."""
+    """Return ``value`` with null for non-finite numbers, and add these to ``nonfinite`` by path."""
     if isinstance(value, float) and not math.isfinite(value):
         nonfinite[path] = str(value)
         return None
@@ -95,13 +96,13 @@ def _nulled(value: Any, path: str, nonfinite: dict[str, str]) -> Any:
 
 
 def _fields(kind: type) -> Iterable[str]:
-    """Return the names of the fields of a struct or dataclass; empty for anything else."""
+    """Return the names of the fields of a struct or dataclass; empty for any other class."""
     names: Iterable[str] = getattr(kind, "__struct_fields__", ()) or getattr(kind, "__dataclass_fields__", ())
     return names
 
 
 def _members(value: Any) -> dict[str, Any]:
-    """Return the fields, and values that a reader would otherwise have to derive."""
+    """Return the fields, and derived values that readers would otherwise have to compute."""
     if isinstance(value, Finding):
         return {**{name: getattr(value, name) for name in MEMBERS}, "ratio": value.ratio}
     names = () if isinstance(value, Struct) else _fields(type(value))
@@ -131,7 +132,7 @@ def _options(report: "Report", schema: int) -> dict[str, Any]:
         "floor": run,
         "rules": [f"{rule.site}={rule.require}" for rule in report.options.rules],
     }
-    # The report does not depend on who measures.
+    # The report does not depend on which processes measure.
     for name in ("jobs", "ray", *(("noise_run", "fail_on") if schema == 1 else ("floor",))):
         del members[name]
     return members

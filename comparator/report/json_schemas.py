@@ -1,7 +1,8 @@
-"""Schemas of ``diff --json``: the names that fields and values of the report have in each of them.
+"""Schemas of ``diff --json``: names of fields and values in each schema version.
 
 Schema 2 (``tapscope.diff/2``), the default, has the names and values of the Python classes. Schema 1 is deprecated: it
-has the former ones, is printed by ``--json-schema 1`` for one release, and goes away with this module.
+has the former names, is available through ``--json-schema 1`` for one release, and will be removed together with this
+module.
 """
 
 from collections.abc import Mapping
@@ -11,9 +12,9 @@ from tapscope.comparator.verdict.finding import Finding
 from tapscope.core.deprecation import deprecated_names_of
 
 SCHEMAS: Mapping[int, int | str] = {1: 1, 2: "tapscope.diff/2"}
-"""Number -> ``schema`` of every line."""
+"""Schema number -> value of the ``schema`` field in every line."""
 SUMMARY = {"num_findings": "counts", "max_ratio": "closest_call"}
-"""Member of the summary -> its name in schema 1."""
+"""Field of the summary -> its name in schema 1."""
 _TESTS = {
     "median_row": "typical",
     "p90_p98_row": "tail",
@@ -32,16 +33,16 @@ _VALUES: Mapping[tuple[type, str], Mapping[str, str]] = {
     (Finding, "judged_by"): {"noise_run": "twin", "gradient_identity": "identity"},
     (Finding, "matched_by"): {"missing_gradient": "absent"},
 }
-"""(Class, member) -> value -> the same in schema 1."""
+"""(class, field) -> value -> its name in schema 1."""
 
 
 def test_in_schema_1(test: str) -> str:
-    """Return a :attr:`~..verdict.finding.Finding.test` in schema 1."""
+    """Return the schema 1 name of a :attr:`~..verdict.finding.Finding.test`."""
     return _TESTS.get(test, test)
 
 
 def in_schema_1(kind: type, members: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the members of an object of this class with the names and values of schema 1."""
+    """Return the fields of an object of class ``kind`` with the names and values of schema 1."""
     former = {new: old for old, new in deprecated_names_of(kind).items()}
     renamed = {former.get(name, name): value for name, value in members.items()}
     for (owner, name), values in _VALUES.items():

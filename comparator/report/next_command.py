@@ -1,4 +1,4 @@
-"""Next command: the command to run after a comparison."""
+"""Next command: suggest the command to run after a comparison."""
 
 import re
 import shlex
@@ -16,14 +16,17 @@ if TYPE_CHECKING:
     from tapscope.comparator.verdict.localise import Divergence
 
 ACTIVATION_GRADIENTS = r"re::(in|out|tap).*\.grad$"
-"""Pattern for ``--skip`` that leaves gradients of parameters."""
+"""Pattern for ``--skip`` that excludes all gradients except those of parameters."""
 _PREFIX = re.compile(r"is removed: --strip-prefix (\S+)$")
 _DIMS = re.compile(r"--dims '((?:baseline|target):[^']+)'")
 
 
 def next_command(report: "Report") -> str:
-    """Match names, if few match; leave out gradients of data-parallel losses; show the culprit's values; else find out
-    more about what could not be compared; else view both runs."""
+    """Return the command that helps most.
+
+    In order: match names, if few match; exclude gradients of data-parallel losses; show the culprit's values;
+    investigate sites that cannot be compared; view both runs.
+    """
     if again := _with_prefix_removed(report):
         return again
     names_differ = any(sentence.endswith("sites have a counterpart") for sentence in report.coverage.partial)
@@ -70,19 +73,21 @@ def _first_unequal(divergence: "Divergence") -> int:
 
 
 def _in_question(report: "Report") -> "Header":
-    """Return the incomplete run if only the baseline is incomplete; else the target."""
+    """Return the baseline if it is the only incomplete run, otherwise the target."""
     ledgers = report.coverage.ledgers
     return report.baseline if ledgers[1].complete and not ledgers[0].complete else report.target
 
 
 def _with_dims_that_fit(report: "Report") -> str:
-    """Return the command that repeats the comparison with each ``--dims`` that notes suggest; empty if there are none,
-    or if a map file has dims, which may be wrong and would still apply."""
+    """Return the command that repeats the comparison with every ``--dims`` suggested by notes.
+
+    Empty if there are none, or if a map file has dims, which may be wrong and would still apply.
+    """
     hints = dict.fromkeys(hint for f in report.findings for hint in _hints(f))
     if not hints or report.options.mapping.dims:
         return ""
     fine = [side.site for f in report.findings if not _hints(f) for side in (f.baseline, f.target) if side]
-    # Given dims that apply to nothing else would then match nothing, which is an error.
+    # Drop user-given dims that only apply to the hinted sites: they would match nothing, which is an error.
     dims = tuple(entry for entry in report.options.dims if any(map(Glob(entry.site).matches, fine)))
     words = [word for hint in hints for word in ("--dims", hint)] + flags(replace(report.options, dims=dims))
     return shlex.join(["tapscope", "diff", report.baseline.path, report.target.path, *words])

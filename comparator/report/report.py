@@ -19,7 +19,7 @@ from tapscope.run_format.run import Run
 
 @deprecated_attributes({"steps": "num_steps", "records": "num_records"})
 class Header(Struct, frozen=True):
-    """A run, as the head of a report describes it."""
+    """Description of one run in the header of a report."""
 
     name: str
     path: str
@@ -42,7 +42,7 @@ class Header(Struct, frozen=True):
 
 
 HTML_FINDINGS = 10
-"""Bad findings that a notebook shows."""
+"""Maximum number of bad findings shown in a notebook."""
 
 
 @deprecated_attributes({"closest_call": "max_ratio_finding"})
@@ -52,9 +52,9 @@ class Report(Struct, frozen=True):
     baseline: Header
     target: Header
     findings: tuple[Finding, ...]
-    """In execution order."""
+    """All findings, in execution order."""
     divergences: tuple[Divergence, ...]
-    """Producers, in execution order."""
+    """Findings that are producers, in execution order."""
     coverage: Coverage
     options: CompareOptions
 
@@ -65,13 +65,13 @@ class Report(Struct, frozen=True):
         return f"<Report {self.baseline.name} → {self.target.name}: {first}{counts(self)}; exit code {self.exit_code}>"
 
     def __str__(self) -> str:
-        """Return the answer: what differs by how much, where, why, and the next command, a line each."""
+        """Return the answer, one line each: what differs by how much, where, why, and the next command."""
         from tapscope.comparator.report.answer import answer
 
         return "\n".join(answer(self))
 
     def _repr_html_(self) -> str:
-        """Return the answer, and the first bad findings, as small tables for notebooks."""
+        """Return the answer and the first bad findings as small HTML tables for notebooks."""
         from tapscope.comparator.report.answer import LABEL, answer, share
 
         answer_rows = [(line[:LABEL].strip(), line[LABEL:]) for line in answer(self)]
@@ -89,7 +89,7 @@ class Report(Struct, frozen=True):
 
     @property
     def first_divergence(self) -> Divergence | None:
-        """The culprit, or None if nothing differs numerically."""
+        """The first divergence, whose module is the culprit; None if there are no divergences."""
         return self.divergences[0] if self.divergences else None
 
     @property
@@ -105,8 +105,10 @@ class Report(Struct, frozen=True):
 
     @property
     def exit_code(self) -> int:
-        """1 if a condition of ``fail_on`` is met, else 0; 3 if bytes of either run are damaged (and that is not
-        allowed), or nothing could be compared."""
+        """Exit code: 1 if a condition of ``fail_on`` is met, otherwise 0.
+
+        3 if bytes of either run are damaged (unless that is allowed), or if no site could be compared.
+        """
         if not self.divergences and all(finding.basis == "none" for finding in self.findings):
             return 3
         if self.coverage.damaged and not self.options.allow_partial:
@@ -120,7 +122,7 @@ class Report(Struct, frozen=True):
 
     @property
     def met(self) -> frozenset[str]:
-        """All conditions of :data:`.fail_on.CONDITIONS` that are met, whether ``fail_on`` has them or not."""
+        """All conditions of :data:`.fail_on.CONDITIONS` that are met, whether or not ``fail_on`` includes them."""
         verdicts = {f.verdict for f in self.findings}
         met = {name for verdict, name in _CONDITION_OF.items() if verdict in verdicts}
         if not (self.coverage.is_complete or self.options.allow_partial):
@@ -136,9 +138,9 @@ class Report(Struct, frozen=True):
         return frozenset(met)
 
     def to_json(self, schema: int = 2) -> Iterator[dict[str, Any]]:
-        """One object per line: a header, the findings, a summary; see :mod:`.json_lines`.
+        """Yield one object per line: the header, the findings, the summary; see :mod:`.json_lines`.
 
-        ``schema`` 1 gives the fields of the previous release; it is deprecated.
+        ``schema`` 1 gives the fields of the previous release and is deprecated.
         """
         from tapscope.comparator.report.json_lines import lines
 
@@ -153,14 +155,14 @@ _CONDITION_OF = {
 
 
 def _has_others(findings: Sequence[Finding], globs: Sequence[str]) -> bool:
-    """Return whether any finding has no name that a glob matches."""
+    """Return whether any finding has no name that matches one of the globs."""
     allowed = tuple(map(site_pattern, globs))
     names = ({f.site, *f.result.pair.names()} for f in findings)
     return any(not any(glob.matches(name) for glob in allowed for name in each) for each in names)
 
 
 def header_of(run: Run, records: int) -> Header:
-    """Return the header of a run of which ``records`` records were selected."""
+    """Return the header of a run; ``records`` is the number of selected records."""
     manifest = run.manifest
     framework, model, dtype = (str(manifest.get(key, "")) for key in ("framework", "model", "dtype"))
     kv = str(manifest.get("kv_cache_dtype", ""))

@@ -1,4 +1,4 @@
-"""SQNR ranking: the outputs with the lowest signal-to-quantization-noise ratio, next to that of their inputs."""
+"""SQNR ranking: outputs with the lowest signal-to-quantization-noise ratio, and the SQNR of their inputs."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -18,16 +18,16 @@ class SiteSqnr(Struct, frozen=True):
     site: str
     sqnr: float
     inputs: float | None
-    """The lowest SQNR of the module's inputs; None if none was compared."""
+    """Lowest SQNR of the module's inputs; None if no input was compared."""
 
     @property
     def loss(self) -> float:
-        """How much lower the output is than the inputs."""
+        """SQNR lost between inputs and output, in dB; 0 if the inputs are unknown."""
         return max(0.0, self.inputs - self.sqnr) if self.inputs is not None else 0.0
 
 
 def sqnr_ranking(findings: Sequence[Finding]) -> list[SiteSqnr]:
-    """Outputs, and weights in a quantized form, that were compared by values and differ; the lowest SQNR first."""
+    """Return the SQNR of outputs and quantized weights that were compared by values and differ, lowest first."""
     inputs: dict[str, float] = {}
     outputs: list[tuple[str, float]] = []
     for finding in findings:
@@ -46,12 +46,12 @@ def sqnr_ranking(findings: Sequence[Finding]) -> list[SiteSqnr]:
 
 
 def sqnr_lines(findings: Sequence[Finding], count: int) -> Iterator[str]:
-    """One line for each of the ``count`` lowest, with the SQNR of the inputs."""
+    """Yield one line for each of the ``count`` outputs with the lowest SQNR, with the SQNR of their inputs."""
     return ranking_lines(sqnr_ranking(findings)[:count])
 
 
 def ranking_lines(ranked: Sequence[SiteSqnr]) -> Iterator[str]:
-    """One line each, with the SQNR of the inputs where it is known."""
+    """Yield one line per site, with the SQNR of the inputs if known."""
     for i, one in enumerate(ranked):
         given = "" if one.inputs is None else f"  inputs {one.inputs:.1f} dB"
         yield f"{'' if i else 'sqnr':<{LABEL}}{one.sqnr:6.1f} dB  {one.site}{given}"

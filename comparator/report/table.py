@@ -1,5 +1,7 @@
-"""Table: the report as text. Glyphs and words carry the meaning, colour only repeats it; the last four lines are the
-answer."""
+"""Table: the report as text.
+
+Glyphs and words carry the meaning, color only repeats it; the last four lines are the answer.
+"""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -29,9 +31,11 @@ TOP = 12
 def render(
     report: "Report", *, width: int = 100, top: int | None = TOP, wrap: bool = False, sqnr: int = 0
 ) -> Iterator[Line]:
-    """Yield the lines of the report: a table for a screen of ``width`` columns with ``top`` rows of findings (None for
-    all), sentences, each on one line, or with ``wrap`` broken between words, and the ``sqnr`` outputs of lowest
-    SQNR."""
+    """Yield the lines of the report for a screen of ``width`` columns.
+
+    The table has ``top`` rows of findings, None for all. With ``wrap``, sentences are broken between words. ``sqnr`` is
+    the number of outputs with the lowest SQNR that are listed.
+    """
     for line in _headers(report):
         yield from wrap_line(line, width, LABEL) if wrap else (line,)
     yield Line("")
@@ -45,7 +49,7 @@ def render(
     ranked = sqnr_lines(report.findings, sqnr)
     explained = (*details(report.findings, top), *floor_lines(report.findings), *ranked)
     for line in (*map(Line, explained), *_ending(report, top)):
-        is_command = line.plain.startswith("next ")  # to copy
+        is_command = line.plain.startswith("next ")  # kept on one line for copying
         yield from wrap_line(line, width, LABEL) if wrap and not is_command else (line,)
 
 
@@ -80,7 +84,7 @@ def _header(which: str, header: "Header") -> list[str]:
 
 
 def _unlike(findings: Sequence[Finding], top: int | None) -> Iterator[str]:
-    """Why sites cannot be compared, each reason once."""
+    """Yield why sites cannot be compared, each reason once."""
     reasons: dict[str, list[str]] = {}
     for finding in findings:
         if finding.verdict is Verdict.SHAPE:
@@ -141,7 +145,8 @@ def _judged(report: "Report") -> str:
 
 
 def floor_lines(findings: Sequence[Finding]) -> Iterator[str]:
-    """For every finding that lists its effects: the floor, and each effect with its contribution and a sentence."""
+    """Yield, for every finding that lists its floor effects, the floor and each effect with its contribution and a
+    sentence."""
     for finding in findings:
         if not finding.floor_effects:
             continue
@@ -155,7 +160,7 @@ def floor_lines(findings: Sequence[Finding]) -> Iterator[str]:
 
 
 def _notable(finding: Finding) -> list[FloorEffect]:
-    """Return the effects without errors that are negligible relative to the largest and do not change the floor."""
+    """Return the effects that change the floor or are not negligible relative to the largest effect."""
     effects = finding.floor_effects
     least = _MIN_SHOWN * max((each.contribution for each in effects if each.unit == "error"), default=0.0)
     return [
@@ -164,12 +169,12 @@ def _notable(finding: Finding) -> list[FloorEffect]:
 
 
 def _size(effect: FloorEffect) -> str:
-    """``2.2e-03`` for an error, ``×4`` for a factor."""
+    """Return ``2.2e-03`` for an error, ``×4`` for a factor."""
     return f"×{effect.contribution:.3g}" if effect.unit == "factor" else number(effect.contribution)
 
 
 def _without(effect: FloorEffect, floor: float) -> str:
-    """Return the floor without the effect, if it differs."""
+    """Return text on the floor without the effect, if that floor differs; otherwise empty."""
     if effect.floor_without is None or abs(effect.floor_without - floor) <= 0.005 * floor:
         return ""
     return f" (floor without it {number(effect.floor_without)})"

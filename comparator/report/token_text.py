@@ -1,7 +1,7 @@
-"""Token text: what the tokens at the places of a report decode to, where a tokenizer is known.
+"""Token text: decode the tokens at the places of a report, if a tokenizer is known.
 
-A tokenizer is the ``tokenizer.json`` of ``--tokenizer``, or of a local checkpoint that either run names as its model.
-It needs the ``tokenizers`` package; without that and without ``--tokenizer``, a report has no token text.
+The tokenizer is the ``tokenizer.json`` of ``--tokenizer``, or of a local checkpoint that either run names as its model.
+Decoding needs the ``tokenizers`` package; without the package and without ``--tokenizer``, a report has no token text.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,19 +22,21 @@ if TYPE_CHECKING:
 
 FILE = "tokenizer.json"
 _MAX_BYTES = 64 << 20
-"""Larger files are not read; that of a vocabulary of 256,000 tokens has 33 MB."""
+"""Maximum size of a file that is read; the file of a 256,000-token vocabulary has 33 MB."""
 _MAX_TEXT = 40
-"""Characters of a token that are shown."""
+"""Maximum number of characters shown per token."""
 _PARTIAL = "\ufffd"
-"""A token with a part of a character decodes to this: its name in the vocabulary is shown."""
+"""A token that is part of a character decodes to this; its name in the vocabulary is shown instead."""
 
 
 class TokenText:
     """Decodes single tokens."""
 
     def __init__(self, path: Path) -> None:
-        """``path``: a ``tokenizer.json``, or a directory with one. Raises OSError, ValueError for an invalid file, and
-        MissingExtraError without the ``tokenizers`` package."""
+        """Load ``path``: a ``tokenizer.json``, or a directory that contains one.
+
+        Raises OSError, ValueError for an invalid file, and MissingExtraError without the ``tokenizers`` package.
+        """
         with requiring("decoding tokens", "engine"):
             from tokenizers import Tokenizer
         data = read_small(path / FILE if path.is_dir() else path, _MAX_BYTES)
@@ -46,7 +48,7 @@ class TokenText:
             raise ValueError(f"{path} is not a tokenizer: {error}") from None
 
     def of(self, token: int) -> str:
-        """Its text; empty for an id that is not in the vocabulary."""
+        """Return the text of a token; empty for an id outside the vocabulary."""
         name = self._tokenizer.id_to_token(token) if 0 <= token < 1 << 32 else None
         if name is None:
             return ""
@@ -57,7 +59,7 @@ class TokenText:
 def with_token_text(report: "Report", runs: tuple[Run, Run], path: Path | None) -> "Report":
     """Return the report with ids and text of the tokens at its divergences and forks, if a tokenizer is found.
 
-    ``path`` is that of ``--tokenizer``; raises ConfigError if it cannot be used, and MissingExtraError.
+    ``path`` is the value of ``--tokenizer``. Raises ConfigError if it cannot be used, and MissingExtraError.
     """
     if not report.divergences and not report.coverage.forks:
         return report
@@ -86,10 +88,10 @@ def with_token_text(report: "Report", runs: tuple[Run, Run], path: Path | None) 
 
 
 def find_tokenizer(runs: Sequence[Run], path: Path | None = None) -> TokenText | None:
-    """Return the tokenizer of ``path``, else of the first local checkpoint that a run names as its model; None for
-    neither.
+    """Return the tokenizer of ``path``, or else of the first local checkpoint that a run names as its model; None
+    without either.
 
-    Raises as :func:`with_token_text`.
+    Raises like :func:`with_token_text`.
     """
     if path is not None:
         try:
@@ -107,11 +109,11 @@ def find_tokenizer(runs: Sequence[Run], path: Path | None = None) -> TokenText |
 
 @lru_cache(maxsize=2)
 def _loaded(folder: Path, changed_ns: int) -> TokenText:
-    """Return the tokenizer of a checkpoint, read again after its file has changed."""
+    """Return the tokenizer of a checkpoint, cached until its file changes."""
     return TokenText(folder)
 
 
 def _checkpoints(manifests: Iterable[Mapping[str, Any]]) -> Iterable[Path]:
-    """Local directories that the runs name as their model."""
+    """Return the local directories with a tokenizer that the runs name as their model."""
     names = dict.fromkeys(str(manifest.get("model") or "") for manifest in manifests)
     return (Path(name) for name in names if name and "\0" not in name and (Path(name) / FILE).is_file())

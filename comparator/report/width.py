@@ -1,14 +1,14 @@
-"""Width: lines of a report, and their display width."""
+"""Width: the lines of a report, and their display width."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
 
 _NARROW = dict.fromkeys(map(ord, "…×Δ·"))
-"""Our own characters beyond ASCII: one column each."""
+"""Non-ASCII characters of our own that take one column each."""
 
 
 class Line(NamedTuple):
-    """One line of the report; rich's own class would have to be imported even without colour."""
+    """One line of the report; rich's own class would require importing rich even without color."""
 
     plain: str
     style: str = ""
@@ -16,16 +16,16 @@ class Line(NamedTuple):
 
 
 def display_width(shown: str) -> int:
-    """Return the number of columns that a string takes on a screen."""
+    """Return the number of screen columns that a string takes."""
     if shown.isascii() or shown.translate(_NARROW).isascii():
         return len(shown)
-    from rich.cells import cell_len  # its tables take longer to load than everything else here
+    from rich.cells import cell_len  # lazy import: loading its tables is slow
 
     return cell_len(shown)
 
 
 def wrap_line(line: Line, width: int, indent: int) -> Iterator[Line]:
-    """Yield the line, broken between words if it is too long; continuation lines begin in column ``indent``."""
+    """Yield the line, broken between words if it is too long; continuation lines start in column ``indent``."""
     shown, is_empty = line.plain[:indent], True
     for word in line.plain[indent:].split(" "):
         if not is_empty and display_width(shown) + 1 + display_width(word) > width:

@@ -126,7 +126,7 @@ class LazyRecord(Record):
 
 
 class LazyRecords(Records):
-    """The records of a run, with those that have a payload and no hash as :class:`LazyRecord`."""
+    """The records of a run; a record with a payload but no hash becomes a :class:`LazyRecord`."""
 
     def __init__(self, run: Run, records: Records, hashes: dict[tuple[int, int], LazyHash] | None = None) -> None:
         """Wrap ``records``; ``hashes`` maps (rank, seq) to hashes shared by selections of the same records."""
@@ -162,7 +162,7 @@ class LazyRecords(Records):
 
 
 def lazy_records(run: Run, records: Records) -> Records:
-    """Return the records, with lazily computed digests for those that have a payload and no hash."""
+    """Return the records, with lazily computed digests for every record that has a payload but no hash."""
     return LazyRecords(run, records) if len(records.which(_is_bare)) else records
 
 
