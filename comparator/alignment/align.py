@@ -103,7 +103,7 @@ class Aligner:
             step, turn = _place(whole)
             index = places.get((partners.baseline_of[step], turn)) if step in partners.baseline_of else None
             if index is not None and (not mask or whole.shape == baseline[index].shape):
-                rows = self._of_tokens(baseline[index], whole)
+                rows = self._token_rows(baseline[index], whole)
                 joins.append(RowJoin(index, i, rows, rows))
         if mask and not joins:
             return JoinPlan(exclusion_reason="an attention mask of the whole batch, and the runs batch differently")
@@ -115,7 +115,7 @@ class Aligner:
         lacking = len(target) - len(joins), len(baseline) - len(joins)
         return JoinPlan(tuple(joins), num_missing=(0, 0) if self.rows.known else lacking, note=partners.note)
 
-    def _of_tokens(self, one: AssembledTensor, two: AssembledTensor) -> Rows:
+    def _token_rows(self, one: AssembledTensor, two: AssembledTensor) -> Rows:
         """Return the row indices to compare when two tensors are compared whole.
 
         Normally all rows. If the first axis holds several copies of the token grid (copy-major or token-major), rows

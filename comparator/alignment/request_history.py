@@ -121,10 +121,10 @@ def follow_requests(grids: Sequence[Grid], lineage: Mapping[int, int]) -> Reques
     rounds: dict[_Thread, list[_Round]] = {}
     for _, here in groupby(enumerate(grids), key=lambda item: (item[1].step, item[1].micro)):
         together = [item for item in here if item[1].rows]
-        bouts: dict[_Thread, _Parts] = {}
+        parts_of_thread: dict[_Thread, _Parts] = {}
         for index, grid in together:
-            _collect(bouts, index, grid, lineage.get(grid.ranks[0], 0), alone=len(together) == 1)
-        for thread, parts in bouts.items():
+            _collect(parts_of_thread, index, grid, lineage.get(grid.ranks[0], 0), alone=len(together) == 1)
+        for thread, parts in parts_of_thread.items():
             _advance(rounds.setdefault(thread, []), thread[0], parts, together[0][1])
     requests: list[Request] = []
     chunks: list[tuple[int, _Chunk]] = []
@@ -134,7 +134,7 @@ def follow_requests(grids: Sequence[Grid], lineage: Mapping[int, int]) -> Reques
     return _columns(grids, requests, chunks)
 
 
-def _collect(bouts: dict[_Thread, _Parts], index: int, grid: Grid, line: int, *, alone: bool) -> None:
+def _collect(parts_of_thread: dict[_Thread, _Parts], index: int, grid: Grid, line: int, *, alone: bool) -> None:
     """Add a grid's rows to the parts of each thread in this step.
 
     A batch row of a padded model may hold several packed sequences under one generated name. A new sequence begins
@@ -149,13 +149,13 @@ def _collect(bouts: dict[_Thread, _Parts], index: int, grid: Grid, line: int, *,
         part = index, run, grid.tokens[start:end]
         start = end
         if not is_generated_name(name):
-            bouts.setdefault((name, 0, 0), []).append(part)
+            parts_of_thread.setdefault((name, 0, 0), []).append(part)
             continue
         thread = threads.get(name, 0)
         if name in last and name not in grid.drafts and (position < last[name] or (alone and position != last[name])):
             thread = threads[name] = thread + 1
         last[name] = position + run.count
-        bouts.setdefault((name, line, thread), []).append(part)
+        parts_of_thread.setdefault((name, line, thread), []).append(part)
 
 
 @lru_cache(maxsize=4096)

@@ -103,13 +103,13 @@ class RoutingMapTables:
         values: list[Array] = []
         for record in (record for whole in wholes for record in whole.records):
             gathered = self._gathered(match[1], _place(record.key)) if record.entry is not None else None
-            numbers = None if gathered is None else gathered.flags[:, self._held(gathered, record)].sum(0)
+            numbers = None if gathered is None else gathered.flags[:, self._experts_of_rank(gathered, record)].sum(0)
             if numbers is None or not np.array_equal(numbers, value := self._run.array(record)):
                 return None
             values.append(value)
         return np.concatenate(values)
 
-    def _held(self, gathered: "_Map", record: Record) -> slice:
+    def _experts_of_rank(self, gathered: "_Map", record: Record) -> slice:
         """Return the range of experts on the record's rank."""
         count = gathered.flags.shape[1] // self._num_ranks
         first = self._run.coords(record.key.rank).get("ep", 0) * count
@@ -120,7 +120,7 @@ class RoutingMapTables:
         gathered = self._gathered(block, _place(record.key))
         if gathered is None:
             return None
-        some = self._held(gathered, record) if expert is None else slice(int(expert), int(expert) + 1)
+        some = self._experts_of_rank(gathered, record) if expert is None else slice(int(expert), int(expert) + 1)
         number, token = np.nonzero(gathered.flags[:, some].T)
         if not record.shape or len(token) != record.shape[0]:
             return None

@@ -97,7 +97,7 @@ class RowPairing(Struct):
     ) -> None:
         """Match the rows of the paired requests up to their forks; ``padding`` are the requests of each side that are
         padding."""
-        limits = np.full(len(pairs) + 1, NEVER)  # the last one is for rows of unpaired requests (-1)
+        limits = np.full(len(pairs) + 1, NEVER)  # the last entry is for rows of unpaired requests (index -1)
         for fork in forks:
             limits[fork.index] = fork.position
         left, right = self.sides
@@ -105,10 +105,10 @@ class RowPairing(Struct):
         right.enter([(p.target, p.shift) for p in pairs], limits, padding[1])
         self.late_starts = _late_starts(pairs, left.rows, right.rows)
         self.names = tuple(left.rows.requests[p.baseline].label for p in pairs)
-        for thirds in self._thirds():
-            self._join(*thirds)
+        for keyed_rows in self._passes():
+            self._join(*keyed_rows)
 
-    def _thirds(self) -> Iterator[tuple[tuple[Array, Array], tuple[Array, Array]]]:
+    def _passes(self) -> Iterator[tuple[tuple[Array, Array], tuple[Array, Array]]]:
         """Yield for each pass (rows, third matching key) of both sides; the first two keys are request and position.
 
         Rows of a draft model's trees are matched by branch. Rows recomputed without a recorded visit (an epoch, a

@@ -52,7 +52,7 @@ class StepMatcher:
         kind = min(num_axes, 2)
         if kind not in self._found:
             pairs = self._by_rows(_FORMS[kind])
-            self._found[kind] = self._of_like_past(pairs) if kind == 2 else pairs
+            self._found[kind] = self._with_equal_history(pairs) if kind == 2 else pairs
         left, right = sorted(set(baseline) - self._with_rows[0]), sorted(set(target) - self._with_rows[1])
         if not left or not right:
             return StepPairs(self._found[kind], is_by_rows=True)
@@ -72,7 +72,7 @@ class StepMatcher:
         note = f"{IN_ORDER}, {left[0]} with {right[0]} and so on"
         return StepPairs(dict(zip(right, left, strict=False)), note)
 
-    def _of_like_past(self, partners: Mapping[int, int]) -> dict[int, int]:
+    def _with_equal_history(self, partners: Mapping[int, int]) -> dict[int, int]:
         """Keep the steps whose requests were also batched alike in all earlier steps, so that attention keys are at the
         same positions."""
         kept: dict[int, int] = {}

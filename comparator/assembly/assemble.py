@@ -105,7 +105,7 @@ def assemble(run: Run, places: MeshCoords, firing: Firing) -> AssembledTensor:
     return AssembledTensor(run, records, piece, dims, "", tuple(work.replicas), tuple(work.notes), tuple(work.warnings))
 
 
-def _dims(records: Sequence[Record], apart: frozenset[str]) -> Dims | None:
+def _dims(records: Sequence[Record], split_axes: frozenset[str]) -> Dims | None:
     if len(records) > 1:
         _check_agree(records)
     text = records[0].dims
@@ -114,7 +114,7 @@ def _dims(records: Sequence[Record], apart: frozenset[str]) -> Dims | None:
     dims = dims_grammar.parse(text)
     for record in records:
         dims.check(record.shape)
-    return without_split_axes(dims, apart)
+    return without_split_axes(dims, split_axes)
 
 
 def _check_agree(records: Sequence[Record]) -> None:

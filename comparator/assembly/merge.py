@@ -71,9 +71,9 @@ def merge(
     named_axes = (*(shard.axis for _, shard in dims.shards()), *dims.replicated, dims.dp or "") if dims else ()
     kept = places.known.get((ranks, named_axes))
     if kept is None:
-        stood = [places.coords[rank] for rank in ranks]
-        _check_places(ranks, stood)
-        kept = places.known[ranks, named_axes] = project_coords(stood, named_axes)
+        rank_coords = [places.coords[rank] for rank in ranks]
+        _check_places(ranks, rank_coords)
+        kept = places.known[ranks, named_axes] = project_coords(rank_coords, named_axes)
     pieces: Sequence[Piece] = [Leaf(r) for r in records]
     work = MergeState(places, [], dims)
     if dims is not None and dims.rows:
@@ -92,19 +92,19 @@ def merge(
     return work
 
 
-def _check_places(ranks: Sequence[int], stood: Sequence[Coords]) -> None:
+def _check_places(ranks: Sequence[int], rank_coords: Sequence[Coords]) -> None:
     seen: dict[tuple[tuple[str, int], ...], int] = {}
-    for rank, place in zip(ranks, stood, strict=True):
+    for rank, place in zip(ranks, rank_coords, strict=True):
         other = seen.setdefault(tuple(sorted(place.items())), rank)
         if other != rank:
             raise AssemblyError(f"ranks {other} and {rank} have the same mesh coordinates {dict(place)}")
 
 
-def _pick_replicas(work: MergeState, dims: Dims, stood: Sequence[Coords]) -> None:
+def _pick_replicas(work: MergeState, dims: Dims, rank_coords: Sequence[Coords]) -> None:
     """Keep the first of each group of declared replicas, and record the ones whose bytes differ from it."""
-    axes = [axis for axis in dims.replicated if axis in varying_axes(stood)]
+    axes = [axis for axis in dims.replicated if axis in varying_axes(rank_coords)]
     for axis in dims.replicated:
-        num_recorded, size = len({place.get(axis) for place in stood}), work.places.size(axis)
+        num_recorded, size = len({place.get(axis) for place in rank_coords}), work.places.size(axis)
         if num_recorded < size and axis not in STAGES:
             work.notes.append(
                 f"{num_recorded} of {size} replicas over {axis} were recorded: the others are not checked"

@@ -60,7 +60,7 @@ def first_unexplained(
             bad = max((0, 1), key=lambda side: sides[side].ratio)
             row = sides[bad].worst
             limit = _MAX_ROUNDINGS * float(sides[bad].noise[row])
-            return _odd(finding, runs[bad].name, float(sides[bad].errors[row]), limit)
+            return _as_different(finding, runs[bad].name, float(sides[bad].errors[row]), limit)
     return None
 
 
@@ -89,7 +89,7 @@ def _has_narrow_cache(run: Run) -> bool:
     return stored not in ("", "auto", str(run.manifest.get("dtype", "")))
 
 
-def _odd(finding: Finding, name: str, error: float, limit: float) -> Finding:
+def _as_different(finding: Finding, name: str, error: float, limit: float) -> Finding:
     note = (
         f"{name}'s values are not the attention of its own queries, keys and values, as the other run's are: look at "
         "its mask, scale, RoPE and KV cache"

@@ -275,8 +275,8 @@ def _few(keys: Array, scores: Scores, query: Array, wanted: Array) -> tuple[Arra
     some = np.arange(len(wanted))[:: -(-len(wanted) // MAX_FEW)]
     y = wanted[some]
     read = np.abs(query[some]).max(axis=1) > 0
-    told = min(len(some), keys.shape[1] * keys.shape[2] * len(np.unique(scores.token[some][read])))
-    return some, y, float((y**2).sum()) * 2.0 ** (-2.0 * MIN_BITS / max(told, 1))
+    num_independent = min(len(some), keys.shape[1] * keys.shape[2] * len(np.unique(scores.token[some][read])))
+    return some, y, float((y**2).sum()) * 2.0 ** (-2.0 * MIN_BITS / max(num_independent, 1))
 
 
 def _of_runs(keys: Array, scores: Scores, query: Array, wanted: Array) -> Iterator[_Change]:

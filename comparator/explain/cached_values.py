@@ -110,12 +110,12 @@ def candidate_token_sets(tokens: Tokens, rows: Array, off: Array) -> Iterator[To
         for step in steps
         for one in plain
     ]
-    told: list[Array] = []
+    known: list[Array] = []
     for one in (*plain, *since):
         seen = seen_by(tokens, rows, one.covers)
         hit: Array = np.asarray(seen.any(axis=1))
-        if hit.any() and hit[off].all() and not any(np.array_equal(seen, other) for other in told):
-            told.append(seen)
+        if hit.any() and hit[off].all() and not any(np.array_equal(seen, other) for other in known):
+            known.append(seen)
             yield one
 
 

@@ -42,9 +42,7 @@ def expert_weights(region: ErrorRegion, sites: SiteReader) -> Tested | None:
     chosen = _chosen(path, sites, region)
     if chosen is None:
         return None
-    known = np.flatnonzero(
-        chosen.min(axis=1) >= 0
-    )  # where the runs route a row to other experts, that is why it differs
+    known = np.flatnonzero(chosen.min(axis=1) >= 0)  # a row that the runs route differently differs for that reason
     error = _errors(region)
     given = next((slots for name in _INPUTS if (slots := sites.slots(f"{path}:{name}")) is not None), None)
     rows = None if given is None else rows_like(given[0], region.sample)

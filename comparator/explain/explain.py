@@ -204,7 +204,7 @@ def _inherited(sites: ComparedSites, node: int) -> float:
     return max((e for e in errors if np.isfinite(e)), default=0.0)
 
 
-@np.errstate(all="ignore")  # values may be as large as their dtype allows: a hypothesis that overflows explains nothing
+@np.errstate(all="ignore")  # values may reach the limits of their dtype; a hypothesis that overflows does not fit
 def _try_all(sample: Sample, inherited: float, context: SiteContext, *, is_replica: bool) -> Explanation | None:
     region = find_error_region(sample, inherited, context.sizes, context.head_dims)
     if region is None:
@@ -217,7 +217,7 @@ def _try_all(sample: Sample, inherited: float, context: SiteContext, *, is_repli
     def explanation(cause: Tested, extent: str = "", tested: tuple[Tested, ...] = ()) -> Explanation:
         return Explanation(cause.name, cause.sentence, cause.share, extent, tested, len(sample.baseline))
 
-    # Causes that the region itself, or other sites, show
+    # Causes visible in the region itself, or in other sites
     if sentence := overflow(region.before, region.after):
         return explanation(Tested("overflow", sentence, 1.0))
     if sentence := missing(region.before, region.after, region.noise):
@@ -260,7 +260,7 @@ def _extended(region: ErrorRegion, winner: Tested, context: SiteContext) -> tupl
     line = winner.name.partition(" ")[0]
     by_line = line in _BY_LINE or winner.name in _BY_CHANNEL
     if winner.name in _ANY_VALUES:
-        return region, winner  # it holds in all unaffected rows and columns
+        return region, winner  # the prediction holds in all unaffected rows and columns
     rows, columns = map(np.arange, region.sample.baseline.shape)
     wider = [] if line == "token" else [replace(region, rows=rows)]
     wider = wider if by_line else [replace(region, rows=rows, columns=columns), *wider]

@@ -44,7 +44,7 @@ def norms(
                 continue
             yield Hypothesis("norm weight", f"target = {name} of its input without a weight", plain)
             if not region.after.any():
-                continue  # zeros do not show a weight
+                continue  # zeros reveal no weight
             small = f"the weight is too small by 1 (w where 1 + w is meant, {name})"
             yield Hypothesis("norm weight", small, region.before - plain)
             large = f"the weight is too large by 1 (1 + w where w is meant, {name})"

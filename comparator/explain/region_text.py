@@ -22,7 +22,7 @@ def describe(region: ErrorRegion, requests: Sequence[str], padded: frozenset[int
     """Return where the error region is, in words; empty if it is everywhere. ``padded`` are the indices of padded
     requests."""
     if region.sample.request[0] < 0 and len(region.rows) == len(region.columns) == 1 < region.sample.baseline.size:
-        return "one element"  # without token rows, the flattened row and column are not axes of the tensor
+        return "one element"  # without token rows, the flattened row and column do not identify tensor axes
     return " of ".join(part for part in (_columns(region), _rows(region, requests, padded)) if part)
 
 

@@ -125,8 +125,8 @@ def explain_rope(
     See :func:`explain_rope_table`. Cosines of slow pairs are 1 up to rounding, so that only their sines show an error.
     """
     tables = _with_other_table(region, sites)
-    told = None if tables is None else _explained(tables, (_COSINES_AND_SINES,), thetas, requests, padded)
-    return told or explain_rope_table(region, thetas, requests, padded)
+    explained = None if tables is None else _explained(tables, (_COSINES_AND_SINES,), thetas, requests, padded)
+    return explained or explain_rope_table(region, thetas, requests, padded)
 
 
 def _with_other_table(region: ErrorRegion, sites: SiteReader) -> ErrorRegion | None:
@@ -310,10 +310,10 @@ def _guesses(
         mixed[changed] = other[changed]
         pairs = ", ".join(map(str, changed[:4])) + (", …" if len(changed) > 4 else "")
         factors = other[changed] / np.maximum(own[changed], 1e-300)
-        is_told = own[changed].min() > 0.0 and (len(changed) > 1 or other[changed].max() < _MAX_ANGLE)
+        is_determined = own[changed].min() > 0.0 and (len(changed) > 1 or other[changed].max() < _MAX_ANGLE)
         times = (
             f"{factors[0]:.4g} × baseline's"
-            if is_told and np.ptp(factors) < max(_FREQUENCY_RTOL, region.noise) * factors[0]
+            if is_determined and np.ptp(factors) < max(_FREQUENCY_RTOL, region.noise) * factors[0]
             else "different from baseline's"
         )
         text = f"RoPE's frequencies of {plural(len(changed), 'pair')} ({pairs}) are {times} in target"

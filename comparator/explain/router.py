@@ -124,7 +124,7 @@ def explain_choice(one: RouterOutput, two: RouterOutput, groups: tuple[int, int]
     """
     count, size = one.chosen.shape[1], one.logits.shape[1]
     two = RouterOutput(two.logits[rows], two.weights[rows], two.chosen[rows], two.bias)
-    if not _apart(one.chosen[rows], two.chosen) > _MIN_DIFFERING_ROWS:
+    if not _share_of_different_rows(one.chosen[rows], two.chosen) > _MIN_DIFFERING_ROWS:
         return ""
     rules = [
         (bias, group)
@@ -135,7 +135,7 @@ def explain_choice(one: RouterOutput, two: RouterOutput, groups: tuple[int, int]
     if own is None:
         return ""
     bias, group = own
-    if not _apart(best(two.logits, count, bias, group), two.chosen) > _MIN_DIFFERING_ROWS:
+    if not _share_of_different_rows(best(two.logits, count, bias, group), two.chosen) > _MIN_DIFFERING_ROWS:
         return ""  # the target's own scores explain the choice
     chosen = best(two.logits, count, *own)
     if (
@@ -191,13 +191,13 @@ def best(logits: Array, count: int, bias: Array | None, groups: tuple[int, int] 
     return np.argsort(-scores, axis=1, kind="stable")[:, :count]
 
 
-def _apart(one: Array, two: Array) -> float:
+def _share_of_different_rows(one: Array, two: Array) -> float:
     """Return the fraction of rows whose sets of experts differ."""
     return float((np.sort(one, axis=1) != np.sort(two, axis=1)).any(axis=1).mean()) if one.shape == two.shape else 1.0
 
 
 def _agree(one: Array, two: Array) -> bool:
-    return _apart(one, two) <= 1.0 - _MIN_AGREEMENT
+    return _share_of_different_rows(one, two) <= 1.0 - _MIN_AGREEMENT
 
 
 def _weights(given: RouterOutput, is_sigmoid: bool, is_normal: bool) -> Array:

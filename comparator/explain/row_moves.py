@@ -73,8 +73,8 @@ def _row_order_text(region: ErrorRegion, source: Array, requests: Sequence[str])
     same_position = np.array_equal(sample.position[region.rows], sample.position[source])
     swaps = dict(zip(here.tolist(), there.tolist(), strict=True))
     if known and same_position and all(swaps[a] == b for a, b in zip(here.tolist(), there.tolist(), strict=True)):
-        told = [f"{requests[a]} holds {requests[b]}'s" for a, b in sorted(swaps.items())[:3]]
-        return "requests", f"target has the rows of requests exchanged: {', '.join(told)}", 0
+        exchanges = [f"{requests[a]} holds {requests[b]}'s" for a, b in sorted(swaps.items())[:3]]
+        return "requests", f"target has the rows of requests exchanged: {', '.join(exchanges)}", 0
     if len(source) == 1:
         where = (
             f"request {requests[int(there[0])]}, position {sample.position[source[0]]}" if known else f"row {source[0]}"

@@ -142,7 +142,7 @@ def storage_order(series: Series, fused: FusedLayout, hints: Hints) -> tuple[int
     """Return (groups, shards that each hold all parts) of the joined tensor; equal results mean equal orders."""
     dim = _dim(series, fused.axis)
     if dim is not None and sections_of(dim):
-        return 1, 1  # its dims state the sections: assembled, it is in plain order
+        return 1, 1  # the dims state the sections, so the assembled tensor is in plain order
     return fused.groups, hints.num_shards(series, fused.axis) if fused.groups == 1 else 1
 
 

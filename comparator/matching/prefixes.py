@@ -61,7 +61,7 @@ def remove_prefixes(
         side, _, path = prefix.partition(":")
         try:
             again = match(prefix_renames((*removed, prefix)))
-        except ConfigError:  # two sites would get one name
+        except ConfigError:  # two sites would get the same name
             break
         if not _is_total(pairs, again, SIDES.index(side), f"{path}."):
             break
@@ -154,9 +154,9 @@ def _is_total(before: Sequence[Pair], after: Sequence[Pair], side: int, prefix: 
     partner."""
     if not _matched(before) <= _matched(after):
         return False
-    told = {site for p in after if p.note and not (p.baseline and p.target) for site in p.names()}  # has a reason
-    left = [site for site in _orphans(after, side) if site.startswith(prefix) and site not in told]
-    return not left or all(site in told for site in _orphans(after, 1 - side))
+    with_reason = {site for p in after if p.note and not (p.baseline and p.target) for site in p.names()}
+    left = [site for site in _orphans(after, side) if site.startswith(prefix) and site not in with_reason]
+    return not left or all(site in with_reason for site in _orphans(after, 1 - side))
 
 
 def _matched(pairs: Sequence[Pair]) -> set[tuple[str, str]]:

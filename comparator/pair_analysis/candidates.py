@@ -33,7 +33,7 @@ def candidates(series: Series, other: Series, places: Sequence[Coords], axes: Se
                     if len(over) < 3:
                         yield made
                         yield from _too_wide(made, series, other, sizes)
-                    elif not any(_is_section(how) for how, _ in choice) and _is_as_wide(made, series, other, sizes):
+                    elif not any(_is_section(role) for role, _ in choice) and _is_as_wide(made, series, other, sizes):
                         yield made  # filtered, because three axes have hundreds of combinations
                 if len(over) == 1:
                     num = len({place.get(over[0]) for place in places})
@@ -147,8 +147,8 @@ def _ways(dims: Dims, axis: str) -> list[_Way]:
     return ways
 
 
-def _is_section(how: str) -> bool:
-    return how.endswith("sections")
+def _is_section(role: str) -> bool:
+    return role.endswith("sections")
 
 
 def _may_be_sections(dim: Dim) -> bool:
@@ -159,15 +159,15 @@ def _may_be_sections(dim: Dim) -> bool:
 
 def _with(dims: Dims, axes: Sequence[str], choice: Sequence[_Way]) -> Dims:
     parts, replicated = list(dims.dims), list(dims.replicated)
-    for axis, (how, at) in zip(axes, choice, strict=True):
+    for axis, (role, at) in zip(axes, choice, strict=True):
         dim = parts[at]
-        if how == "replicated":
+        if role == "replicated":
             replicated.append(axis)
-        elif _is_section(how) and not dim.sections:
-            names = tuple(f"{dim.names[0]}{i}" for i in range(int(how[0])))
+        elif _is_section(role) and not dim.sections:
+            names = tuple(f"{dim.names[0]}{i}" for i in range(int(role[0])))
             parts[at] = Dim(names, (*dim.shards, Shard(axis)), sections=tuple(map(Section, names)))
         else:
-            shard = Shard(axis, "zigzag" if how == "zigzag" else None, how == "partial")
+            shard = Shard(axis, "zigzag" if role == "zigzag" else None, role == "partial")
             parts[at] = structs.replace(dim, shards=(*dim.shards, shard))
     return structs.replace(dims, dims=tuple(parts), replicated=tuple(replicated))
 

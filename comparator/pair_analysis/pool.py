@@ -14,7 +14,7 @@ from tapscope.comparator.pair_analysis.pair_result import PairResult
 from tapscope.comparator.runs.series import sources_of
 from tapscope.core import dtypes
 
-_Found = TypeVar("_Found")
+_Result = TypeVar("_Result")
 MAX_THREADS = 4
 """More threads would only contend: all work except measuring holds the GIL."""
 MIN_THREAD_BYTES = 1 << 19
@@ -57,8 +57,8 @@ def analyze_all(
     results = []
     batches = list(batches_of(pairs))
     alone = in_batches(analyzer.analyze_batch, batches)
-    for look in alone if workers is None else _in_workers(analyzer, batches, workers):
-        results.append(analyzer.with_suggested_dims(look))
+    for analyzed in alone if workers is None else _in_workers(analyzer, batches, workers):
+        results.append(analyzer.with_suggested_dims(analyzed))
         advance()
     return results
 
@@ -73,7 +73,7 @@ def _in_workers(analyzer: PairAnalyzer, batches: Sequence[Batch], workers: Worke
             yield from analyzer.unpacked(batch, by_place.pop(at))
 
 
-def in_batches(work: Callable[[Sequence[Pair]], Sequence[_Found]], batches: Sequence[Batch]) -> Iterator[_Found]:
+def in_batches(work: Callable[[Sequence[Pair]], Sequence[_Result]], batches: Sequence[Batch]) -> Iterator[_Result]:
     """Yield the result of ``work`` for each pair, in order, using threads for batches that are large enough."""
     threads = min(MAX_THREADS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
     large = [i for i, (_, nbytes) in enumerate(batches) if nbytes >= MIN_THREAD_BYTES]
@@ -84,7 +84,7 @@ def in_batches(work: Callable[[Sequence[Pair]], Sequence[_Found]], batches: Sequ
 
     pool = ThreadPoolExecutor(threads, "tapscope-measure")
     try:
-        waiting: dict[int, Future[Sequence[_Found]]] = {i: pool.submit(work, batches[i][0]) for i in large}
+        waiting: dict[int, Future[Sequence[_Result]]] = {i: pool.submit(work, batches[i][0]) for i in large}
         for i, (batch, _) in enumerate(batches):
             yield from waiting.pop(i).result() if i in waiting else work(batch)
     finally:

@@ -39,25 +39,25 @@ def analyze_plain_values(pair: Pair, shift: int, rows: RowMap, *, is_same_mesh: 
     if (left.first.dtype is None) != (right.first.dtype is None):
         return one.replace(problem="a tensor on one side and a plain value on the other")
     by_rank = is_same_mesh and _have_same_ranks(left, right) and not _have_other_rows(pair, rows)
-    met = _met(_values(left, 0, by_rank=by_rank), _values(right, shift, by_rank=by_rank))
+    matched = _matched(_values(left, 0, by_rank=by_rank), _values(right, shift, by_rank=by_rank))
     if not by_rank and not _have_other_rows(pair, rows):
         warnings = (
             _ranks_differ(series, name) for series, name in zip(pair.sides, ("baseline", "target"), strict=True)
         )
         one = structs.replace(one, meta=structs.replace(about, warnings=tuple(filter(None, warnings))))
-    if not met:
+    if not matched:
         return one.replace(exclusion_reason="a plain value that changes, and no step number is in both runs")
-    unequal = [place for place, (mine, theirs) in met.items() if mine != theirs]
+    unequal = [place for place, (mine, theirs) in matched.items() if mine != theirs]
     if not unequal:
         return structs.replace(one, values=PairValues(basis="value"))
     if _are_extents(pair, rows):
-        mine, theirs = met[unequal[0]]
+        mine, theirs = matched[unequal[0]]
         return one.replace(
             exclusion_reason=f"the size of the step's batch ({mine} against {theirs}): the runs batch differently"
         )
     steps = tuple(StepResult(step + shift, 0, 0.0, 0.0, 1.0) for step in dict.fromkeys(step for step, *_ in unequal))
-    worst = Place(steps[0].step, steps[0].step - shift, rank=_lone_rank(unequal, met))
-    mine, theirs = map(_in_short, met[unequal[0]])
+    worst = Place(steps[0].step, steps[0].step - shift, rank=_lone_rank(unequal, matched))
+    mine, theirs = map(_in_short, matched[unequal[0]])
     one = one.replace(notes=(f"a plain value differs: {mine} against {theirs}",))
     return structs.replace(one, values=PairValues(basis="value", num_unequal=len(unequal), steps=steps, worst=worst))
 
@@ -88,18 +88,18 @@ def _ranks_differ(series: Series, name: str) -> str:
     for firing in series.firings:
         values = {_written(record.value): record.key.rank for record in reversed(firing.records)}
         if len(values) > 1:
-            said = ", ".join(f"{_in_short(value)} on rank {rank}" for value, rank in list(values.items())[::-1][:2])
-            return f"ranks of the {name} hold different values ({said}); only the first rank's was compared"
+            examples = ", ".join(f"{_in_short(value)} on rank {rank}" for value, rank in list(values.items())[::-1][:2])
+            return f"ranks of the {name} hold different values ({examples}); only the first rank's was compared"
     return ""
 
 
-def _lone_rank(unequal: Sequence[_ValuePlace], met: Mapping[_ValuePlace, object]) -> int | None:
+def _lone_rank(unequal: Sequence[_ValuePlace], matched: Mapping[_ValuePlace, object]) -> int | None:
     """Return the only rank whose values differ; None if there are several, or only one rank was compared."""
     ranks = {rank for _, _, rank in unequal}
-    return ranks.pop() if len(ranks) == 1 < len({rank for _, _, rank in met}) else None
+    return ranks.pop() if len(ranks) == 1 < len({rank for _, _, rank in matched}) else None
 
 
-def _met(left: _Values, right: _Values) -> dict[_ValuePlace, tuple[str, str]]:
+def _matched(left: _Values, right: _Values) -> dict[_ValuePlace, tuple[str, str]]:
     """Return the matched values as (baseline, target), by the baseline's place."""
     if len(set(left.values())) == len(set(right.values())) == 1:
         place, value = next(iter(left.items()))

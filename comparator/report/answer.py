@@ -88,10 +88,10 @@ def _outcome(report: "Report") -> str:
     if divergence is not None:
         sentence = f"inputs differ, results agree: {divergence.site}" if _only_inputs(report) else headline(divergence)
         return sentence + ("; on partial data" if partial else "")
-    odd = _odd(report)
-    if odd is not None:
+    bad = _first_bad(report)
+    if bad is not None:
         more = _and_more(report.num_bad - 1, "site")
-        return f"cannot be compared: {odd.site}{more}{'; on partial data' if partial else ''}"
+        return f"cannot be compared: {bad.site}{more}{'; on partial data' if partial else ''}"
     if partial:
         return f"agrees where compared, but the data are partial{' (allowed)' if report.options.allow_partial else ''}"
     if SAME_DIRECTORY in report.coverage.warnings:
@@ -111,15 +111,15 @@ def _why(report: "Report") -> str:
     divergence, partial = report.first_divergence, report.coverage.partial
     if divergence is not None:
         return "; ".join(_reasons(report, divergence))
-    odd = _odd(report)
-    if odd is not None:
-        return odd.notes[0] if odd.notes else str(odd.verdict)
+    bad = _first_bad(report)
+    if bad is not None:
+        return bad.notes[0] if bad.notes else str(bad.verdict)
     if partial:
         return f"{partial[0]}{_and_more(len(partial) - 1, 'reason')}"
     return SAME_DIRECTORY if SAME_DIRECTORY in report.coverage.warnings else _how_close(report)
 
 
-def _odd(report: "Report") -> Finding | None:
+def _first_bad(report: "Report") -> Finding | None:
     return next((f for f in report.findings if f.verdict.is_bad), None)
 
 

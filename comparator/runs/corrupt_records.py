@@ -106,7 +106,7 @@ class CorruptRecords(Struct):
         return True
 
     def _check_all(self, records: Records) -> None:
-        flaw_of: dict[tuple[int, Entry, str | None], str | None] = {}  # shared bytes are read once
+        flaw_of: dict[tuple[int, Entry, str | None], str | None] = {}  # bytes of several records are read once
         for record in records:
             if record.entry is None:
                 continue

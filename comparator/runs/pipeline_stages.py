@@ -192,11 +192,13 @@ def name_stage_boundaries(records: Sequence[Record], stage: Callable[[Key], int]
     ``holders`` are the paths of the ancestors of layers. A stage whose value is not that of the whole model gets names
     such as ``out[stage0]`` and ``in[hidden_states.stage1]``.
     """
-    apart = _apart(records, stage, holders)
-    return [_named(record, stage, apart) for record in records]
+    stages_of = _differing_sites(records, stage, holders)
+    return [_named(record, stage, stages_of) for record in records]
 
 
-def _apart(records: Sequence[Record], stage: Callable[[Key], int], holders: set[str]) -> dict[str, tuple[int, int]]:
+def _differing_sites(
+    records: Sequence[Record], stage: Callable[[Key], int], holders: set[str]
+) -> dict[str, tuple[int, int]]:
     """Return (first, last stage) of each site whose values differ between stages."""
     seen: dict[str, set[int]] = {}
     values: dict[tuple[str, int, int, int, str], set[str | None]] = {}
@@ -210,9 +212,11 @@ def _apart(records: Sequence[Record], stage: Callable[[Key], int], holders: set[
     return {site: (min(stages), max(stages)) for site, stages in seen.items() if len(stages) > 1 and site in differ}
 
 
-def _named(record: Record, stage: Callable[[Key], int], apart: Mapping[str, tuple[int, int]]) -> Record:
+def _named(record: Record, stage: Callable[[Key], int], stages_of: Mapping[str, tuple[int, int]]) -> Record:
     site, here = record.key.site, stage(record.key)
-    stages = apart.get(site.removesuffix(".grad")) or apart.get(site)  # the first stage's input may have no gradient
+    stages = stages_of.get(site.removesuffix(".grad")) or stages_of.get(
+        site
+    )  # the first stage's input may have no gradient
     if stages is None:
         return record
     path, _, port = site.rpartition(":")

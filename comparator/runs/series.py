@@ -172,7 +172,7 @@ def series_of(run: Run, records: Records) -> list[Series]:
     if not records:
         return []
     stages = {rank: run.coords(rank).get("pp", 0) for rank in run.ranks}
-    groups: dict[tuple[str, str], tuple[str, str]] = {}  # interned: there are as many as records
+    groups: dict[tuple[str, str], tuple[str, str]] = {}  # interned, because there are as many as series
     series, order = list[Series](), list[tuple[bool, int, int, str]]()
     for place, firings in FiringTable(records).series():
         kind, site = firings.kind, records.site_at(place)

@@ -35,8 +35,8 @@ def _split(firing: Firing, rows: SideRows, coords: Mapping[int, Mapping[str, int
         groups.setdefault((id(rows.of(record)), record.rows), []).append(record)
     if len(groups) == 1:
         return [firing]
-    apart = _axes_between([[coords[r.key.rank] for r in group] for group in groups.values()])
-    return [structs.replace(firing, records=tuple(records), split_axes=apart) for records in groups.values()]
+    split_axes = _axes_between([[coords[r.key.rank] for r in group] for group in groups.values()])
+    return [structs.replace(firing, records=tuple(records), split_axes=split_axes) for records in groups.values()]
 
 
 def _axes_between(parts: list[list[Mapping[str, int]]]) -> frozenset[str]:
@@ -48,15 +48,15 @@ def _axes_between(parts: list[list[Mapping[str, int]]]) -> frozenset[str]:
     )
 
 
-def without_split_axes(dims: Dims, apart: frozenset[str]) -> Dims:
-    """Return the dims of one part: its token axes are no longer sharded over the mesh axes ``apart``."""
-    if not apart:
+def without_split_axes(dims: Dims, split_axes: frozenset[str]) -> Dims:
+    """Return the dims of one part, whose token axes are no longer sharded over the mesh axes ``split_axes``."""
+    if not split_axes:
         return dims
     parts = tuple(
-        structs.replace(dim, shards=tuple(s for s in dim.shards if s.partial or s.axis not in apart))
+        structs.replace(dim, shards=tuple(s for s in dim.shards if s.partial or s.axis not in split_axes))
         if _TOKEN_AXES.issuperset(dim.names)
         else dim
         for dim in dims.dims
     )
-    replicated = tuple(axis for axis in dims.replicated if axis not in apart)
-    return structs.replace(dims, dims=parts, replicated=replicated, dp=None if dims.dp in apart else dims.dp)
+    replicated = tuple(axis for axis in dims.replicated if axis not in split_axes)
+    return structs.replace(dims, dims=parts, replicated=replicated, dp=None if dims.dp in split_axes else dims.dp)

@@ -36,32 +36,32 @@ _Call = dict[str, Record]
 """Meaning -> record, for one call on one rank."""
 
 
-def inferred_grids(run: Run, told: frozenset[int], steps: frozenset[int] | None) -> TokenGrids:
-    """Return inferred grids of the steps that are not in ``told`` (steps with a recorded row table).
+def inferred_grids(run: Run, recorded_steps: frozenset[int], steps: frozenset[int] | None) -> TokenGrids:
+    """Return inferred grids of the steps that are not in ``recorded_steps``, the steps with a row table.
 
-    A step in ``told`` is inferred again if the token ids of several microbatches were recorded: its row table covers
-    only the first model call of the step. Exempt are steps of a draft model, in which the microbatch is the number of
-    the draft.
+    A recorded step is inferred again if the token ids of several microbatches were recorded: its row table covers only
+    the first model call of the step. Exempt are steps of a draft model, in which the microbatch is the number of the
+    draft.
     """
     near = np.flatnonzero(run.records.of_sites(lambda site: site.startswith((":in[", ":tap[")))).tolist()
-    told_of = ((_meaning(record), record) for record in map(run.records.__getitem__, near))
-    arguments = [(what, r) for what, r in told_of if what and (steps is None or r.key.step in steps)]
+    meanings = ((_meaning(record), record) for record in map(run.records.__getitem__, near))
+    arguments = [(what, r) for what, r in meanings if what and (steps is None or r.key.step in steps)]
     several = {record.key.step for what, record in arguments if what == "ids" and record.key.micro} - draft_steps_of(
         run
     )
     calls: dict[int, dict[tuple[int, int], _Call]] = {}
     for what, record in arguments:
         key = record.key
-        if key.step not in told or key.step in several:
+        if key.step not in recorded_steps or key.step in several:
             calls.setdefault(key.rank, {}).setdefault((key.step, key.micro), {}).setdefault(what, record)
     return _grids(run, calls)
 
 
-def repeated_call_notes(run: Run, told: frozenset[int]) -> list[str]:
+def repeated_call_notes(run: Run, recorded_steps: frozenset[int]) -> list[str]:
     """Return a sentence on steps with a row table in which the model was called several times within one microbatch."""
     records = run.records
     later = records.which(lambda kind: kind.occurrence and kind.pass_ == FORWARD).tolist()
-    again = sorted({int(records.step[at]) for at in later if records.site_at(at).startswith(":in[")} & told)
+    again = sorted({int(records.step[at]) for at in later if records.site_at(at).startswith(":in[")} & recorded_steps)
     if not again:
         return []
     steps = formatting.plural(len(again), "step")
@@ -108,8 +108,8 @@ def _grids(run: Run, calls: Mapping[int, Mapping[tuple[int, int], _Call]]) -> To
     several = {step for step, micro in infos if micro}
     grids = [
         grid
-        for (step, micro), told in sorted(infos.items())
-        for grid in group_ranks(run, step, micro if step in several else None, told)
+        for (step, micro), by_rank in sorted(infos.items())
+        for grid in group_ranks(run, step, micro if step in several else None, by_rank)
     ]
     notes = [f"rows of {run.name} are inferred from the recorded arguments of its model"] if grids else []
     if grids and num_assumed:
