@@ -46,8 +46,8 @@ class StepMatcher:
         """Pair the steps that hold the same rows, for tensors with ``num_axes`` axes; needs row tables of both runs.
 
         ``baseline`` and ``target`` are the steps of the site. Steps without rows in a run whose other steps have rows
-        (a vision tower, a denoiser, a VAE) are matched by number. If both sides have equally many, they are matched in
-        order instead where numbers do not suffice, because the numbers also count calls of other models.
+        (a vision tower, a denoiser, a VAE) are matched by number. If numbers match only some of them and both sides
+        have equally many, they are matched in order: the numbers also count calls of other models.
         """
         kind = min(num_axes, 2)
         if kind not in self._found:

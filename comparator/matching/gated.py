@@ -22,8 +22,8 @@ FUNCTION = "not compared: the function of the gate alone; the other run's module
 def gated(series: Mapping[str, Series], hints: Hints) -> dict[str, str]:
     """Return common path -> path of the gated activation modules.
 
-    A module counts as gated by its class; without a class, if its output is half as wide as its input; without inputs,
-    if its framework only has gated activations next to a fused linear.
+    A module counts as gated by its class. If the class is unknown, its output must be half as wide as its input. If no
+    input was recorded either, the framework must have only gated activations next to a fused linear.
     """
     paths: dict[str, str] = {}
     for name, one in series.items():

@@ -105,10 +105,8 @@ class Report(Struct, frozen=True):
 
     @property
     def exit_code(self) -> int:
-        """Exit code: 1 if a condition of ``fail_on`` is met, otherwise 0.
-
-        3 if bytes of either run are damaged (unless that is allowed), or if no site could be compared.
-        """
+        """1 if a condition of ``fail_on`` is met, otherwise 0; 3 if bytes of either run are damaged (unless that is
+        allowed), or if no site could be compared."""
         if not self.divergences and all(finding.basis == "none" for finding in self.findings):
             return 3
         if self.coverage.damaged and not self.options.allow_partial:
