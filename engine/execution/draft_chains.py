@@ -88,7 +88,7 @@ class DraftChains:
         self._last_drafts = last_tokens[1:]
         """[drafts, rows of the page tables]: the drafts being verified, then overwritten by the next ones."""
         self._hosts = [torch.zeros(num_drafts * max_requests, dtype=torch.int64, pin_memory=is_cuda) for _ in range(3)]
-        """Pinned host buffers for drafts in flight: drafts that a step verifies, and the drafts that follow that
+        """Host buffers for drafts in flight: drafts that a step verifies, and the drafts that follow that
         step."""
         self._graphs = _ChainGraphs(self._chain, model, buffers, self.sizes, numerics, stream=stream)
 
