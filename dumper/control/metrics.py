@@ -18,11 +18,11 @@ _COUNTERS = {
     "tapscope_diverged_steps": ("diverged_steps", "Steps that diverged from the reference run."),
 }
 _GAUGES = {
-    "tapscope_step": ("step", "Step the rank is in, -1 before the first."),
-    "tapscope_epoch": ("epoch", "Configuration epoch the rank has applied."),
+    "tapscope_step": ("step", "Current step of the rank, -1 before the first."),
+    "tapscope_epoch": ("epoch", "Configuration epoch applied by the rank."),
     "tapscope_capture_steps_left": ("capture_steps_left", "Steps left of a capture."),
-    "tapscope_idle_seconds": ("idle_s", "Seconds since the rank's step last grew."),
-    "tapscope_queue_bytes": ("queue_bytes", "Bytes on their way to the recorder."),
+    "tapscope_idle_seconds": ("idle_s", "Seconds since the rank's step number last increased."),
+    "tapscope_queue_bytes": ("queue_bytes", "Bytes queued for the recorder."),
     "tapscope_shm_bytes": ("shm_bytes", "Size of the shared-memory ring."),
     "tapscope_shm_used_bytes": ("shm_bytes_used", "Bytes in use in the shared-memory ring."),
     "tapscope_ring_bytes": ("ring_bytes", "Deprecated: tapscope_shm_bytes."),
@@ -58,9 +58,9 @@ class _State(Collector):
         yield GaugeMetricFamily("tapscope_hints", "Hints in /dumper/state.", len(self._state["hints"]))
 
     def _writing(self) -> Iterable[Metric]:
-        seconds = CounterMetricFamily("tapscope_write_seconds", "Seconds spent in writing.", labels=["rank"])
+        seconds = CounterMetricFamily("tapscope_write_seconds", "Seconds spent writing.", labels=["rank"])
         speed = GaugeMetricFamily(
-            "tapscope_write_bytes_per_second", "Payload bytes by seconds of writing.", labels=["rank"]
+            "tapscope_write_bytes_per_second", "Payload bytes per second of writing.", labels=["rank"]
         )
         nbytes = {str(rank["rank"]): rank["total_bytes"] for rank in self._state["ranks"]}
         for rank, spent in self._state["write_s"].items():

@@ -32,10 +32,10 @@ class RankState(BaseModel):
     """State of one rank. Additional members are counters of its pipeline (``queue_bytes``, ``dropped``, ...)."""
 
     rank: int = Field(description="global rank")
-    host: str | None = Field(description="its host")
-    pid: int = Field(description="its process")
-    step: int = Field(description="the step it is in; -1 before the first")
-    epoch: int = Field(description="the configuration it has applied")
+    host: str | None = Field(description="host name")
+    pid: int = Field(description="process id")
+    step: int = Field(description="current step; -1 before the first")
+    epoch: int = Field(description="configuration epoch applied by the rank")
     capture_steps_left: int | None = Field(description="steps left of a capture")
     capture_left: int | None = Field(description="capture_steps_left", deprecated=True)
     records: int = Field(description="records written into this run")
@@ -43,38 +43,38 @@ class RankState(BaseModel):
     total_records: int = Field(description="records written into all runs of this recorder")
     total_bytes: int = Field(description="payload bytes written into all runs of this recorder")
     status: Literal["connected", "silent", "closed", "died", "disk", "stopped"] = Field(
-        description="its connection, or why it records nothing"
+        description="connection status, or the reason why the rank does not record"
     )
-    stopped: str | None = Field(description="why it stopped capturing: a trigger or a budget")
-    idle_s: float = Field(description="seconds since its step last grew")
+    stopped: str | None = Field(description="the trigger or budget that stopped capture; null while capturing")
+    idle_s: float = Field(description="seconds since the step number last increased")
 
 
 class StateAnswer(Strict):
     """State of the run, its configuration, and every rank that ever joined."""
 
     run: str = Field(description="directory of the run")
-    epoch: int = Field(description="number of the configuration; grows with each change")
+    epoch: int = Field(description="configuration epoch, incremented by each change")
     config: dict[str, Any] = Field(description="the configuration")
     world_size: int = Field(description="number of ranks of the job")
     ranks: list[RankState] = Field(description="every rank that ever joined")
-    hints: list[str] = Field(description="what suggests that not all ranks make the same calls")
+    hints: list[str] = Field(description="signs that the ranks do not all make the same calls")
     live: str = Field(description="address of the live record lines")
-    change_under_way: bool = Field(description="whether ranks still apply a change")
+    change_under_way: bool = Field(description="whether a change is still being applied")
     capture_under_way: str | None = Field(description="the capture in progress")
-    write_s: dict[str, float] = Field(description="rank -> seconds spent in writing")
+    write_s: dict[str, float] = Field(description="rank -> seconds spent writing")
 
 
 class LiveDivergence(BaseModel):
     """The first site of a step that differs from the reference by more than rounding explains."""
 
-    step: int = Field(description="step in which they differ")
-    rank: int = Field(description="rank that compared")
-    site: str = Field(description="the site")
+    step: int = Field(description="step of the divergence")
+    rank: int = Field(description="rank that detected the divergence")
+    site: str = Field(description="site of the divergence")
     test: Literal["median_row", "worst_row", "scale", "tolerance", "nonfinite", "unequal"] = Field(
         description="the test that failed"
     )
     error: float | None = Field(description="relative error of a row, or the number of elements")
-    limit: float | None = Field(description="the largest error that passes")
+    limit: float | None = Field(description="largest error that passes the test")
     request: str | None = Field(None, description="request of the worst token row")
     position: int | None = Field(None, description="position of that row in its request")
     last_step: int = Field(description="the last step that diverged")
@@ -84,11 +84,11 @@ class RankVerdict(Strict):
     """One rank's comparison with the reference run."""
 
     rank: int = Field(description="global rank")
-    step: int = Field(description="its last step")
+    step: int = Field(description="last step of the rank")
     num_compared: int = Field(description="tensors compared")
-    num_not_compared: int = Field(description="tensors without a counterpart, or of other shapes or tokens")
+    num_not_compared: int = Field(description="tensors without a counterpart of the same shape and tokens")
     num_diverged_steps: int = Field(description="steps with a divergence")
-    first_divergence: LiveDivergence | None = Field(description="of its earliest step")
+    first_divergence: LiveDivergence | None = Field(description="divergence in the rank's earliest diverged step")
 
 
 class VerdictAnswer(Strict):
@@ -96,18 +96,18 @@ class VerdictAnswer(Strict):
 
     run: str = Field(description="directory of the run")
     against: str = Field(description="the reference run")
-    verdict: Literal["differs", "agrees", "unknown"] = Field(description="`unknown` while nothing was compared")
-    first_divergence: LiveDivergence | None = Field(description="of the earliest step")
+    verdict: Literal["differs", "agrees", "unknown"] = Field(description="`unknown` until a tensor has been compared")
+    first_divergence: LiveDivergence | None = Field(description="divergence in the earliest diverged step of all ranks")
     ranks: list[RankVerdict] = Field(description="the comparison of each rank")
 
 
 class ChangeAnswer(Strict):
     """A change that every rank accepted."""
 
-    epoch: int = Field(description="number of the configuration; grows with each change")
+    epoch: int = Field(description="configuration epoch, incremented by each change")
     config: dict[str, Any] = Field(description="the new configuration")
     ranks: dict[str, int | str] = Field(
-        description="rank -> step from which it applies, `pending` where it is idle, or why it was not asked"
+        description="rank -> first step with the change, `pending` if the rank is idle, or why the rank was not asked"
     )
     unmatched: dict[str, list[str]] | None = Field(None, description="rank -> rules that match no site of its model")
     ended: str | None = Field(None, description="the capture that this change ended")
@@ -117,24 +117,28 @@ class ChangeAnswer(Strict):
 class ReleaseAnswer(Strict):
     """Result of writing the flight recorders' steps."""
 
-    past: int = Field(description="number of steps that were asked for")
-    ranks: dict[str, dict[str, int] | str] = Field(description="rank -> steps and bytes, or why there are none")
+    past: int = Field(description="number of steps requested")
+    ranks: dict[str, dict[str, int] | str] = Field(
+        description="rank -> steps and bytes written, or why none were written"
+    )
 
 
 class ResetAnswer(Strict):
     """The new run."""
 
-    epoch: int = Field(description="number of the configuration; grows with each change")
+    epoch: int = Field(description="configuration epoch, incremented by each change")
     run: str = Field(description="directory of the new run")
-    ranks: dict[str, int | str] = Field(description="rank -> step from which it applies, or why it was not asked")
+    ranks: dict[str, int | str] = Field(
+        description="rank -> step from which the reset applies, or why the rank was not asked"
+    )
 
 
 class Module(Strict):
     """A module that can be tapped."""
 
-    path: str = Field(description="name of the module")
-    cls: str = Field(alias="class", description="its class")
-    ports: list[str] = Field(description="its inputs and outputs, such as in[0] and out")
+    path: str = Field(description="path of the module")
+    cls: str = Field(alias="class", description="class name of the module")
+    ports: list[str] = Field(description="inputs and outputs of the module, such as in[0] and out")
 
 
 class SitesAnswer(Strict):
@@ -149,7 +153,7 @@ class RankDump(Strict):
 
     config: dict[str, Any] = Field(description="the configuration")
     dump_index: int = Field(description="records written into this run")
-    step: int = Field(description="the step it is in")
+    step: int = Field(description="current step")
 
 
 class ResetBody(Strict):
@@ -181,12 +185,12 @@ def _json_type(hint: Any) -> Any:
 
 _runtime = _documented(RUNTIME_FIELDS)
 ConfigureBody: type[BaseModel] = create_model(
-    "ConfigureBody", __base__=Strict, __doc__="What is to change; the rest stays.", **_runtime
+    "ConfigureBody", __base__=Strict, __doc__="The settings to change; all others are kept.", **_runtime
 )
 CaptureBody: type[BaseModel] = create_model(
     "CaptureBody",
     __base__=Strict,
-    __doc__="What to record of the next steps (default: everything in full), or which past ones to write.",
+    __doc__="Settings for the next steps (default: keep everything in full), or a number of past steps to write.",
     **_runtime,
     steps=(int, Field(1, ge=1, description="number of steps; then the previous configuration is restored")),
     past=(
