@@ -36,8 +36,8 @@ class Node(Struct, frozen=True, gc=False):
     has_no_inputs: bool = False
     """Whether the site is an output, and both runs report that its module was called without tensors."""
     identities: tuple[object, object] = (None, None)
-    """One key per run; sites with equal keys have the same bytes. None if the bytes are unknown, or if no other site
-    has the same bytes (gradients always have a key)."""
+    """One key per run; sites with equal keys have the same bytes. None if the bytes are unknown, or, except for
+    gradients, if no other site has the same bytes."""
 
     @property
     def is_backward(self) -> bool:
