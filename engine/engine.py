@@ -1,4 +1,4 @@
-"""Engine: schedules requests and computes their tokens, on one or several ranks. Runners add text to its outputs."""
+"""Engine: schedules requests and computes their tokens on one or several ranks. Runners detokenize the outputs."""
 
 import logging
 import time
@@ -40,57 +40,58 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 PauseMode = Literal["abort", "retract", "in_place"]
-"""What :meth:`Engine.pause_generation` does with live requests."""
+"""How :meth:`Engine.pause_generation` treats live requests."""
 
 _NAN_WARNING_S = 10.0
-"""Seconds between two warnings of NaN; all requests are counted."""
+"""Minimum number of seconds between two NaN warnings. Every request with NaN is counted, warned about or not."""
 
 
 @dataclass(frozen=True, slots=True)
 class _InFlightStep:
-    """A step that was launched and not yet collected."""
+    """A step that was launched but whose results were not collected yet."""
 
     plan: StepPlan
     requests: list[Request]
-    """One for each scheduled request."""
+    """The scheduled requests, in the order of ``plan.scheduled``."""
     sampled: SampledStep
     launched: LaunchedStep
 
 
 class Engine:
-    """A loaded model, its cache and its queue; one thread at a time may use it."""
+    """A loaded model with its KV cache and request queue. Not thread-safe: one thread at a time may use the engine."""
 
     def __init__(
         self, config: EngineConfig, observer: ObserverFactory | None, heartbeat: Heartbeat | None = None
     ) -> None:
-        """Load on every rank. ``heartbeat`` is that of this process, where another process watches it.
+        """Start all ranks and load the model on each.
 
-        Raises ConfigError, UsageError, CheckpointError, RankLostError.
+        ``heartbeat`` belongs to this process, if another process monitors it. Raises ConfigError, UsageError,
+        CheckpointError, RankLostError.
         """
         self.config = config
         self.model_config = resolve_length(config, ModelConfig.read(Path(config.model)))
         self.model_config.check_split(config.tp)
         check_draft(config, self.model_config)
         if config.has_lora:
-            resolve_lora_rank(config)  # reports an adapter that cannot be read before the model is loaded
+            resolve_lora_rank(config)  # raises for an unreadable adapter before the model is loaded
         self._rank_group = RankGroup(config, self.model_config, observer, heartbeat or Heartbeat())
         self._epoch = 0
         self.async_scheduling = config.async_scheduling and self.runner.device.type == "cuda"
-        """Whether the next step may be launched before the tokens of this one are known."""
+        """Whether a step may be launched before the tokens of the previous step are known."""
         self._in_flight: list[_InFlightStep] = []
-        """Launched steps: at most one, and with async scheduling the next."""
+        """Launched steps, oldest first: at most one, or two with async scheduling."""
         self._finished_step = -1
-        """The last step that was finished for the observer."""
+        """Number of the last step for which the runner's ``finish`` was called; -1: none."""
         self._undelivered: list[Output] = []
-        """Outputs of steps that were collected between two calls of :meth:`step`."""
+        """Outputs of steps collected outside :meth:`step`, which the next :meth:`step` returns."""
         self._live: dict[str, Request] = {}
         self.is_paused = False
-        """Whether :meth:`step` computes nothing, see :meth:`pause_generation`."""
+        """Whether generation is paused, see :meth:`pause_generation`; :meth:`step` then computes nothing."""
         self._num_corrupted = 0
-        """Requests with NaN in their logits."""
+        """Number of requests with NaN in their logits so far."""
         self._nan_warned_s: float | None = None
         self._nan_checks: list[NanCheck] = []
-        """Of collected steps, the oldest first."""
+        """Pending NaN checks of collected steps, oldest first."""
         cache = self.runner.cache_config
         scheduler_config = SchedulerConfig.build(
             config,
@@ -118,7 +119,7 @@ class Engine:
             self.scheduler.kv_cache_manager,
             vocab,
         )
-        """Proposes draft tokens and counts the accepted ones (``speculator.stats``); None without speculation."""
+        """Proposer of draft tokens, with counts of accepted ones in ``speculator.stats``; None without speculation."""
         self.weights = WeightControl(
             config,
             self.model_config,
@@ -127,9 +128,9 @@ class Engine:
             drain=self._keep_outputs,
             is_paused=lambda: self.is_paused,
         )
-        """Updates of the weights, by a checkpoint or by a trainer."""
+        """Weight updates from a checkpoint or a trainer."""
         self.adapters = AdapterControl(config, self._rank_group, self.scheduler)
-        """LoRA adapters that requests may name."""
+        """Loaded LoRA adapters, which requests select by name."""
         try:
             for name, folder in config.adapters:
                 self.load_adapter(name, Path(folder))
@@ -138,14 +139,14 @@ class Engine:
             raise
 
     def _compute_draft(self, plan: StepPlan, sample: "Callable[[Tensor], Tensor]") -> list[int]:
-        """A step of the draft model; one that is recorded has a step number of its own."""
+        """Run one step of the draft model and return the sampled tokens; an observed step has its own number."""
         draft_runner = self._rank_group.draft_runner
-        assert draft_runner is not None, "only a draft model plans such steps"
+        assert draft_runner is not None, "draft steps need a draft model"
         if draft_runner.observer is not None:
             plan = replace(plan, step=self.scheduler.claim_step(), epoch=draft_runner.observer.epoch)
         launched = self._rank_group.launch(plan, sample)
         samples = any(item.samples for item in plan.scheduled)
-        tokens = self._rank_group.collect(launched) if samples else []  # nothing to wait for
+        tokens = self._rank_group.collect(launched) if samples else []  # without sampling there is no result to await
         draft_runner.finish(plan)
         return tokens
 
@@ -156,7 +157,7 @@ class Engine:
 
     @property
     def draft_runner(self) -> ModelRunner | None:
-        """Model runner of the draft model or head on rank 0; None without one."""
+        """Model runner of the draft model or draft head on rank 0; None if the engine has neither."""
         return self._rank_group.draft_runner
 
     @property
@@ -166,33 +167,33 @@ class Engine:
 
     @property
     def rank_sentinels(self) -> list[int]:
-        """Descriptors that become readable when a rank has ended."""
+        """File descriptors that become readable when a rank's process ends."""
         return self._rank_group.sentinels
 
     @property
     def num_waiting(self) -> int:
-        """Waiting requests."""
+        """Number of waiting requests."""
         return len(self.scheduler.waiting)
 
     @property
     def num_in_flight(self) -> int:
-        """Steps that were launched and not yet collected: at most one between two calls of :meth:`step`."""
+        """Number of launched but uncollected steps: at most one between two calls of :meth:`step`."""
         return len(self._in_flight)
 
     def check_ranks(self) -> None:
-        """Raise RankLostError when a rank has failed or ended; every later call then raises it too."""
+        """Raise RankLostError if a rank has failed or exited; every later call on the engine then raises it too."""
         self._rank_group.check()
 
     def prepare(self, request: Request) -> "Future[Any] | None":
-        """Start compiling the request's grammar; returns a future to wait for before :meth:`submit`, or None.
+        """Start compiling the request's grammar; return a future to await before :meth:`submit`, or None.
 
-        Raises what :meth:`submit` raises for anything else about the request.
+        Also validates the request and raises the same errors as :meth:`submit`.
         """
         self._check(request)
         return self._grammars.prepare(request.params)
 
     def submit(self, request: Request) -> None:
-        """Queue a request; raises UsageError when it can never run, RankLostError once the engine stopped."""
+        """Queue ``request``. Raises UsageError if it can never run, RankLostError once the engine has stopped."""
         self._check(request)
         self.adapters.acquire(request)
         self.sampler.add_request(request)
@@ -208,13 +209,13 @@ class Engine:
         self.adapters.check(request)
 
     def step(self) -> list[Output]:
-        """Compute one step over all running requests; returns the new output of each, none when no request is live.
+        """Compute one step over all running requests and return their new outputs; empty if no request is live.
 
-        While generation is paused it only returns what was computed before.
+        While generation is paused, no step is computed and only undelivered outputs are returned.
 
-        Raises RankLostError; every later call then raises it too. Raises OutOfMemoryError, after which an
-        engine of one rank stays usable: if the step had sampled its tokens, its requests have ended; else the next call
-        tries it again.
+        Raises RankLostError; every later call then raises it too. Raises OutOfMemoryError, after which a single-rank
+        engine stays usable: if the step had already sampled its tokens, its requests are aborted, otherwise the next
+        call retries the step.
         """
         self._rank_group.require_usable()
         outputs, self._undelivered = self._undelivered, []
@@ -235,7 +236,7 @@ class Engine:
         elif self._may_launch_ahead():
             self._catch_up()
             if (ahead := self.scheduler.plan_ahead(self._in_flight[0].plan.epoch)) is not None:
-                self._finish(self._in_flight[0].plan)  # all of it is launched: nothing more fires in it
+                self._finish(self._in_flight[0].plan)  # fully launched: no further hook fires in this step
                 self._launch(ahead)
         plan = self._in_flight[0].plan
         outputs = self._collect()
@@ -244,35 +245,37 @@ class Engine:
         return outputs if self.scheduler.has_work else outputs + self._drain()
 
     def _propose(self) -> dict[str, Drafts] | None:
-        """Draft tokens of the next step; None without speculation."""
+        """Return the draft tokens for the next step by request id; None without speculation."""
         if self.speculator is None:
             return None
         return self.speculator.propose(self.scheduler.running, is_recorded=self._is_recording)
 
     def _drafts_next(self) -> bool:
-        """Whether the step after the one in flight may have drafts, so that it is not planned before its tokens are
-        known."""
+        """Return whether the step after the one in flight may verify drafts.
+
+        If so, it must not be planned until the tokens of the step in flight are known.
+        """
         if self.speculator is None:
             return False
         if self._is_recording or not self.runner.has_graphs:
-            return True  # nothing may be launched
+            return True  # never launch ahead
         return self.speculator.drafts_next(self.scheduler.running)
 
     def _draft_ahead(self) -> None:
-        """Start drafting after the step in flight, where the device can do so before the host knows its tokens."""
-        assert self.speculator is not None, "the caller has asked it"
+        """Start drafting from the step in flight if the device can do so before the host knows that step's tokens."""
+        assert self.speculator is not None, "the caller checked that drafts come next"
         last = self._in_flight[0]
         if not self._is_recording and last.launched.sampled is not None:
             num_steps = self.speculator.draft_ahead(last.plan, last.requests, last.launched.sampled)
-            if self.runner.observer is not None:  # which counts steps of the draft model
+            if self.runner.observer is not None:  # with an observer, draft steps have step numbers of their own
                 for _ in range(num_steps):
                     self.scheduler.claim_step()
 
     def _catch_up(self) -> None:
-        """Let a draft model that has waited for long compute what it missed, between two steps without drafts."""
+        """Let a draft model that lags far behind compute the tokens it skipped, between two steps without drafts."""
         plan = self._in_flight[0].plan
         if self.speculator is not None and plan.is_decode and self.speculator.is_behind(self.scheduler.running):
-            self._finish(plan)  # steps of the draft model are not part of it
+            self._finish(plan)  # the draft model's steps are not part of this step
             self.speculator.catch_up(self.scheduler.running)
 
     @property
@@ -282,13 +285,13 @@ class Engine:
         return observer is not None and (observer.armed or any(request.capture for request in self.scheduler.running))
 
     def _may_launch_ahead(self) -> bool:
-        """Whether a step may be launched before the tokens of the previous one are known."""
+        """Return whether the next step may be launched before the tokens of the step in flight are known."""
         observer = self.runner.observer
         in_flight = self._in_flight[0].plan
         if not self.async_scheduling:
             return False
         if self._rank_group.num_ranks > 1 and not (self.runner.overlaps_steps and in_flight.greedy):
-            return False  # rank 0 alone knows drawn tokens
+            return False  # only rank 0 knows randomly sampled tokens
         if observer is not None and observer.epoch != in_flight.epoch:
             return False
         if observer is not None and observer.armed and not isinstance(observer, StepsAheadObserver):
@@ -307,7 +310,7 @@ class Engine:
         self._in_flight.append(_InFlightStep(plan, requests, sampled, launched))
 
     def _collect(self) -> list[Output]:
-        """Wait for the oldest launched step and update its requests."""
+        """Wait for the oldest launched step, update its requests and return their outputs."""
         oldest = self._in_flight.pop(0)
         plan, requests = oldest.plan, oldest.requests
         tokens = self._rank_group.collect(oldest.launched)
@@ -340,10 +343,9 @@ class Engine:
         return self._outputs([item.request for item in plan.scheduled], finished)
 
     def _report_nan(self, *, wait: bool) -> None:
-        """Count requests with NaN in their logits, drop their cached prefixes, and warn of one every
-        ``_NAN_WARNING_S``.
+        """Count requests with NaN logits, drop their cached prefixes, and warn at most every ``_NAN_WARNING_S``.
 
-        Checks that the device has not answered yet stay for a later step, unless ``wait``.
+        Without ``wait``, checks whose results have not arrived from the device stay pending for a later step.
         """
         while self._nan_checks and (found := self._nan_checks[0].found(wait=wait)) is not None:
             self._nan_checks.pop(0)
@@ -361,20 +363,20 @@ class Engine:
                 )  # fmt: skip
 
     def _give_up(self, requests: Sequence[Request]) -> None:
-        """End the requests of a step whose tokens were committed, while other values that they return are missing."""
+        """Abort the requests of a step whose tokens were committed but whose other outputs could not be collected."""
         for request in requests:
             if self._live.get(request.id) is request:
                 self.scheduler.abort(request.id)
                 self._output(request)
 
     def _finish(self, plan: StepPlan, accepted: Mapping[str, Sequence[int]] | None = None) -> None:
-        """See :meth:`ModelRunner.finish`; nothing if the step is finished, because the next one was launched."""
+        """Call :meth:`ModelRunner.finish` once per step: no effect if launching the next step already finished it."""
         if self._finished_step != plan.step:
             self._finished_step = plan.step
             self.runner.finish(plan, accepted)
 
     def _collect_values(self, plan: StepPlan, requests: Sequence[Request]) -> None:
-        """Keep what the step's requests ask for besides tokens: embeddings, routed experts, hidden states."""
+        """Store the values other than tokens that requests return: embeddings, routed experts, hidden states."""
         if not any(request.returns_values for request in requests):
             return
         accepted = [request.accepted_drafts for request in requests]
@@ -388,7 +390,7 @@ class Engine:
             collect_step_outputs(plan, hidden, accepted, self.runner.last_hidden_state.float().cpu())
 
     def _record_drafts(self, plan: StepPlan, requests: Sequence[Request]) -> dict[str, Sequence[int]]:
-        """Count the drafts that the step verified; returns request id -> which of its drafts were accepted."""
+        """Count the drafts that the step verified; return {request id: indices of its accepted drafts}."""
         accepted: dict[str, Sequence[int]] = {}
         for item, request in zip(plan.scheduled, requests, strict=True):
             if item.num_drafts:
@@ -399,16 +401,16 @@ class Engine:
         return accepted
 
     def _drain(self) -> list[Output]:
-        """Collect every launched step."""
+        """Collect every launched step and return the outputs."""
         outputs: list[Output] = []
         while self._in_flight:
             outputs += self._collect()
         return outputs
 
     def _wants_all_logits(self) -> bool:
-        """Whether lm_head computes every row of the next step, which an armed observer may capture.
+        """Return whether lm_head must compute the logits of every row of the next step, for an observer to capture.
 
-        Called once for each planned step: an epoch that has changed since the last call may arm the observer.
+        Call exactly once per planned step: if the epoch changed since the last call, the observer may become armed.
         """
         observer = self.runner.observer
         if self.config.logits != "observed" or observer is None:
@@ -418,7 +420,7 @@ class Engine:
         return observer.armed or is_requested or self._epoch != previous
 
     def abort(self, request_id: str) -> Output | None:
-        """Abort a live request between two steps; returns its last output, None when no such request is live."""
+        """Abort a live request between two steps; return its last output, or None if no live request has this id."""
         request = self.scheduler.abort(request_id)
         if request is None:
             return None
@@ -428,11 +430,11 @@ class Engine:
         return output
 
     def pause_generation(self, mode: PauseMode) -> int:
-        """Compute no steps until :meth:`continue_generation`; returns the number of live requests, which wait.
+        """Stop computing steps until :meth:`continue_generation`; return the number of live requests, which wait.
 
-        Requests may be submitted and wait too. ``mode`` is SGLang's: ``abort`` ends the live requests with their tokens
-        so far, ``retract`` preempts the running ones, so that they hold no pages, and ``in_place`` leaves them as they
-        are. The next :meth:`step` returns the outputs.
+        New requests may still be submitted; they wait too. ``mode`` has SGLang's meaning: ``abort`` ends live requests
+        with the tokens generated so far, ``retract`` preempts running requests and frees their pages, and ``in_place``
+        leaves them unchanged. The next :meth:`step` returns the pending outputs.
         """
         self._rank_group.require_usable()
         self._keep_outputs()
@@ -446,9 +448,9 @@ class Engine:
         return len(list(self.scheduler.live()))
 
     def continue_generation(self) -> int:
-        """Compute steps again; returns the number of live requests.
+        """Resume generation after :meth:`pause_generation`; return the number of live requests.
 
-        Raises LiveError while the memory of weights or KV cache is released.
+        Raises LiveError while the memory of the weights or the KV cache is released.
         """
         self._rank_group.require_usable()
         self.weights.require_memory()
@@ -460,7 +462,7 @@ class Engine:
         self.weights.update(folder, partial=partial)
 
     def _keep_outputs(self) -> None:
-        """Collect the launched steps; their outputs are delivered by the next :meth:`step`."""
+        """Collect all launched steps and keep their outputs for the next :meth:`step`."""
         self._undelivered += self._drain()
 
     def load_adapter(self, name: str, folder: Path) -> None:
@@ -472,13 +474,16 @@ class Engine:
         return self.adapters.unload(name)
 
     def reopen(self, run: Path) -> None:
-        """Continue the observers of all ranks in the run directory ``run``; raises RecorderError when one cannot."""
+        """Switch the observers of all ranks to the run directory ``run``; raises RecorderError if one fails to."""
         self._rank_group.require_usable()
         self._keep_outputs()
         self._rank_group.run_command_rank_0_first(Message("reopen", {"run": str(run)}), RecorderError)
 
     def start_profile(self) -> None:
-        """Record the coming steps of all ranks with torch's profiler; raises UsageError."""
+        """Start recording all ranks with ``torch.profiler``.
+
+        Raises UsageError without ``profile_dir`` or if a profile is already being recorded.
+        """
         self._rank_group.require_usable()
         if self.config.profile_dir is None:
             raise UsageError("this engine has no directory for profiles; start it with profile_dir=DIR")
@@ -488,9 +493,10 @@ class Engine:
         self._rank_group.run_command(Message("profile", {"folder": None}), OutputError)
 
     def stop_profile(self, name: str | None = None) -> list[str]:
-        """Write what was recorded since :meth:`start_profile`, one trace per rank in a new directory; returns paths.
+        """Stop profiling, write one trace per rank to a new directory, and return the trace paths.
 
-        ``name``: of that directory in ``profile_dir``; by default the time. Raises UsageError, OutputError.
+        ``name`` is the directory's name below ``profile_dir``; the default is the current time. Raises UsageError if no
+        profile is being recorded, OutputError if a trace cannot be written.
         """
         self._rank_group.require_usable()
         if not self.runner.profiler.is_running:
@@ -502,7 +508,7 @@ class Engine:
         return [str(trace_file(folder, first + rank)) for rank in range(self.config.tp)]
 
     def state(self) -> dict[str, Any]:
-        """Settings and load as JSON values, for a status page."""
+        """Return the engine's settings and load as JSON values, for a status page."""
         config, scheduler, cache = self.config, self.scheduler, self.runner.cache_config
         return {
             "model": config.model,
@@ -554,7 +560,7 @@ class Engine:
         self._rank_group.close()
 
     def _outputs(self, computed: Sequence[str], finished: Sequence[Request]) -> list[Output]:
-        """Outputs of the requests that got a token or ended; a partly computed prompt has none."""
+        """Return an output for each request that gained a token or ended; a partially prefilled request has none."""
         live = self._live
         touched = [live[name] for name in computed if name in live]
         if finished:
@@ -567,7 +573,7 @@ class Engine:
         ]
 
     def _output(self, request: Request) -> Output:
-        """The output of ``request`` since its last one."""
+        """Build the output of ``request`` since the previous output, and release its resources if it has ended."""
         first = request.num_emitted
         new = tuple(request.tokens[len(request.prompt_ids) + first :])
         request.num_emitted += len(new)
@@ -577,7 +583,7 @@ class Engine:
             self.adapters.release(request)
             if self.speculator is not None:
                 self.speculator.forget(request)
-        if not (request.finish_reason or request.returns_values):  # fewer fields are faster
+        if not (request.finish_reason or request.returns_values):  # fast path: setting fewer fields is cheaper
             return Output(
                 request=request.id,
                 token_ids=new,

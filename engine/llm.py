@@ -1,4 +1,4 @@
-"""LLM: the public API of the engine, for blocking calls, the caller's own steps and asyncio."""
+"""LLM: the engine's public Python API, for blocking calls, caller-driven steps and asyncio."""
 
 import weakref
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
@@ -36,13 +36,13 @@ if TYPE_CHECKING:
 
 
 Adapter = str | Sequence[str | None] | None
-"""Name of a LoRA adapter for all prompts, one per prompt, or None for the model alone."""
+"""A LoRA adapter's name for all prompts, or one name per prompt; None selects the base model."""
 
 _DEPRECATED_ARGUMENTS = {"forced": "forced_token_ids"}
 
 
 class LLM:
-    """A model, loaded and ready; one thread at a time may use it. Close it, or use it as a context manager.
+    """A loaded model that generates text; use it as a context manager or call :meth:`close`. Not thread-safe.
 
     ::
 
@@ -50,26 +50,27 @@ class LLM:
             outputs = llm.generate(["def main():", [5, 6, 7]], SamplingParams(max_new_tokens=8))
             print(outputs[0].text, outputs[1].token_ids)
 
-    Prompts are strings or lists of token ids. There are three ways to use it: calls that return when their requests
-    finish (:meth:`generate`, :meth:`chat`, :meth:`stream`), the caller's own steps (:meth:`submit`, :meth:`step`,
-    :meth:`advance`, :meth:`abort`), and asyncio (:meth:`agenerate`, :meth:`astream`). While requests of one way are
-    live, the others raise UsageError.
+    Prompts are strings or lists of token ids. The API has three groups of calls: blocking calls that return when their
+    requests finish (:meth:`generate`, :meth:`chat`, :meth:`stream`), caller-driven steps (:meth:`submit`, :meth:`step`,
+    :meth:`advance`, :meth:`abort`), and asyncio (:meth:`agenerate`, :meth:`astream`). While requests of one group are
+    live, calls of the other groups raise UsageError.
 
-    With ``dp`` above 1 there are that many replicas, the first in this process, and requests are routed to them as by
-    a server. The caller cannot step such a model.
+    With ``dp`` above 1, requests are routed to ``dp`` replicas as in a server; the first replica runs in this process.
+    Caller-driven steps are then not available.
     """
 
     def __init__(
         self, model: str | Path | EngineConfig, *, observer: ObserverFactory | None = None, **settings: Any
     ) -> None:
-        """Load ``model`` with settings of :class:`EngineConfig`; ``observer`` is called once on every rank.
+        """Load ``model`` with the given settings of :class:`EngineConfig`.
 
-        Raises ConfigError, UsageError (a tp above the number of heads), CheckpointError, RankLostError.
+        ``observer`` is a factory that is called once on every rank. Raises ConfigError, UsageError (for example if tp
+        exceeds the number of heads), CheckpointError, RankLostError.
         """
         config = EngineConfig.build(model, settings)
         self.tokenizer = Tokenizer.find(Path(config.model))
         self._async_runner = _load_replicas(config, observer, self.tokenizer) if config.dp > 1 else None
-        """Created here with replicas, which then serve all calls, else by the first async call."""
+        """Runner of all calls if ``dp`` is above 1, created here; otherwise created by the first async call."""
         if self._async_runner is not None:
             weakref.finalize(self, self._async_runner.close)
         self.engine = Engine(config, observer) if self._async_runner is None else self._async_runner.engine
@@ -88,15 +89,14 @@ class LLM:
         ignore_eos: bool | None = None,
         adapter: Adapter = None,
     ) -> list[Generation]:
-        """Complete every prompt, greedily unless ``params`` says otherwise; returns the results in the order of
-        prompts.
+        """Complete every prompt and return the results in prompt order; greedy by default.
 
-        ``params`` apply to all prompts, or there is one per prompt; ``max_new_tokens`` and ``ignore_eos`` are shorthand
-        for parameters that set only these. With ``n`` above 1 a prompt has n adjacent results with ids "id-0", "id-1",
-        ... ``forced_token_ids[i]`` are tokens that request i takes in place of its first sampled ones. ``adapter``
-        names a loaded LoRA adapter for all prompts, or there is one per prompt (None: the model alone). Raises
-        UsageError when a request can never run (with one replica before anything is computed), RankLostError, and
-        OutOfMemoryError, after which an engine of one rank stays usable.
+        ``params`` and ``adapter`` (the name of a loaded LoRA adapter; None: the base model) are each one value for all
+        prompts, or a list with one value per prompt. ``max_new_tokens`` and ``ignore_eos`` are shorthand for parameters
+        that set only these fields. With ``n`` above 1, a prompt has n adjacent results with ids "id-0", "id-1", ...
+        ``forced_token_ids[i]`` replace the first sampled tokens of request i. Raises UsageError if a request can never
+        run (with a single replica: before any step), RankLostError, and OutOfMemoryError, after which a single-rank
+        engine stays usable.
         """
         require_list(prompts)
         names = one_per_prompt("request_ids", request_ids, len(prompts))
@@ -118,11 +118,11 @@ class LLM:
         ignore_eos: bool | None = None,
         **options: Any,
     ) -> Iterator[Output]:
-        """Complete one prompt or several together and yield every :class:`Output` as it is computed.
+        """Complete one or several prompts and yield each :class:`Output` as soon as it is computed.
 
         ``options`` are ``forced_token_ids``, ``priority``, ``capture``, ``cache_salt`` and ``adapter`` of
-        :meth:`submit`, for all prompts. Raises as :meth:`generate` does, on the first iteration; leaving the loop early
-        aborts the unfinished requests.
+        :meth:`submit`, applied to all prompts. The first iteration raises the errors of :meth:`generate`. Leaving the
+        loop early aborts unfinished requests.
         """
         each = as_prompt_list(prompts)
         names = one_per_prompt("request_ids", request_ids, len(each))
@@ -141,10 +141,10 @@ class LLM:
         template: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> list[Generation]:
-        """Complete every conversation, a list of ``{"role": ..., "content": ...}``; otherwise as :meth:`generate`.
+        """Complete every conversation, each a list of ``{"role": ..., "content": ...}``, like :meth:`generate`.
 
-        ``tools`` are functions as OpenAI's API describes them, ``template`` variables of the checkpoint's chat
-        template, such as ``enable_thinking``. Raises as :meth:`chat_prompt` and :meth:`generate` do.
+        ``tools`` are function definitions in OpenAI's format. ``template`` sets variables of the checkpoint's chat
+        template, for example ``enable_thinking``. Raises the errors of :meth:`chat_prompt` and :meth:`generate`.
         """
         if conversations and isinstance(conversations[0], Mapping):
             raise UsageError("conversations is a single conversation; pass a list of conversations")
@@ -152,9 +152,10 @@ class LLM:
         return self.generate(prompts, params, **options)
 
     def chat_prompt(self, messages: Messages, **template: Any) -> list[int]:
-        """Token ids of a conversation rendered by the checkpoint's chat template, ready for generation.
+        """Render a conversation with the checkpoint's chat template and return its token ids, ready for generation.
 
-        Raises UsageError when the checkpoint has no template or no tokenizer, or the template rejects the messages.
+        ``template`` sets template variables. Raises UsageError if the checkpoint has no template or no tokenizer, or
+        if the template rejects the messages.
         """
         if self._chat_template is None:
             raise UsageError(f"{self.config.model} has no chat template; pass whole prompts to generate")
@@ -173,10 +174,10 @@ class LLM:
         ignore_eos: bool | None = None,
         adapter: Adapter = None,
     ) -> list[Generation]:
-        """As :meth:`generate`, for asyncio: overlapping calls share steps, and a cancelled call is aborted.
+        """Asyncio version of :meth:`generate`: concurrent calls share steps; canceling a call aborts its requests.
 
-        The first such call starts a thread that runs the engine; blocking calls work again once no request is live.
-        Raises as :meth:`generate` does.
+        The first async call starts a thread that runs the engine; blocking calls work again once no request is live.
+        Raises the errors of :meth:`generate`.
         """
         require_list(prompts)
         each = resolve_params_each(params, len(prompts), max_new_tokens, ignore_eos)
@@ -193,9 +194,9 @@ class LLM:
         ignore_eos: bool | None = None,
         adapter: str = "",
     ) -> AsyncGenerator[Output]:
-        """As :meth:`stream` of one prompt, for asyncio; close it (`contextlib.aclosing`) to leave it early.
+        """Asyncio version of :meth:`stream` for one prompt; close the generator (`contextlib.aclosing`) to stop early.
 
-        Raises as :meth:`generate` does, on the first iteration.
+        The first iteration raises the errors of :meth:`generate`.
         """
         resolved, options = resolve_params(params, max_new_tokens, ignore_eos), {"adapter": adapter} if adapter else {}
         return self._overlapping_runner().stream(prompt, resolved, request_id, **options)
@@ -216,14 +217,15 @@ class LLM:
         adapter: str = "",
         experts: RoutedExperts | None = None,
     ) -> str:
-        """Queue one request for the coming steps and return its id; raises UsageError when it can never run.
+        """Queue one request and return its id; raises UsageError if the request can never run.
 
-        A request of higher ``priority`` is served first and preempted last. With ``capture="stats"`` or ``"full"`` the
-        observer captures the request's own rows, whatever else it captures; all of them are then computed, none is
-        taken from the prefix cache. A request with a ``cache_salt`` shares prefixes only with requests of that salt.
-        ``experts`` replaces the routers' choices at the first positions: those that a generation with
-        ``routed_experts=True`` returned. Their weights are those of the current router logits.
-        ``adapter`` names the loaded LoRA adapter to compute it with; only requests of that adapter share its prefixes.
+        Requests of higher ``priority`` are scheduled first and preempted last. With ``capture="stats"`` or ``"full"``,
+        the observer captures the rows of this request regardless of its other rules; the request then skips the prefix
+        cache, so that all of its rows are computed. A request with a ``cache_salt`` shares cached prefixes only with
+        requests of the same salt. ``experts`` are the routed experts returned by a generation with
+        ``routed_experts=True``: they override the routers' choices at the first positions, while the expert weights
+        still come from the current router logits. ``adapter`` names a loaded LoRA adapter; cached prefixes are shared
+        only among requests of the same adapter.
 
         Without ``request_id`` the ids are "0", "1", ... in order. An id can be reused once its request is done, but
         observers then see the same (request, position) twice.
@@ -235,26 +237,26 @@ class LLM:
         return runner.submit(prompt, params, request_id, forced_token_ids=forced_token_ids, **options)
 
     def step(self) -> list[Generation]:
-        """Compute one step over all running requests; returns the finished ones.
+        """Compute one step over all running requests and return the generations that finished.
 
-        Raises RankLostError when another rank has ended or hangs, and OutOfMemoryError. The next call then tries the
-        step again; requests whose tokens it had sampled already have ended without a result.
+        Raises RankLostError if another rank has exited or hangs, and OutOfMemoryError. After OutOfMemoryError the next
+        call retries the step, but requests whose tokens were already sampled have ended without a result.
         """
         return self._stepped_runner("step").step()
 
     def advance(self) -> list[Output]:
-        """As :meth:`step`, but returns the new output of each request including its text; raises as it does."""
+        """Compute one step like :meth:`step`, but return each request's new output, including text; same errors."""
         return self._stepped_runner("advance").advance()
 
     def abort(self, request_id: str) -> Generation | None:
-        """Abort a live request between two steps; returns what it generated, or None when no such request is live."""
+        """Abort a live request between two steps; return its generation so far, or None if there is none."""
         return self._stepped_runner("abort").abort(request_id)
 
     def load_adapter(self, name: str, path: str | Path) -> None:
         """Load a LoRA adapter in PEFT's format on every rank and replica, between two steps.
 
-        Needs ``enable_lora`` or ``lora_paths``. Raises UsageError for a name that is taken, CheckpointError for an
-        adapter that is missing, malformed, of too large a rank, or of modules that cannot be adapted.
+        Requires ``enable_lora`` or ``lora_paths``. Raises UsageError if ``name`` is taken, CheckpointError if the
+        adapter is missing or malformed, its LoRA rank is too large, or it targets unsupported modules.
         """
         if self._async_runner is not None:
             self._async_runner.call_blocking("load_adapter", name, str(path))
@@ -262,9 +264,9 @@ class LLM:
             self.engine.load_adapter(name, Path(path))
 
     def unload_adapter(self, name: str) -> int:
-        """Unload a LoRA adapter: no new request can name it; live ones finish with it, and their number is returned.
+        """Unload a LoRA adapter for new requests; return the number of live requests, which finish with the adapter.
 
-        Raises UsageError when no adapter of this name is loaded.
+        Raises UsageError if no adapter of this name is loaded.
         """
         if self._async_runner is not None:
             return int(self._async_runner.call_blocking("unload_adapter", name))
@@ -277,21 +279,21 @@ class LLM:
 
     @property
     def config(self) -> EngineConfig:
-        """The settings."""
+        """The engine's settings."""
         return self.engine.config
 
     @property
     def model(self) -> CausalLM:
-        """Rank 0's model: a plain nn.Module to put hooks on."""
+        """Rank 0's model: a plain nn.Module, to which hooks can be attached."""
         return self.engine.runner.model
 
     @property
     def observer(self) -> StepObserver | None:
-        """Rank 0's observer."""
+        """Rank 0's observer; None without one."""
         return self.engine.runner.observer
 
     def close(self) -> None:
-        """Close the observers and end the other ranks; live async calls fail. Safe to call twice."""
+        """Close the observers and stop the other ranks; live async calls fail. Safe to call twice."""
         if self._async_runner is not None:
             self._async_runner.close()
         self.engine.close()
@@ -306,11 +308,11 @@ class LLM:
 
     @property
     def _replicas(self) -> "AsyncRunner | None":
-        """The runner of all calls with ``dp`` above 1; None for a single engine."""
+        """Runner of all calls if ``dp`` is above 1; None for a single engine."""
         return self._async_runner if self.config.dp > 1 else None
 
     def _stepped_runner(self, method: str) -> SyncRunner:
-        """For the caller's own steps; raises UsageError with replicas, and while async calls are live."""
+        """Return the runner for caller-driven steps; raises UsageError with replicas or while async calls are live."""
         if self.config.dp > 1:
             raise UsageError(
                 f"{method} steps a single engine, but dp={self.config.dp}; use generate, chat, stream, agenerate or "
@@ -324,16 +326,16 @@ class LLM:
         return self._sync_runner
 
     def _idle_runner(self, method: str) -> SyncRunner:
-        """For calls that return when their requests are done; raises UsageError while submitted requests are live."""
+        """Return the runner for blocking calls; raises UsageError while submitted requests are live."""
         runner = self._stepped_runner(method)
         if runner.has_work:
             raise UsageError(f"{method} cannot run while submitted requests are live; step() until they are done")
         return runner
 
     def _overlapping_runner(self) -> "AsyncRunner":
-        """For async calls; raises UsageError while submitted requests are live."""
+        """Return the runner for async calls; raises UsageError while submitted requests are live."""
         if self._async_runner is None:
-            from tapscope.engine.runners.async_runner import AsyncRunner  # with what servers need
+            from tapscope.engine.runners.async_runner import AsyncRunner  # imports the server's dependencies
 
             if self._sync_runner.has_work:
                 raise UsageError(
@@ -346,6 +348,6 @@ class LLM:
 def _load_replicas(
     config: EngineConfig, observer: ObserverFactory | None, tokenizer: Tokenizer | None
 ) -> "AsyncRunner":
-    from tapscope.engine.runners.async_runner import AsyncRunner  # with what servers need
+    from tapscope.engine.runners.async_runner import AsyncRunner  # imports the server's dependencies
 
     return AsyncRunner.load(config, observer, tokenizer)

@@ -1,7 +1,7 @@
-"""Schemas of the engine's answers, for the OpenAPI description.
+"""Response schemas for the OpenAPI description.
 
-Answers are built as plain dictionaries; these classes describe their main fields. A field that may be ``UNSET`` is
-absent unless it applies.
+Responses are built as plain dictionaries; these classes only describe the main fields. A field whose default is
+``UNSET`` is optional in the response.
 """
 
 from typing import Any, Literal
@@ -11,88 +11,88 @@ from msgspec import UNSET, UnsetType
 
 
 class GenerateMeta(msgspec.Struct, kw_only=True):
-    """Facts about one generation, in SGLang's format."""
+    """Metadata of one generation, in SGLang's format."""
 
     id: str
-    """The ``rid`` of the request, or a new id."""
+    """The request's ``rid``, or a generated id."""
     prompt_tokens: int
     """Tokens of the prompt."""
     completion_tokens: int
     """Tokens generated so far."""
     cached_tokens: int
-    """Tokens of the prompt that came from the prefix cache."""
+    """Prompt tokens served from the prefix cache."""
     finish_reason: dict[str, Any] | None
-    """``type`` is ``stop`` (with ``matched``), ``length`` or ``abort``. None: not finished."""
+    """``type`` is ``stop`` (with ``matched``), ``length`` or ``abort``. None: not finished yet."""
     e2e_latency: float
-    """Seconds from the request to this answer."""
+    """Seconds from the arrival of the request to this response."""
     weight_version: str
     """Name of the weights in use."""
     dp_rank: int
     """DP replica that served the request."""
     output_token_logprobs: list[Any] | UnsetType = UNSET
-    """[logprob, token id, string or null] of each generated token."""
+    """[logprob, token id, string or null] for each generated token."""
     input_token_logprobs: list[Any] | UnsetType = UNSET
-    """The same of the prompt from ``logprob_start_len`` on; the first token's logprob is null."""
+    """The same triples for prompt tokens from ``logprob_start_len`` on; the first token's logprob is null."""
     output_top_logprobs: list[Any] | UnsetType = UNSET
-    """Such entries of the most likely tokens, at each generated token."""
+    """For each generated token, the triples of the most likely tokens."""
     input_top_logprobs: list[Any] | UnsetType = UNSET
-    """The same of the prompt."""
+    """For each prompt token, the triples of the most likely tokens."""
     output_token_ids_logprobs: list[Any] | UnsetType = UNSET
-    """Such entries of ``token_ids_logprob``, at each generated token."""
+    """For each generated token, the triples of the tokens in ``token_ids_logprob``."""
     input_token_ids_logprobs: list[Any] | UnsetType = UNSET
-    """The same of the prompt."""
+    """For each prompt token, the triples of the tokens in ``token_ids_logprob``."""
     output_full_logprobs: list[Any] | UnsetType = UNSET
-    """Logprobs of the whole vocabulary at each generated token (ours)."""
+    """For each generated token, the logprobs of the whole vocabulary (ours)."""
     hidden_states: list[Any] | UnsetType = UNSET
-    """The prompt's [tokens, hidden], then [hidden] of each generated token that was computed."""
+    """[tokens, hidden] of the prompt, then one [hidden] for each generated token that was fed back to the model."""
     routed_experts: str | UnsetType = UNSET
-    """Experts of every position but the last, base64 of int32."""
+    """Expert ids of every position but the last: int32 in base64."""
     routed_experts_shape: list[int] | UnsetType = UNSET
-    """[positions, layers, k] (ours)."""
+    """Shape of ``routed_experts``: [positions, layers, k] (ours)."""
 
 
 class GenerateAnswer(msgspec.Struct, kw_only=True):
-    """One generation; of a batch, or with ``n`` above 1, a list of them."""
+    """One generation; the response to a batch, or with ``n`` above 1, is a list of generations."""
 
     text: str | None
     """The generated text; None without a tokenizer."""
     output_ids: list[int]
     """The generated token ids."""
     meta_info: GenerateMeta
-    """Facts about the generation."""
+    """Metadata of the generation."""
 
 
 class CachedTokens(msgspec.Struct, kw_only=True):
-    """Part of the prompt's tokens."""
+    """Breakdown of the prompt tokens."""
 
     cached_tokens: int
-    """Tokens of the prompt that came from the prefix cache."""
+    """Prompt tokens served from the prefix cache."""
 
 
 class OpenAIUsage(msgspec.Struct, kw_only=True):
     """Token counts."""
 
     prompt_tokens: int
-    """Tokens of the prompt, once for all ``n`` choices."""
+    """Prompt tokens, counted once for all ``n`` choices."""
     completion_tokens: int
     """Generated tokens of all choices, reasoning included."""
     total_tokens: int
-    """The sum."""
+    """Sum of prompt and completion tokens."""
     prompt_tokens_details: CachedTokens
-    """Part of the prompt's tokens."""
+    """Breakdown of the prompt tokens."""
 
 
 class TokenEntry(msgspec.Struct, kw_only=True):
-    """A generated token and the most likely ones."""
+    """A generated token and the most likely alternatives."""
 
     token: str
     """The token as a string."""
     logprob: float
-    """Its log-probability before temperature and filters; -9999: impossible."""
+    """Log-probability of the token before temperature and filters; -9999 if it is masked."""
     bytes: list[int]
-    """Its UTF-8 bytes."""
+    """UTF-8 bytes of the token."""
     top_logprobs: list[dict[str, Any]]
-    """The same of the most likely tokens."""
+    """The most likely tokens, with the same fields except ``top_logprobs``."""
 
 
 class ChatLogprobs(msgspec.Struct, kw_only=True):
@@ -106,18 +106,18 @@ class ChatReply(msgspec.Struct, kw_only=True):
     """The assistant's message."""
 
     content: str | None
-    """Text of the message. None: only tool calls."""
+    """Text of the message. None: the message has only tool calls."""
     tool_calls: list[dict[str, Any]] | UnsetType = UNSET
-    """Calls with ``id``, ``function.name`` and ``function.arguments``, which is JSON text."""
+    """Calls with ``id``, ``function.name`` and ``function.arguments`` (a JSON string)."""
     reasoning_content: str | UnsetType = UNSET
-    """Reasoning before the content (vLLM, SGLang)."""
+    """Reasoning that precedes the content (vLLM, SGLang)."""
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
     """One of ``n`` messages."""
 
     index: int
-    """Number of the choice."""
+    """Index of the choice, from 0."""
     message: ChatReply
     """The assistant's message."""
     logprobs: ChatLogprobs | None
@@ -125,69 +125,69 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     finish_reason: Literal["stop", "length", "tool_calls"]
     """Why the generation ended."""
     stop_reason: str | int | UnsetType = UNSET
-    """Stop string, or token of ``stop_token_ids``, that ended it (vLLM)."""
+    """The stop string, or the token of ``stop_token_ids``, that ended the generation (vLLM)."""
     token_ids: list[int] | UnsetType = UNSET
-    """Generated tokens, with ``return_token_ids`` (vLLM)."""
+    """Generated token ids, with ``return_token_ids`` (vLLM)."""
 
 
 class ChatAnswer(msgspec.Struct, kw_only=True):
     """A chat completion."""
 
     id: str
-    """Id of the answer."""
+    """Id of the response."""
     created: int
     """Unix time in seconds."""
     model: str
     """Name of the served model."""
     choices: list[ChatChoice]
-    """``n`` messages."""
+    """The ``n`` messages."""
     usage: OpenAIUsage
     """Token counts."""
     prompt_logprobs: list[dict[str, Any] | None] | UnsetType = UNSET
-    """For each prompt token a map of token id to ``logprob``, ``rank``, ``decoded_token`` (vLLM)."""
+    """For each prompt token, a map from token id to ``logprob``, ``rank`` and ``decoded_token`` (vLLM)."""
     prompt_token_ids: list[int] | UnsetType = UNSET
-    """Tokens of the prompt, with ``return_token_ids`` (vLLM)."""
+    """Token ids of the prompt, with ``return_token_ids`` (vLLM)."""
 
 
 class CompletionLogprobs(msgspec.Struct, kw_only=True):
-    """Logprobs of a choice: lists with one entry for each token."""
+    """Logprobs of a choice: parallel lists with one entry per token."""
 
     tokens: list[str]
     """The tokens as strings."""
     token_logprobs: list[float | None]
-    """Their log-probabilities; null for the first token of an echoed prompt."""
+    """Log-probabilities of the tokens; null for the first token of an echoed prompt."""
     top_logprobs: list[dict[str, float] | None] | None
-    """String -> logprob of the token and the most likely ones. None: none requested."""
+    """For each token, a map from string to logprob of it and the most likely tokens. None: not requested."""
     text_offset: list[int]
-    """Position of each token in the text, in characters."""
+    """Offset of each token in the text, in characters."""
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True):
     """One of ``n`` completions of a prompt; choices are numbered prompt by prompt."""
 
     index: int
-    """Number of the choice."""
+    """Index of the choice, from 0."""
     text: str
-    """Generated text, after the prompt with ``echo``."""
+    """The generated text; with ``echo`` it follows the prompt."""
     logprobs: CompletionLogprobs | None
     """None: not requested."""
     finish_reason: Literal["stop", "length"]
     """Why the generation ended."""
     stop_reason: str | int | UnsetType = UNSET
-    """Stop string, or token of ``stop_token_ids``, that ended it (vLLM)."""
+    """The stop string, or the token of ``stop_token_ids``, that ended the generation (vLLM)."""
     prompt_logprobs: list[dict[str, Any] | None] | UnsetType = UNSET
-    """For each prompt token a map of token id to ``logprob``, ``rank``, ``decoded_token`` (vLLM)."""
+    """For each prompt token, a map from token id to ``logprob``, ``rank`` and ``decoded_token`` (vLLM)."""
     token_ids: list[int] | UnsetType = UNSET
-    """Generated tokens, with ``return_token_ids`` (vLLM)."""
+    """Generated token ids, with ``return_token_ids`` (vLLM)."""
     prompt_token_ids: list[int] | UnsetType = UNSET
-    """Tokens of the prompt, with ``return_token_ids`` (vLLM)."""
+    """Token ids of the prompt, with ``return_token_ids`` (vLLM)."""
 
 
 class CompletionAnswer(msgspec.Struct, kw_only=True):
     """Completions of all prompts."""
 
     id: str
-    """Id of the answer."""
+    """Id of the response."""
     created: int
     """Unix time in seconds."""
     model: str
@@ -202,7 +202,7 @@ class Embedding(msgspec.Struct, kw_only=True):
     """The embedding of one input."""
 
     index: int
-    """Number of the input."""
+    """Index of the input, from 0."""
     embedding: list[float] | str
     """Unit vector, as numbers or in base64."""
 
@@ -213,7 +213,7 @@ class EmbeddingUsage(msgspec.Struct, kw_only=True):
     prompt_tokens: int
     """Tokens of all inputs."""
     total_tokens: int
-    """The same."""
+    """Equal to ``prompt_tokens``."""
 
 
 class EmbeddingAnswer(msgspec.Struct, kw_only=True):
@@ -224,7 +224,7 @@ class EmbeddingAnswer(msgspec.Struct, kw_only=True):
     model: str
     """Name of the served model."""
     pooling: Literal["last", "mean"]
-    """The pooling that was used (ours)."""
+    """The pooling method (ours)."""
     usage: EmbeddingUsage
     """Token counts."""
 
@@ -237,20 +237,20 @@ class ResponsesUsage(msgspec.Struct, kw_only=True):
     output_tokens: int
     """Generated tokens, reasoning included."""
     total_tokens: int
-    """The sum."""
+    """Sum of input and output tokens."""
 
 
 class ResponsesAnswer(msgspec.Struct, kw_only=True):
-    """A response, with the settings that applied."""
+    """A response and its effective settings."""
 
     id: str
-    """Id of the response, which is not stored."""
+    """Id of the response; responses are not stored."""
     created_at: int
     """Unix time in seconds."""
     status: Literal["completed", "incomplete"]
-    """``incomplete``: ended by ``max_output_tokens``."""
+    """``incomplete``: cut off by ``max_output_tokens``."""
     incomplete_details: dict[str, Any] | None
-    """``reason`` of an incomplete response."""
+    """``reason`` why the response is incomplete."""
     model: str
     """Name of the served model."""
     output: list[dict[str, Any]]
@@ -263,9 +263,9 @@ class MessagesUsage(msgspec.Struct, kw_only=True):
     """Token counts."""
 
     input_tokens: int
-    """Tokens of the prompt that were computed."""
+    """Prompt tokens not served from the prefix cache."""
     cache_read_input_tokens: int
-    """Tokens of the prompt that came from the prefix cache."""
+    """Prompt tokens served from the prefix cache."""
     output_tokens: int
     """Generated tokens, reasoning included."""
 
@@ -282,7 +282,7 @@ class MessagesAnswer(msgspec.Struct, kw_only=True):
     stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
     """Why the generation ended."""
     stop_sequence: str | None
-    """The stop sequence that ended it, if any."""
+    """The stop sequence that ended the generation, if any."""
     usage: MessagesUsage
     """Token counts."""
 
@@ -300,7 +300,7 @@ class TokenizeAnswer(msgspec.Struct, kw_only=True):
     count: int
     """Number of tokens."""
     max_model_len: int
-    """Maximum length of prompt and generated tokens."""
+    """Maximum number of prompt and generated tokens of a request."""
     tokens: list[int]
     """Token ids."""
     token_strs: list[str] | None
@@ -315,26 +315,26 @@ class DetokenizeAnswer(msgspec.Struct, kw_only=True):
 
 
 class WeightsAnswer(msgspec.Struct, kw_only=True):
-    """The weights that are in use now."""
+    """The weights in use after the update."""
 
     weight_version: str
     """Name of the weights in use."""
     num_live: int
-    """Live requests, which continue with the new weights."""
+    """Number of live requests, which continue with the new weights."""
 
 
 class PauseAnswer(msgspec.Struct, kw_only=True):
-    """The state of all replicas after a pause, or its end."""
+    """State of all replicas after generation was paused or resumed."""
 
     num_live: int
-    """Live requests of all replicas (ours)."""
+    """Number of live requests of all replicas (ours)."""
 
 
 class MemoryAnswer(msgspec.Struct, kw_only=True):
-    """What is released now."""
+    """Memory that is currently released."""
 
     released: list[str]
-    """Tags whose memory is released now (ours)."""
+    """Tags whose memory is currently released (ours)."""
 
 
 class DigestAnswer(msgspec.Struct, kw_only=True):
@@ -343,13 +343,13 @@ class DigestAnswer(msgspec.Struct, kw_only=True):
     weight_version: str
     """Name of the weights in use."""
     weights: dict[str, dict[str, Any]]
-    """Name -> ``dtype``, ``shape`` and ``digest`` of the whole weight, summed over the ranks."""
+    """Map from name to ``dtype``, ``shape`` and ``digest`` of the full weight; shard digests are summed over ranks."""
 
 
 class AdaptersAnswer(msgspec.Struct, kw_only=True):
-    """The adapters that are loaded now."""
+    """The currently loaded adapters."""
 
     loaded_adapters: dict[str, str]
-    """Name -> directory of each loaded adapter."""
+    """Map from name to directory of each loaded adapter."""
     num_live: int | UnsetType = UNSET
-    """After unloading: live requests that still use the adapter (ours)."""
+    """After unloading: number of live requests that still use the adapter (ours)."""

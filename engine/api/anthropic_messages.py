@@ -1,4 +1,4 @@
-"""Converts Anthropic's messages, system prompt and tools to OpenAI's format, which chat templates use."""
+"""Convert Anthropic's messages, system prompt and tools to OpenAI's format, which chat templates use."""
 
 import json
 from collections import deque
@@ -13,7 +13,7 @@ from tapscope.engine.text.chat_template import Message
 
 
 class TextBlock(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag="text"):
-    """Text; images, documents and search results are not supported."""
+    """Text block; images, documents and search results are not supported."""
 
     text: str
     """The text."""
@@ -24,21 +24,21 @@ class TextBlock(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag="t
 
 
 class ThinkingBlock(msgspec.Struct, kw_only=True, tag="thinking"):
-    """Reasoning of an earlier turn."""
+    """Reasoning from an earlier turn."""
 
     thinking: str
     """The reasoning."""
 
 
 class ToolUseBlock(msgspec.Struct, kw_only=True, tag="tool_use"):
-    """A call of an earlier turn."""
+    """A tool call from an earlier turn."""
 
     id: str
-    """Id that the result refers to."""
+    """Id of the call, which its result refers to."""
     name: str
-    """The tool."""
+    """Name of the called tool."""
     input: dict[str, Any] | None = None
-    """Its arguments."""
+    """Arguments of the call."""
 
 
 class ToolResultBlock(msgspec.Struct, kw_only=True, tag="tool_result"):
@@ -47,9 +47,9 @@ class ToolResultBlock(msgspec.Struct, kw_only=True, tag="tool_result"):
     tool_use_id: str
     """Id of the call."""
     content: str | list[TextBlock] | None = None
-    """Result, as a string or text blocks."""
+    """The result, as a string or text blocks."""
     is_error: bool | None = None
-    """The call failed; the model reads "error: " before the content."""
+    """Whether the call failed; if so, "error: " is put before the content."""
 
 
 class UserTurn(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="role", tag="user"):
@@ -82,34 +82,37 @@ class AnthropicTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     name: NonEmptyStr
     """Name of the tool."""
     input_schema: dict[str, Any]
-    """JSON schema of its arguments."""
+    """JSON schema of the arguments."""
     description: str | None = None
-    """What it does, for the model."""
+    """Description of the tool, for the model."""
     type: Literal["custom"] | None = None
     strict: bool | None = None
-    """Calls must match the schema."""
+    """Whether calls must match the schema."""
     cache_control: Any = None
     """Without effect."""
 
 
 class AnthropicToolChoice(msgspec.Struct, kw_only=True):
-    """Which tools may or must be called."""
+    """Choice of the tools that may or must be called."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str = ""
-    """The tool to call, with type ``tool``."""
+    """Name of the tool to call, with type ``tool``."""
     disable_parallel_tool_use: bool | None = None
     """Allow at most one call."""
 
 
 def read_system(system: str | list[TextBlock] | None) -> list[Message]:
-    """``system`` as a message; an empty list if there is none."""
+    """Convert ``system`` to a list of one system message; empty if there is no system prompt."""
     text = _text(system)
     return [{"role": "system", "content": text}] if text else []
 
 
 def read_turns(turns: list[Turn]) -> list[Message]:
-    """The turns of ``messages``; a turn with tool results becomes one message for each, and one for its text."""
+    """Convert Anthropic's turns to chat messages.
+
+    A user turn with tool results becomes one ``tool`` message per result, then one ``user`` message for its text.
+    """
     messages: list[Message] = []
     for turn in turns:
         match turn:
@@ -123,7 +126,7 @@ def read_turns(turns: list[Turn]) -> list[Message]:
 
 
 def read_tools(tools: list[AnthropicTool], choice: AnthropicToolChoice | None) -> Tools:
-    """From ``tools`` and ``tool_choice``; raises RequestError."""
+    """Convert Anthropic's ``tools`` and ``tool_choice``; raises RequestError."""
     definitions = tuple(map(_definition, tools))
     names = [tool.name for tool in tools]
     check_unique(names)
@@ -150,12 +153,12 @@ def _definition(tool: AnthropicTool) -> dict[str, Any]:
 
 
 def _text(content: str | list[TextBlock] | None) -> str:
-    """A string, or the text of a list of blocks joined by newlines."""
+    """Return the content as one string; text blocks are joined by newlines."""
     return content if isinstance(content, str) else "\n".join(block.text for block in content or ())
 
 
 def _user(turn: UserTurn) -> list[Message]:
-    """Tool results first, because they answer the previous turn; then the text."""
+    """Convert a user turn: first the tool results, which answer the previous turn, then the text."""
     if isinstance(turn.content, str):
         return [{"role": "user", "content": turn.content}]
     results: list[Message] = []
@@ -190,7 +193,7 @@ def _assistant(turn: AssistantTurn) -> Message:
 
 
 def input_of(arguments: str) -> dict[str, Any] | None:
-    """A call's input, decoded from the model's JSON; None if it is not a JSON object."""
+    """Decode the model's JSON ``arguments`` to the input of a tool call; None if they are not a JSON object."""
     try:
         value = json.loads(arguments)
     except (ValueError, RecursionError):
@@ -199,12 +202,13 @@ def input_of(arguments: str) -> dict[str, Any] | None:
 
 
 def input_of_truncated(arguments: str) -> dict[str, Any]:
-    """Input of a call that ``max_tokens`` cut off: its complete members, as Anthropic's package reads it in a stream.
+    """Decode the complete members of a tool call's input that ``max_tokens`` cut off.
 
-    Empty if there are none, or if ``arguments`` is not the beginning of a JSON object.
+    Follows the streaming parser of Anthropic's Python package. The result is empty if no member is complete, or if
+    ``arguments`` is not a prefix of a JSON object.
     """
     closing = ""
-    cuts: deque[tuple[int, str]] = deque(maxlen=2)  # the last one may be behind a name that has no value
+    cuts: deque[tuple[int, str]] = deque(maxlen=2)  # the last cut may follow a key without a value
     in_string = is_escaped = False
     for index, char in enumerate(arguments):
         if in_string:

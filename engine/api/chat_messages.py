@@ -1,4 +1,4 @@
-"""Validates OpenAI's chat messages and converts them to the format of chat templates."""
+"""Validate OpenAI's chat messages and convert them to the format of chat templates."""
 
 import json
 from typing import Annotated, Any, Literal
@@ -12,35 +12,35 @@ from tapscope.engine.text.chat_template import Message
 
 
 class TextPart(msgspec.Struct, kw_only=True, tag="text"):
-    """Text of a message."""
+    """Text part of a message."""
 
     text: str
     """The text."""
 
 
 class RefusalPart(msgspec.Struct, kw_only=True, tag="refusal"):
-    """A refusal of an earlier turn."""
+    """A refusal from an earlier turn."""
 
     refusal: str
-    """Its text, which is part of the message."""
+    """Text of the refusal, which becomes part of the message."""
 
 
 class FunctionCall(msgspec.Struct, kw_only=True):
-    """The function of a call; OpenAI's arguments are encoded as JSON."""
+    """Name and arguments of a function call; OpenAI encodes the arguments as a JSON string."""
 
     name: str
-    """The tool."""
+    """Name of the function."""
     arguments: str | dict[str, Any] | None = None
-    """Object, or its JSON text as in OpenAI's API."""
+    """An object, or its JSON encoding as in OpenAI's API."""
 
 
 class ToolCall(msgspec.Struct, kw_only=True):
-    """A call of an earlier turn."""
+    """A tool call from an earlier turn."""
 
     function: FunctionCall
-    """What was called."""
+    """The called function and its arguments."""
     id: str | None = None
-    """Id that a tool's message refers to."""
+    """Id of the call, which a tool message refers to."""
     type: Literal["function"] = "function"
 
 
@@ -48,31 +48,31 @@ class ChatMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """One message; images, audio and files are not supported."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    """Author; ``developer`` is ``system`` where the chat template has no such role."""
+    """Role of the author; ``developer`` becomes ``system`` if the chat template has no ``developer`` role."""
     content: str | list[TextPart | RefusalPart] | None = None
-    """Text, or text parts, which newlines join."""
+    """A string, or text parts, which are joined by newlines."""
     name: str | None = None
     """Name of the author, for the chat template."""
     tool_calls: list[ToolCall] | None = None
-    """Calls of an assistant's message."""
+    """Tool calls of an assistant message."""
     tool_call_id: str | None = None
-    """Of a tool's message: the call that it answers."""
+    """In a tool message: id of the call that it answers."""
     reasoning_content: str | None = None
-    """Reasoning of an assistant's message."""
+    """Reasoning of an assistant message."""
     reasoning: str | None = None
-    """The same; the newer name in vLLM."""
+    """Newer name of ``reasoning_content`` in vLLM."""
     refusal: str | None = None
-    """Stands for missing content."""
+    """Used as the content if ``content`` is missing."""
     type: Literal["text", "message"] | None = None
-    """Without effect; lm-evaluation-harness sends it."""
+    """Without effect; sent by lm-evaluation-harness."""
     annotations: Annotated[list[Any], Meta(max_length=0), must_be("empty")] | None = None
-    """Of OpenAI's answers, which clients send back; citations are not supported."""
+    """Part of OpenAI's responses that clients send back; must be empty, as citations are not supported."""
 
 
 def read_messages(messages: list[ChatMessage], *, has_developer_role: bool) -> list[Message]:
-    """The conversation of a body; raises RequestError naming the message and field.
+    """Convert chat messages to the format of chat templates; the RequestError names the message and field.
 
-    Without ``has_developer_role`` in the template, developer messages become system messages, the role's former name.
+    Unless the template has a ``developer`` role, developer messages become system messages (the role's former name).
     """
     read = [_read(message, f"messages[{index}]") for index, message in enumerate(messages)]
     for message in read:
@@ -99,14 +99,14 @@ def _read(given: ChatMessage, where: str) -> Message:
 
 
 def _content(given: ChatMessage) -> str:
-    """The string, or the parts joined by newlines."""
+    """Return the content as one string; parts are joined by newlines."""
     if isinstance(given.content, list):
         return "\n".join(part.text if isinstance(part, TextPart) else part.refusal for part in given.content)
     return given.content if given.content is not None else given.refusal or ""
 
 
 def _read_call(call: ToolCall, where: str) -> dict[str, Any]:
-    """A call with its arguments decoded, as templates expect them."""
+    """Convert a tool call and decode its arguments to an object, as chat templates expect."""
     arguments: Any = call.function.arguments or "{}"
     if isinstance(arguments, str):
         try:

@@ -20,13 +20,13 @@ class ChatBody(SamplingFields, kw_only=True, frozen=True):
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
     """The conversation, oldest message first; text only."""
     max_tokens: PositiveInt | None = None
-    """Former name of ``max_completion_tokens``."""
+    """Deprecated name of ``max_completion_tokens``."""
     max_completion_tokens: PositiveInt | None = None
     """Maximum number of generated tokens, reasoning included. None: all that fit."""
     logprobs: bool = False
     """Return the logprob of each generated token."""
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    """Number of most likely tokens at each position; needs ``logprobs``."""
+    """Number of most likely tokens to return at each position; requires ``logprobs``."""
     tools: list[dict[str, Any]] | None = None
     """Functions that the model may call, in OpenAI's format."""
     tool_choice: ToolChoice | None = None
@@ -34,34 +34,34 @@ class ChatBody(SamplingFields, kw_only=True, frozen=True):
     parallel_tool_calls: bool = True
     """Allow several calls in one answer."""
     reasoning_effort: str | None = None
-    """Variable of the chat template; also sets its ``enable_thinking``: false for ``none``."""
+    """Variable of the chat template; also sets the variable ``enable_thinking``, to false for ``none``."""
     chat_template_kwargs: dict[str, Any] | None = None
-    """Variables of the chat template; one that it does not read is refused (vLLM, SGLang)."""
+    """Variables of the chat template; variables that the template does not read are rejected (vLLM, SGLang)."""
     add_generation_prompt: bool = True
     """End the prompt with the header of the assistant's turn (vLLM)."""
     continue_final_message: bool = False
-    """Continue the last message, which is the assistant's, instead of a new one (vLLM, SGLang)."""
+    """Continue the last message, which must be the assistant's, instead of starting a new one (vLLM, SGLang)."""
     separate_reasoning: bool = True
     """Return reasoning as ``reasoning_content``, not in ``content`` (SGLang)."""
     add_special_tokens: bool = False
-    """Let the tokenizer add special tokens to those of the chat template (vLLM)."""
+    """Let the tokenizer add special tokens in addition to those of the chat template (vLLM)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest:
-    """A validated body."""
+    """A validated request to POST /v1/chat/completions."""
 
     conversation: Conversation
     stream: bool
     include_usage: bool
-    """Whether a stream ends with its token counts."""
+    """Whether a stream ends with a chunk of token counts."""
     continuous_usage: bool
-    """Whether each chunk of a stream has the token counts of its choice so far."""
+    """Whether each chunk of a stream includes the token counts so far of its choice."""
     with_logprobs: bool
     has_prompt_logprobs: bool
-    """Whether the response has vLLM's ``prompt_logprobs``."""
+    """Whether the response includes vLLM's ``prompt_logprobs``."""
     with_token_ids: bool
-    """Whether choices have ``token_ids``, and the response ``prompt_token_ids``."""
+    """Whether choices include ``token_ids``, and the response ``prompt_token_ids``."""
     tokens_as_ids: bool
     """Whether tokens in logprobs are written as ``token_id:ID``."""
     priority: int
@@ -70,7 +70,7 @@ class ChatRequest:
 
     @classmethod
     def parse(cls, body: Any, model: ServedModel) -> "ChatRequest":
-        """From decoded JSON; raises RequestError, which names the field, its value and what is valid."""
+        """Parse and validate decoded JSON; the RequestError names the field, its value and the valid values."""
         for name in ("functions", "function_call"):
             if isinstance(body, dict) and body.get(name) is not None:
                 raise RequestError(f"{name} is not supported; use tools and tool_choice", param=name)

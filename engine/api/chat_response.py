@@ -1,4 +1,4 @@
-"""Responses of POST /v1/chat/completions: one object, or the chunks of a stream, from outputs of n generations."""
+"""Responses of POST /v1/chat/completions: build one object, or the chunks of a stream, from n generations' outputs."""
 
 import time
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ from tapscope.engine.requests.output import Output
 
 @dataclass(slots=True)
 class _Choice:
-    """One choice so far."""
+    """The state of one choice, accumulated over its outputs."""
 
     reply: Reply
     reasoning_tokens: ReasoningTokens
@@ -34,7 +34,7 @@ class _Choice:
 
 
 class ChatResponse:
-    """Collects the outputs of a request's n generations, in any order."""
+    """Response builder that accepts the outputs of a request's n generations in any order."""
 
     def __init__(self, model: ServedModel, request: ChatRequest, prompt: Prompt) -> None:
         self.id = new_id("chatcmpl-")
@@ -52,7 +52,7 @@ class ChatResponse:
         self._take(self._choices[index], index, output)
 
     def chunk(self, index: int, output: Output) -> dict[str, Any] | None:
-        """Add an output of choice ``index``; returns the stream's chunk for it, or None if all text is held back.
+        """Add an output of choice ``index``; return its stream chunk, or None if all of its text is held back.
 
         Raises AbortedError.
         """
@@ -75,11 +75,11 @@ class ChatResponse:
         return frame
 
     def usage_chunk(self) -> dict[str, Any]:
-        """The last chunk of a stream that includes usage."""
+        """Return the last chunk of a stream that includes usage."""
         return self._frame("chat.completion.chunk", []) | {"usage": self.usage.openai()}
 
     def answer(self) -> dict[str, Any]:
-        """The whole response, once every generation is finished."""
+        """Return the complete response; call this after every generation has finished."""
         choices = [self._whole(index, choice) for index, choice in enumerate(self._choices)]
         whole = self._frame("chat.completion", choices) | {"usage": self.usage.openai()}
         if self._request.has_prompt_logprobs:
@@ -87,7 +87,7 @@ class ChatResponse:
         return whole | ({"prompt_token_ids": list(self._prompt.token_ids)} if self._request.with_token_ids else {})
 
     def _take(self, choice: _Choice, index: int, output: Output) -> dict[str, Any]:
-        """Add an output to its choice; returns the delta."""
+        """Add an output to its choice and return the delta."""
         check_not_aborted(output)
         self.usage.completion_tokens += len(output.token_ids)
         if index == 0:
@@ -127,7 +127,7 @@ class ChatResponse:
 
 
 def _add(choice: _Choice, delta: dict[str, Any], piece: Delta) -> None:
-    """Add a piece to the choice and to the delta of this chunk."""
+    """Add a delta of the reply to the choice and to the ``delta`` object of this chunk."""
     match piece:
         case ContentDelta(text):
             choice.content += text

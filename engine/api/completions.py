@@ -26,38 +26,38 @@ class CompletionBody(SamplingFields, kw_only=True, frozen=True):
     """The body of POST /v1/completions."""
 
     prompt: Prompts
-    """A string, token ids, or a list of several prompts."""
+    """A string, token ids, or a list of prompts."""
     max_tokens: Count = 16
     """Maximum number of generated tokens; 0 only with ``echo``."""
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    """Logprob of each token, and of this many most likely tokens. None: no logprobs."""
+    """Return the logprob of each token and of this many most likely tokens. None: no logprobs."""
     echo: bool = False
-    """Return the prompt too, before the generated text."""
+    """Return the prompt before the generated text."""
     best_of: PositiveInt | None = None
-    """Only the value of ``n`` is supported."""
+    """Must equal ``n``."""
     add_special_tokens: bool = True
     """Let the tokenizer add special tokens, such as BOS (vLLM)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionRequest:
-    """A validated body; its choices are numbered prompt by prompt, n of each."""
+    """A validated request to POST /v1/completions; choices are numbered prompt by prompt, n of each."""
 
     prompts: tuple[tuple[int, ...], ...]
     prompt_strings: tuple[str, ...]
-    """The prompts as strings, for echo."""
+    """The prompts as strings, for ``echo``."""
     params: tuple[SamplingParams, ...]
-    """Parameters of each prompt; ``n`` is not expanded yet."""
+    """Sampling parameters of each prompt; ``n`` is not expanded yet."""
     stream: bool
     include_usage: bool
     continuous_usage: bool
-    """Whether each chunk of a stream has the token counts of its choice so far."""
+    """Whether each chunk of a stream includes the token counts so far of its choice."""
     echo: bool
     logprobs: int | None
     has_prompt_logprobs: bool
-    """Whether choices have vLLM's ``prompt_logprobs``."""
+    """Whether choices include vLLM's ``prompt_logprobs``."""
     with_token_ids: bool
-    """Whether choices have ``token_ids`` and ``prompt_token_ids``."""
+    """Whether choices include ``token_ids`` and ``prompt_token_ids``."""
     tokens_as_ids: bool
     """Whether tokens in logprobs are written as ``token_id:ID``."""
     priority: int
@@ -68,7 +68,7 @@ class CompletionRequest:
 
     @classmethod
     def parse(cls, body: Any, model: ServedModel) -> "CompletionRequest":
-        """From decoded JSON; raises RequestError, which names the field, its value and what is valid."""
+        """Parse and validate decoded JSON; the RequestError names the field, its value and the valid values."""
         fields = CompletionBody.parse(body)
         model.check_name(fields.model)
         include_usage = fields.include_usage
@@ -121,9 +121,10 @@ def read_prompts(
     add_special_tokens: bool,
     max_tokens: int | None = None,
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[str, ...]]:
-    """(token ids, strings) of a string, a list of ids, or a list of either; ids are decoded to strings.
+    """Return the token ids and strings of one or several prompts, each given as a string or as token ids.
 
-    Only the last ``max_tokens`` of each prompt are kept; None: all. Raises RequestError.
+    Strings are tokenized and ids are decoded. Only the last ``max_tokens`` tokens of each prompt are kept; None: all.
+    Raises RequestError; ``name`` is the body's field, for the error.
     """
     kinds = set(map(type, given)) if isinstance(given, list) else {str}
     is_list = isinstance(given, list)
@@ -148,7 +149,7 @@ def read_prompts(
 
 
 class CompletionResponse:
-    """Collects the outputs of all generations of a request, in any order."""
+    """Response builder that accepts the outputs of all generations of a request in any order."""
 
     def __init__(self, model: ServedModel, request: CompletionRequest) -> None:
         self.id = new_id("cmpl-")
@@ -165,22 +166,25 @@ class CompletionResponse:
         self._take(index, output)
 
     def chunk(self, index: int, output: Output) -> dict[str, Any] | None:
-        """Add an output of choice ``index``; returns the stream's chunk for it, or None if it is empty."""
+        """Add an output of choice ``index``; return its stream chunk, or None if the chunk would be empty.
+
+        Raises AbortedError.
+        """
         choice = self._take(index, output)
         shows = choice["text"] or choice["finish_reason"] or choice["logprobs"]
         return self._frame([choice]) if shows else None
 
     def usage_chunk(self) -> dict[str, Any]:
-        """The last chunk of a stream that includes usage."""
+        """Return the last chunk of a stream that includes usage."""
         return self._frame([]) | {"usage": self.usage.openai()}
 
     def answer(self) -> dict[str, Any]:
-        """The whole response, once every generation is finished."""
+        """Return the complete response; call this after every generation has finished."""
         choices = [_joined(parts) for _, parts in sorted(self._parts.items())]
         return self._frame(choices) | {"usage": self.usage.openai()}
 
     def _take(self, index: int, output: Output) -> dict[str, Any]:
-        """Add an output to its choice; returns the new part of the choice."""
+        """Add an output to its choice and return the new part of the choice."""
         check_not_aborted(output)
         request, prompt, is_first = self._request, index // self._n, index not in self._parts
         ids, text, entries = output.token_ids, output.text, tuple(output.logprobs or ())
@@ -216,7 +220,7 @@ class CompletionResponse:
 
 
 def _joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """One choice from its parts."""
+    """Join the parts of one choice."""
     logprobs = [part["logprobs"] for part in parts if part["logprobs"]]
     joined = {name: [item for part in logprobs for item in part[name] or ()] for name in _LISTS} if logprobs else None
     if joined is not None and not joined["top_logprobs"]:

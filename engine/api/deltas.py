@@ -1,36 +1,36 @@
-"""Deltas: pieces of a model's output in order of generation; each API converts them to its own events."""
+"""Deltas: increments of a parsed model output, in order of generation, which each API converts to its own events."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningDelta:
-    """A piece of reasoning."""
+    """An increment of the reasoning text."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ContentDelta:
-    """A piece of the answer."""
+    """An increment of the answer text."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallStart:
-    """Start of a tool call; its arguments follow."""
+    """The start of a tool call; :class:`ToolCallArguments` with the same index follow."""
 
     index: int
-    """Number of the call in its response, from 0."""
+    """Index of the call in the response, from 0."""
     name: str
     id: str = ""
-    """Identifier that the model wrote, or that its chat template requires; empty: the API makes one."""
+    """Call id that the model generated or that its chat template requires; empty: the API creates one."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallArguments:
-    """A piece of the JSON encoding of a call's arguments, as the model generated it."""
+    """An increment of a call's arguments: JSON text as the model generated it."""
 
     index: int
     text: str

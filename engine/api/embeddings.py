@@ -23,9 +23,9 @@ class EmbeddingBody(RequestModel, kw_only=True, frozen=True):
     IGNORED = SENDER_FIELDS
 
     input: Prompts
-    """A string, token ids, or a list of several inputs."""
+    """A string, token ids, or a list of inputs."""
     model: str | None = None
-    """Name of the model; MODEL:ADAPTER or ADAPTER selects a LoRA adapter. None: the served one."""
+    """Name of the model; MODEL:ADAPTER or ADAPTER selects a LoRA adapter. None: the served model."""
     encoding_format: Literal["float", "base64"] = "float"
     """``float``: numbers; ``base64``: little-endian float32."""
     pooling: Literal["last", "mean"] = "last"
@@ -35,28 +35,28 @@ class EmbeddingBody(RequestModel, kw_only=True, frozen=True):
     truncate_prompt_tokens: TruncatePromptTokens | None = None
     """Keep this many tokens at the end of the prompt; -1: as many as fit (vLLM). None: all."""
     dimensions: PositiveInt | None = None
-    """Leading elements to return, normalized again. None: all."""
+    """Number of leading elements to return, normalized again. None: all."""
 
 
 PARAMS = SamplingParams(max_new_tokens=1, ignore_eos=True)
-"""Parameters of an embedding request; its one generated token is ignored."""
+"""Sampling parameters of an embedding request, whose single generated token is ignored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingRequest:
-    """A validated body."""
+    """A validated request to POST /v1/embeddings."""
 
     prompts: tuple[tuple[int, ...], ...]
     is_base64: bool
-    """Whether vectors are encoded as base64 of little-endian float32, else as numbers."""
+    """Whether vectors are returned as base64 of little-endian float32 instead of numbers."""
     dimensions: int | None
-    """Leading elements to return, normalized again (Matryoshka embeddings, arXiv:2205.13147); None: all."""
+    """Number of leading elements to return, normalized again (Matryoshka embeddings, arXiv:2205.13147); None: all."""
     pooling: str
     """``last``: the final hidden state of the last token; ``mean``: the mean over all tokens."""
 
     @classmethod
     def parse(cls, body: Any, model: ServedModel) -> "EmbeddingRequest":
-        """From decoded JSON; raises RequestError, which names the field, its value and what is valid."""
+        """Parse and validate decoded JSON; the RequestError names the field, its value and the valid values."""
         fields = EmbeddingBody.parse(body)
         model.check_name(fields.model)
         limit = truncated_length(fields.truncate_prompt_tokens, PARAMS.max_new_tokens, model)
@@ -79,7 +79,7 @@ class EmbeddingRequest:
 
 
 class EmbeddingResponse:
-    """Collects the outputs of all prompts, in any order."""
+    """Response builder that accepts the outputs of all prompts in any order."""
 
     def __init__(self, model: ServedModel, request: EmbeddingRequest) -> None:
         self._model = model
@@ -93,7 +93,7 @@ class EmbeddingResponse:
             self._vectors[index] = _shortened(output.embedding, self._request.dimensions)
 
     def answer(self) -> dict[str, Any]:
-        """The whole response, including the pooling method."""
+        """Return the complete response, including the pooling method."""
         data = [
             {"object": "embedding", "index": index, "embedding": self._encoded(vector)}
             for index, vector in sorted(self._vectors.items())
@@ -110,7 +110,7 @@ class EmbeddingResponse:
 
 
 def _shortened(vector: tuple[float, ...], dimensions: int | None) -> tuple[float, ...]:
-    """The first ``dimensions`` elements of a vector, with norm 1."""
+    """Return the first ``dimensions`` elements of ``vector``, normalized to norm 1; None: ``vector`` unchanged."""
     if dimensions is None:
         return vector
     norm = math.hypot(*vector[:dimensions]) or 1.0

@@ -1,4 +1,4 @@
-"""Error bodies in the format of the requested path: OpenAI's, Anthropic's or the engine's own."""
+"""Error bodies in the format of the requested path: OpenAI's, Anthropic's or the engine's."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ _STATUSES = {
 
 
 def status_of(error: Exception) -> int:
-    """The HTTP status of an error."""
+    """Return the HTTP status of an error."""
     if isinstance(error, RequestError) and error.code == _NOT_FOUND:
         return 404
     return 400 if isinstance(error, UsageError | DataError) else 503 if isinstance(error, LiveError) else 500
@@ -50,7 +50,7 @@ def error_body(
     code: str | None = None,
     request_id: str | None = None,
 ) -> Any:
-    """Body of an error response to ``path``; Anthropic's has the id of the HTTP request."""
+    """Return the JSON body of an error response to ``path``; Anthropic's format includes ``request_id``."""
     if path.startswith("/v1/messages"):
         kind = _ANTHROPIC.get(status, "invalid_request_error" if status < 500 else "api_error")
         return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
@@ -61,7 +61,7 @@ def error_body(
 
 
 def error_responses(path: str) -> dict[int | str, dict[str, Any]]:
-    """OpenAPI description of the error responses to ``path``: by status, each with an example."""
+    """Return the OpenAPI description of the error responses to ``path``: by status, each with an example."""
     return {
         status: {
             "description": text,
@@ -72,7 +72,7 @@ def error_responses(path: str) -> dict[int | str, dict[str, Any]]:
 
 
 def error_response_of(path: str, error: Exception, request_id: str | None = None) -> tuple[int, Any]:
-    """(status, body) for an error that was raised while handling ``path``, in the HTTP request with this id."""
+    """Return (status, body) for an error raised while handling ``path`` in the HTTP request ``request_id``."""
     status = status_of(error)
     param, code = (error.param, error.code) if isinstance(error, RequestError) else (None, None)
     return status, error_body(path, status, str(error), param=param, code=code, request_id=request_id)

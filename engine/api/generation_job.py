@@ -1,4 +1,4 @@
-"""GenerationJob: one generation that an HTTP request asks the engine for."""
+"""GenerationJob: one generation requested by an HTTP request."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from tapscope.engine.params.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationJob:
-    """A prompt with the settings of its request."""
+    """One prompt with its sampling parameters and request options."""
 
     prompt: str | tuple[int, ...]
     params: SamplingParams
@@ -17,12 +17,12 @@ class GenerationJob:
     priority: int = 0
     cache_salt: str = ""
     adapter: str = ""
-    """The LoRA adapter; empty for the model alone."""
+    """Name of the LoRA adapter; empty: the base model."""
     pooling: str | None = None
     experts: str = ""
-    """Recorded expert ids, in base64; empty: none."""
+    """Routed expert ids to replay, in base64; empty: none."""
     constraint_field: str = ""
-    """Field of the body that constrains the output, for errors; empty: that of ``params``."""
+    """Body field that constrains the output, for error messages; empty: the field name in ``params``."""
 
 
 def make_jobs(
@@ -33,7 +33,7 @@ def make_jobs(
     cache_salt: str = "",
     constraint_field: str = "",
 ) -> list[GenerationJob]:
-    """``n`` generations of each prompt by ``model``; several get numbered ids derived from ``request_id``."""
+    """Return ``n`` jobs for each (prompt, params) pair; multiple jobs get ids ``request_id`` plus "-0", "-1", ..."""
     each = [(ids, params.child(index)) for ids, params in prompts for index in range(params.n)]
     names = [request_id if request_id is None or len(each) == 1 else f"{request_id}-{i}" for i in range(len(each))]
     return [

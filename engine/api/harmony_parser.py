@@ -1,4 +1,4 @@
-"""HarmonyParser: reasoning, content and tool calls in the output of gpt-oss models.
+"""HarmonyParser: split the output of gpt-oss models into reasoning, content and tool calls.
 
 Format (OpenAI's "harmony response format"): messages of `<|start|>ROLE<|channel|>CHANNEL to=RECIPIENT <|constrain|>json
 <|message|>BODY` that end with `<|end|>`, `<|return|>` or `<|call|>`. Channels: `analysis` (reasoning), `commentary`
@@ -13,37 +13,37 @@ from tapscope.engine.api.stream_tags import split_at_tag
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 FINAL_CHANNEL = f"{CHANNEL}final{MESSAGE}"
-"""Ends a prompt whose answer is constrained: the model writes nothing but the answer."""
+"""Suffix of a prompt with a constrained answer, so that the model generates only the answer."""
 ENDS = ("<|end|>", "<|return|>", "<|call|>", START)
 TAGS = (*ENDS, CHANNEL, MESSAGE, "<|constrain|>")
 _RECIPIENT = re.compile(r"to=functions\.([^\s<]+)")
 
 
 class HarmonyParser:
-    """Alternates between the header and the body of messages."""
+    """Streaming parser that alternates between message headers and message bodies."""
 
     def __init__(self, *, has_tools: bool = True, separates_reasoning: bool = True) -> None:
-        """Without ``has_tools``, calls are content; without ``separates_reasoning``, reasoning is."""
+        """Without ``has_tools``, tool calls are content; without ``separates_reasoning``, reasoning is content."""
         self._has_tools = has_tools
         self._reasoning = ReasoningDelta if separates_reasoning else ContentDelta
         self._text = ""
         self._is_header = True
         self._kind: type[ReasoningDelta] | type[ContentDelta] | None = None
-        """Of the current body; None in a call."""
+        """Delta type of the current body; None in a tool call."""
         self._written: set[object] = set()
-        """Kinds that had a body before; bodies of a kind are separated by a line end."""
+        """Delta types that already had a body; later bodies of the same type start with a newline."""
         self._num_calls = 0
         self._has_begun = False
 
     def feed(self, text: str, *, is_final: bool = False) -> Iterator[Delta]:
-        """Deltas that are certain after ``text``; ``is_final``: no more text follows."""
+        """Consume ``text`` and yield all deltas that later text cannot change; ``is_final``: no more text follows."""
         self._text += text
         is_complete = True
         while is_complete:
             is_complete = yield from (self._read_header if self._is_header else self._read_body)(is_final)
 
     def _read_header(self, is_final: bool) -> Generator[Delta, None, bool]:
-        """Whether the header was complete; an output without any header is content."""
+        """Parse a header; return whether it was complete. An output without any header is content."""
         header, tag, rest = split_at_tag(self._text, (MESSAGE,), is_final=is_final)
         if not tag:
             if is_final and header.strip() and not any(each in header for each in (CHANNEL, START)):
@@ -60,7 +60,7 @@ class HarmonyParser:
         return True
 
     def _read_body(self, is_final: bool) -> Generator[Delta, None, bool]:
-        """Whether the body was complete."""
+        """Parse a body, yielding its deltas; return whether it was complete."""
         body, tag, self._text = split_at_tag(self._text, ENDS, is_final=is_final)
         if self._kind is not None:
             if body:

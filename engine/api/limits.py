@@ -1,4 +1,4 @@
-"""Limits of one request, checked before anything is computed."""
+"""Per-request limits, checked before anything is computed."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from tapscope.core.errors import RequestError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Limits of one request, so that it cannot delay others for long."""
+    """Limits of one request, which keep it from delaying other requests for long."""
 
     max_generations: int = 512
     """Maximum number of generations: prompts times ``n``."""
@@ -15,7 +15,7 @@ class Limits:
     """Maximum number of values in one response: log-probabilities and elements of hidden states."""
 
     def check_generations(self, prompts: int, n: int, param: str) -> None:
-        """Raise RequestError if ``prompts`` times ``n`` exceeds the limit; ``param`` is the body's field."""
+        """Raise RequestError if ``prompts`` times ``n`` exceeds the limit; ``param`` names the body field."""
         if prompts * n > self.max_generations:
             times = "" if n == 1 else f" × n={n}"
             raise RequestError(

@@ -1,4 +1,4 @@
-"""Log-probabilities in OpenAI's two formats, of chat and of completions."""
+"""Log-probabilities in OpenAI's two formats (chat and completions) and in vLLM's ``prompt_logprobs`` format."""
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
@@ -7,13 +7,13 @@ from typing import Any
 from tapscope.engine.requests.token_logprob import TokenLogprob
 from tapscope.engine.text.tokenizer import Tokenizer
 
-_MIN_LOGPROB = -9999.0  # JSON has no infinity; a masked token's log-probability is written as OpenAI writes it
+_MIN_LOGPROB = -9999.0  # replaces -inf, which JSON lacks; OpenAI uses the same value for masked tokens
 
 
 def chat_logprobs(
     entries: Iterable[TokenLogprob], tokenizer: Tokenizer, *, as_ids: bool = False
 ) -> list[dict[str, Any]]:
-    """``choices[].logprobs.content``; with ``as_ids`` tokens are written as ``token_id:ID``, as vLLM's."""
+    """Return ``choices[].logprobs.content``; with ``as_ids`` tokens are written as ``token_id:ID``, as in vLLM."""
     return [
         _token(tokenizer, entry.token_id, entry.logprob, as_ids)
         | {"top_logprobs": [_token(tokenizer, token, value, as_ids) for token, value in entry.top]}
@@ -24,9 +24,9 @@ def chat_logprobs(
 def prompt_logprobs(
     entries: Iterable[TokenLogprob | None], tokenizer: Tokenizer | None
 ) -> list[dict[str, dict[str, Any]] | None]:
-    """vLLM's ``prompt_logprobs``: for each prompt token a mapping of token ids, itself first; null for the first.
+    """Return vLLM's ``prompt_logprobs``: for each prompt token, a map by token id; null for the first token.
 
-    A token that is not among the most likely ones has the rank null.
+    Each map starts with the prompt token itself. Its rank is null if it is not among the most likely tokens.
     """
     return [None if entry is None else _by_token_id(entry, tokenizer) for entry in entries]
 
@@ -51,15 +51,16 @@ def completion_logprobs(
     *,
     as_ids: bool = False,
 ) -> tuple[dict[str, Any], int]:
-    """(``choices[].logprobs`` of completions, offset after the last token); the first token begins at ``offset``.
+    """Return ``choices[].logprobs`` of a completion and the text offset after the last token.
 
-    With ``as_ids``, and without a tokenizer, tokens are written as ``token_id:ID``, as vLLM's.
+    The first token starts at ``offset``. With ``as_ids``, or without a tokenizer, tokens are written as
+    ``token_id:ID``, as in vLLM.
 
-    As in OpenAI's and vLLM's ``top_logprobs`` the token itself is in addition to the most likely ones, unless it is one
-    of them. Of tokens with the same string, such as incomplete characters, the most likely one is shown: the maximum
-    of the values is then that of the most likely token, by which lm-evaluation-harness judges what is greedy.
-    The first token of an echoed prompt has no logprob and is null. Offsets count characters of each token decoded on
-    its own, so that a character split over two tokens counts as two.
+    As in OpenAI and vLLM, ``top_logprobs`` contains the token itself in addition to the most likely tokens, unless it
+    is one of them. If several tokens decode to the same string (for example, incomplete characters), the most likely
+    one is kept: lm-evaluation-harness uses the maximum of the values to decide whether a token is greedy. The first
+    token of an echoed prompt has no logprob; its entry is null. Offsets count the characters of each token decoded
+    separately, so a character split over two tokens counts as two.
     """
     tokens = [_text(tokenizer, token) for token in token_ids]
     offsets = list(accumulate((len(token) for token in tokens), initial=offset))
@@ -89,7 +90,7 @@ def _token(tokenizer: Tokenizer, token_id: int, logprob: float, as_ids: bool) ->
 
 
 def _text(tokenizer: Tokenizer | None, token_id: int) -> str:
-    """A token as a string; its id if there is no tokenizer, as in vLLM."""
+    """Return a token as a string, or as ``token_id:ID`` if ``tokenizer`` is None, as in vLLM."""
     return f"token_id:{token_id}" if tokenizer is None else tokenizer.token_bytes(token_id).decode(errors="replace")
 
 

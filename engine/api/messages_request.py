@@ -29,7 +29,7 @@ _EFFORT = "reasoning_effort"
 
 
 class OutputFormat(msgspec.Struct, kw_only=True):
-    """Format of the output."""
+    """Format of the answer."""
 
     type: Literal["json_schema"]
     schema: dict[str, Any]
@@ -37,19 +37,19 @@ class OutputFormat(msgspec.Struct, kw_only=True):
 
 
 class OutputConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Format of the output, and how much the model should reason: the template variable ``reasoning_effort``."""
+    """Format of the answer and reasoning effort."""
 
     format: OutputFormat | None = None
     """Constraint on the answer."""
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
-    """``reasoning_effort`` of the chat template; without effect if it does not read it."""
+    """Sets the chat template variable ``reasoning_effort``; without effect if the template does not read it."""
 
 
 class Thinking(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Whether the model reasons first; ``between_tools`` is ``disabled``. ``budget_tokens`` is not enforced."""
+    """Whether the model reasons before it answers; ``between_tools`` is treated as ``disabled``."""
 
     type: Literal["enabled", "adaptive", "between_tools", "disabled"]
-    """``enabled`` and ``adaptive`` are on, the others off."""
+    """``enabled`` and ``adaptive`` turn reasoning on, the others off."""
     budget_tokens: PositiveInt | None = None
     """Not enforced; must be below ``max_tokens``."""
     display: Any = None
@@ -65,7 +65,7 @@ class CountBody(RequestModel, kw_only=True, frozen=True):
     model: str
     """Name of the model; MODEL:ADAPTER or ADAPTER selects a LoRA adapter."""
     messages: Annotated[list[Turn], Meta(min_length=1)]
-    """Turns, oldest first; a final turn of the assistant is continued."""
+    """Turns, oldest first; if the last turn is the assistant's, the model continues it."""
     system: str | list[TextBlock] | None = None
     """System prompt: a string, or text blocks."""
     tools: list[AnthropicTool] | None = None
@@ -73,7 +73,7 @@ class CountBody(RequestModel, kw_only=True, frozen=True):
     tool_choice: AnthropicToolChoice | None = None
     """``auto``, ``any``, ``tool`` (with ``name``) or ``none``. None: ``auto`` with tools."""
     thinking: Thinking | None = None
-    """Whether the model reasons first, if its chat template has a switch. None: no."""
+    """Whether the model reasons before it answers, if the chat template has a switch. None: no."""
     output_config: OutputConfig | None = None
     """``format``: JSON schema of the answer; ``effort``: ``reasoning_effort`` of the template."""
 
@@ -91,13 +91,13 @@ class MessagesBody(CountBody, kw_only=True, frozen=True):
     max_tokens: PositiveInt
     """Maximum number of generated tokens, reasoning included."""
     stop_sequences: Strings | None = None
-    """Strings that end the generation when they occur in its text."""
+    """Strings that end the generation when they occur in the generated text."""
     stream: bool = False
-    """Answer with server-sent events, as in Anthropic's API."""
+    """Respond with server-sent events, as in Anthropic's API."""
     temperature: Fraction | None = None
-    """Divisor of the logits; 0 is greedy. None: of generation_config.json, else 1."""
+    """Divisor of the logits; 0 is greedy. None: the value in generation_config.json, or 1."""
     top_k: Annotated[int, Meta(ge=0, lt=1 << 31)] | None = None
-    """Sample from the k most likely tokens; 0: from all."""
+    """Sample from the k most likely tokens; 0: from all tokens."""
     top_p: TopP | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
     """Without effect."""
@@ -105,14 +105,14 @@ class MessagesBody(CountBody, kw_only=True, frozen=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessagesRequest:
-    """A validated body."""
+    """A validated request to POST /v1/messages."""
 
     conversation: Conversation
     stream: bool
 
     @classmethod
     def parse(cls, body: Any, model: ServedModel) -> "MessagesRequest":
-        """From decoded JSON; raises RequestError, which names the field, its value and what is valid."""
+        """Parse and validate decoded JSON; the RequestError names the field, its value and the valid values."""
         fields = MessagesBody.parse(body)
         given = {"temperature": fields.temperature, "top_p": fields.top_p, "top_k": fields.top_k}
         sampling = {name: value for name, value in given.items() if value is not None}
@@ -121,7 +121,7 @@ class MessagesRequest:
 
 
 def parse_count(body: Any, model: ServedModel) -> Conversation:
-    """The conversation to count the tokens of; raises RequestError."""
+    """Parse the body of /v1/messages/count_tokens to the conversation to be counted; raises RequestError."""
     return _conversation(CountBody.parse(body), model, None, {})
 
 
@@ -150,9 +150,9 @@ def _conversation(
 def _thinking(
     wanted: Thinking | None, model: ServedModel, max_tokens: int | None, *, has_tools: bool
 ) -> dict[str, Any]:
-    """Template variables for thinking: off by default, if the chat template has a switch.
+    """Return the template variables for thinking: off by default; empty if the chat template has no switch.
 
-    ``budget_tokens`` is only checked to be below ``max_tokens``.
+    ``budget_tokens`` is only checked to be below ``max_tokens``. Raises RequestError if the model cannot think.
     """
     has_switch = model.require_template().reads("enable_thinking", tools=has_tools)
     is_on = wanted is not None and wanted.type in ("enabled", "adaptive")

@@ -1,4 +1,4 @@
-"""Responses of POST /v1/messages: a message, or Anthropic's stream of events, from outputs of one generation."""
+"""Responses of POST /v1/messages: build a message, or Anthropic's event stream, from the outputs of one generation."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,7 @@ _DELTAS = {"text": "text_delta", "thinking": "thinking_delta", "tool_use": "inpu
 
 @dataclass(slots=True)
 class _Block:
-    """A content block; ``text`` is its text, its thinking, or the JSON encoding of its input."""
+    """A content block; ``text`` is the text, the thinking, or the JSON-encoded input of a tool call."""
 
     kind: str
     text: str = ""
@@ -24,16 +24,16 @@ class _Block:
     id: str = ""
 
     def start(self) -> dict[str, Any]:
-        """The block at its start in a stream."""
+        """Return the empty block that starts it in a stream."""
         if self.kind == "tool_use":
             return {"type": "tool_use", "id": self.id, "name": self.name, "input": {}}
         signature = {"signature": ""} if self.kind == "thinking" else {}
         return {"type": self.kind, self.kind: ""} | signature
 
     def whole(self, *, is_cut: bool) -> dict[str, Any]:
-        """The block in a message; a tool call whose input is not a JSON object becomes text.
+        """Return the complete block for a message; a tool call whose input is not a JSON object becomes text.
 
-        ``is_cut``: ``max_tokens`` ended it. A tool call then has the complete members of its input.
+        ``is_cut``: ``max_tokens`` cut the block off. A tool call then keeps the complete members of its input.
         """
         if self.kind != "tool_use":
             return self.start() | {self.kind: self.text}
@@ -46,7 +46,7 @@ class _Block:
 
 
 class MessagesResponse:
-    """Collects the outputs of a request."""
+    """Response builder for the outputs of one request."""
 
     def __init__(self, model: ServedModel, form: ReplyFormat, num_prompt: int) -> None:
         self.id = new_id("msg_")
@@ -59,7 +59,7 @@ class MessagesResponse:
         self._has_started = False
 
     def events(self, output: Output) -> str:
-        """Add an output; returns its server-sent events, empty if all text is held back. Raises AbortedError."""
+        """Add an output and return its server-sent events; empty if all text is held back. Raises AbortedError."""
         pieces = self._take(output)
         text = ""
         if not self._has_started:
@@ -73,7 +73,7 @@ class MessagesResponse:
         return text
 
     def answer(self, output: Output) -> dict[str, Any]:
-        """The whole message, from the merged outputs. Raises AbortedError."""
+        """Return the complete message for the merged outputs. Raises AbortedError."""
         for piece in self._take(output):
             self._show(piece)
         cut = self._blocks[-1] if self._blocks and self._stop_reason == "max_tokens" else None
@@ -97,7 +97,7 @@ class MessagesResponse:
         return pieces
 
     def _show(self, piece: Delta) -> str:
-        """Add a piece to its block; returns its events."""
+        """Add a delta to the current or a new block and return its events."""
         match piece:
             case ContentDelta(text):
                 return self._continue("text", text)

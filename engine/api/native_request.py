@@ -1,4 +1,4 @@
-"""Request bodies of SGLang's native routes, and the generations that POST /generate requests."""
+"""Request bodies of SGLang's native routes, and the conversion of a POST /generate body to generation jobs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from tapscope.engine.params.sampling_params import SamplingParams
 
 DEFAULT_MAX_NEW_TOKENS = 128
 _RENAMED = {"no_stop_trim": "include_stop_str_in_output", "sampling_seed": "seed"}
-_OTHER = ("spaces_between_special_tokens", "stream_interval")  # the first: older tokenizers' only
+_OTHER = ("spaces_between_special_tokens", "stream_interval")  # the first affects only slow (Python) tokenizers
 
 _SAMPLING = described_schema(SamplingParams)["properties"]
 Sampling = Annotated[
@@ -36,7 +36,7 @@ _EACH = ", or a list of them, one for each prompt"
 
 
 class GenerateBody(RequestModel, kw_only=True, frozen=True):
-    """POST /generate: one prompt, or a batch of them."""
+    """The body of POST /generate: one prompt, or a batch of prompts."""
 
     FALSE_IS_ABSENT = True
 
@@ -44,7 +44,7 @@ class GenerateBody(RequestModel, kw_only=True, frozen=True):
         Annotated[str | Annotated[list[str], Meta(min_length=1)], must_be("a string or a non-empty list of strings")]
         | None
     ) = None
-    """Prompt, or a list of them; excludes ``input_ids``."""
+    """A prompt, or a list of prompts; excludes ``input_ids``."""
     input_ids: (
         Annotated[
             list[int | Ids],
@@ -53,11 +53,11 @@ class GenerateBody(RequestModel, kw_only=True, frozen=True):
         ]
         | None
     ) = None
-    """Token ids of a prompt, or a list of such lists; excludes ``text``."""
+    """Token ids of a prompt, or a list of token id lists; excludes ``text``."""
     sampling_params: Annotated[Sampling | list[Sampling], must_be("a JSON object" + _EACH)] = msgspec.field(
         default_factory=dict
     )
-    """As ``SamplingParams``, or a list, one for each prompt; ``max_new_tokens`` is 128 by default."""
+    """Fields of ``SamplingParams``, or a list with one object per prompt; ``max_new_tokens`` is 128 by default."""
     rid: (
         Annotated[
             Name | list[Name],
@@ -67,28 +67,28 @@ class GenerateBody(RequestModel, kw_only=True, frozen=True):
         ]
         | None
     ) = None
-    """Id of the request, for /abort_request; of several prompts a list, or a prefix."""
+    """Id of the request, for /abort_request; for several prompts a list of ids, or their common prefix."""
     stream: bool = False
-    """Answer with server-sent events, each with the whole output so far."""
+    """Respond with server-sent events, each with the whole output so far."""
     return_logprob: Annotated[bool | list[bool], must_be("true or false" + _EACH)] = False
     """Return the logprob of each generated token, in ``meta_info``."""
     logprob_start_len: Annotated[Start | list[Start], must_be("an integer ≥ -1 (-1: no prompt tokens)" + _EACH)] = -1
-    """First position of the prompt whose logprobs are returned; -1: none."""
+    """First prompt position whose logprob is returned; -1: none."""
     top_logprobs_num: Annotated[Count | list[Count], must_be("an integer ≥ 0" + _EACH)] = 0
-    """Number of most likely tokens at each position."""
+    """Number of most likely tokens to return at each position."""
     token_ids_logprob: (
         Annotated[
             list[Count | list[Count]], must_be("a list of token ids, or a list of such lists, one for each prompt")
         ]
         | None
     ) = None
-    """Tokens whose logprobs are returned at each position; needs ``return_logprob``."""
+    """Token ids whose logprobs are returned at each position; requires ``return_logprob``."""
     return_text_in_logprobs: bool = False
-    """Logprobs have each token also as a string."""
+    """Include each token's string in the logprobs."""
     capture: Literal["stats", "full"] | None = None
-    """Record this request's tensors: their statistics, or in full (ours)."""
+    """Record this request's tensors: statistics only, or full payloads (ours)."""
     return_routed_experts: bool = False
-    """Return the experts of every position, in ``meta_info.routed_experts``."""
+    """Return the routed experts of every position, in ``meta_info.routed_experts``."""
     return_hidden_states: bool = False
     """Return the last hidden state of every position, in ``meta_info.hidden_states``."""
     routed_experts: (
@@ -98,24 +98,24 @@ class GenerateBody(RequestModel, kw_only=True, frozen=True):
         ]
         | None
     ) = None
-    """Experts to use, as ``meta_info.routed_experts`` has them; -1: the router chooses (ours)."""
+    """Routed experts to replay, in the format of ``meta_info.routed_experts``; -1: the router chooses (ours)."""
     priority: Priority = 0
-    """Higher is served first."""
+    """Requests of higher priority are scheduled first."""
     cache_salt: Name | None = None
     """Cached prefixes are shared only between requests with the same salt (vLLM)."""
     extra_key: Name | None = None
-    """SGLang's name of ``cache_salt``."""
+    """SGLang's name for ``cache_salt``."""
     lora_path: (
         Annotated[Name | list[Name | None], must_be("the name of a loaded adapter, or a list of names" + _EACH[4:])]
         | None
     ) = None
-    """Name of a loaded LoRA adapter. None: none."""
+    """Name of a loaded LoRA adapter. None: the base model."""
     data_parallel_rank: int | None = None
     """DP replica that serves the request. None: the server chooses."""
     routed_dp_rank: int | None = None
-    """Another name of ``data_parallel_rank`` (SGLang)."""
+    """Alias of ``data_parallel_rank`` (SGLang)."""
     log_metrics: bool = True
-    """Must be true: /metrics counts every request."""
+    """Must be true, as /metrics counts every request."""
     session_id: Any = None
     """Without effect."""
     conversation_id: Any = None
@@ -130,7 +130,7 @@ class GenerateBody(RequestModel, kw_only=True, frozen=True):
             raise RequestError("the body needs exactly one of 'text' and 'input_ids'")
         for name in ("input_ids", "token_ids_logprob"):
             value = getattr(self, name)
-            if value and isinstance(value[0], int):  # one list, so no other item is a list
+            if value and isinstance(value[0], int):  # a flat list: every item must be an integer
                 read_as(list[int], value, name)
             elif value and any(isinstance(item, int) for item in value):
                 rule = "must be a list of token ids or a list of such lists, not of both"
@@ -147,29 +147,29 @@ class GenerateBody(RequestModel, kw_only=True, frozen=True):
 
     @property
     def salt(self) -> str:
-        """Cache salt of the request, under either name (``extra_key`` is SGLang's)."""
+        """Cache salt of the request, given as ``cache_salt`` or ``extra_key``; empty: none."""
         return self.cache_salt or self.extra_key or ""
 
     @property
     def replica(self) -> int | None:
-        """The requested DP replica, under either name."""
+        """The requested DP replica, given as ``data_parallel_rank`` or ``routed_dp_rank``; None: any."""
         return self.data_parallel_rank if self.routed_dp_rank is None else self.routed_dp_rank
 
 
 class LoadAdapterBody(RequestModel, kw_only=True, frozen=True):
-    """POST /load_lora_adapter."""
+    """The body of POST /load_lora_adapter."""
 
     FALSE_IS_ABSENT = True
     IGNORED = ("lora_int_id", "base_model_name")
 
     lora_name: Name
-    """Name by which requests select the adapter."""
+    """Name with which requests select the adapter."""
     lora_path: Annotated[Name, must_be("the directory of a PEFT adapter, on the server's host")]
     """Directory of an adapter in PEFT's format, on the server's host."""
 
 
 class UnloadAdapterBody(RequestModel, kw_only=True, frozen=True):
-    """POST /unload_lora_adapter."""
+    """The body of POST /unload_lora_adapter."""
 
     IGNORED = ("lora_int_id",)
 
@@ -178,14 +178,14 @@ class UnloadAdapterBody(RequestModel, kw_only=True, frozen=True):
 
 
 class ProfileBody(RequestModel, kw_only=True, frozen=True):
-    """POST /start_profile. The server's setting ``profile_dir`` says where traces are written."""
+    """The body of POST /start_profile. Traces are written to the directory of the server setting ``profile_dir``."""
 
     FALSE_IS_ABSENT = True
     IGNORED = ("record_shapes", "activities", "start_step", "profile_id", "profile_prefix")
 
 
 class AbortBody(RequestModel, kw_only=True, frozen=True):
-    """POST /abort_request."""
+    """The body of POST /abort_request."""
 
     FALSE_IS_ABSENT = True
 
@@ -201,29 +201,29 @@ class AbortBody(RequestModel, kw_only=True, frozen=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogprobOptions:
-    """Which log-probabilities of one generation are returned."""
+    """Selection of the log-probabilities that one generation returns."""
 
     enabled: bool = False
     top: int = 0
-    """Number of the most likely tokens at each position."""
+    """Number of most likely tokens at each position."""
     start: int = -1
-    """The first prompt token whose log-probability is returned; -1 for none."""
+    """First prompt position whose log-probability is returned; -1: none."""
     token_ids: tuple[int, ...] = ()
-    """Further tokens."""
+    """Additional token ids whose log-probabilities are returned at each position."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativeGeneration:
-    """One generation that a body requests, and how its response is written."""
+    """One generation requested by a body, with its response options."""
 
     job: GenerationJob
     logprobs: LogprobOptions = LogprobOptions()
     stream_interval: int = 1
-    """Tokens between two events of a stream, except for the first and the last."""
+    """Number of tokens between two events of a stream; the first and last event are exempt."""
 
 
 def read_generations(body: GenerateBody, model: ServedModel) -> list[NativeGeneration]:
-    """Every generation of ``body``, prompt by prompt; raises UsageError if they exceed the limits of ``model``."""
+    """Return all generations of ``body``, prompt by prompt; raises UsageError beyond the limits of ``model``."""
     prompts = _prompts(body)
     model.limits.check_generations(len(prompts), 1, "text or input_ids")
     for prompt in prompts:
@@ -258,7 +258,10 @@ def read_generations(body: GenerateBody, model: ServedModel) -> list[NativeGener
 
 
 def _check_answer(generations: Sequence[NativeGeneration], model: ServedModel, *, streams: bool) -> None:
-    """Check the limit on values, counting each character of a string as a token and the repetition in stream events."""
+    """Raise RequestError if the response could exceed the limit on values.
+
+    The estimate is an upper bound: each character of a string counts as a token, and stream events repeat the values.
+    """
     values = 0
     for one in generations:
         prompt, params = one.job.prompt, one.job.params
@@ -269,7 +272,7 @@ def _check_answer(generations: Sequence[NativeGeneration], model: ServedModel, *
 
 
 def is_batch(body: GenerateBody, count: int) -> bool:
-    """Whether the response is a list."""
+    """Return whether the response to ``body`` with ``count`` generations is a list."""
     ids = body.input_ids
     return count > 1 or isinstance(body.text, list) or (ids is not None and isinstance(ids[0], list))
 
@@ -306,7 +309,10 @@ def _logprobs(body: GenerateBody, count: int) -> list[LogprobOptions]:
 
 
 def _for_each(body: GenerateBody, name: str, count: int) -> list[Any]:
-    """The member ``name`` of each prompt, given as a list or once for all; raises UsageError."""
+    """Return the value of field ``name`` for each of ``count`` prompts; the body has one per prompt or one for all.
+
+    Raises UsageError if the list has another length.
+    """
     value = getattr(body, name)
     each = value if isinstance(value, list) else [value] * count
     _require_count(name, each, count)

@@ -15,18 +15,18 @@ from tapscope.engine.requests.token_logprob import TokenLogprob
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseStyle:
-    """Options of the responses to one body."""
+    """Formatting options for the responses to one body."""
 
     decode: Callable[[int], str] | None = None
-    """Decodes one token; None if token strings were not requested."""
+    """Function that decodes one token id; None if token strings were not requested."""
     weight_version: Callable[[], str] = lambda: "default"
-    """Returns the current weight version, which may change during a request."""
+    """Function that returns the current weight version, which may change during a request."""
 
 
 def answer(
     output: Output, latency_s: float, options: LogprobOptions, style: ResponseStyle, *, has_text: bool
 ) -> dict[str, Any]:
-    """One element of the response, for the merged outputs so far."""
+    """Build one element of the response from the merged outputs so far."""
     meta: dict[str, Any] = {
         "id": output.request,
         "prompt_tokens": output.prompt_tokens,
@@ -46,13 +46,13 @@ def answer(
         meta["routed_experts_shape"] = output.routed_experts.shape
     if output.hidden_states is not None:
         meta["hidden_states"] = _hidden_states(output.hidden_states, output.prompt_tokens)
-    if options.enabled or output.logprobs or output.prompt_logprobs:  # requested in the body or in its parameters
+    if options.enabled or output.logprobs or output.prompt_logprobs:  # requested in the body or in sampling_params
         meta |= _logprobs(output, options, style)
     return {"text": output.text if has_text else None, "output_ids": output.token_ids, "meta_info": meta}
 
 
 def _hidden_states(every: HiddenStates, num_prompt: int) -> list[Any]:
-    """SGLang's list: the prompt's [tokens, hidden] as one entry, then [hidden] for each generated token computed."""
+    """Return SGLang's list: [tokens, hidden] of the prompt, then one [hidden] per computed generated token."""
     rows = every.array()
     if not np.isfinite(rows).all():  # JSON has neither infinities nor NaN
         rows = np.where(np.isfinite(rows), rows.astype(object), np.array(None, dtype=object))
@@ -74,7 +74,7 @@ def _finish_reason(output: Output) -> dict[str, Any] | None:
 
 
 def _logprobs(output: Output, options: LogprobOptions, style: ResponseStyle) -> dict[str, Any]:
-    """SGLang's lists: [log-probability, token id, text or null], prompt tokens from ``logprob_start`` on."""
+    """Return SGLang's lists of [logprob, token id, string or null]; prompt tokens start at ``options.start``."""
     given = output.logprobs or ()
     meta: dict[str, Any] = {"output_token_logprobs": [_triple(item, style) for item in given]}
     prompt = (output.prompt_logprobs or ())[max(0, options.start) :]
@@ -101,7 +101,7 @@ def _entries(items: Sequence[tuple[int, float]], style: ResponseStyle) -> list[l
 
 
 def _entry(token: int, logprob: float, style: ResponseStyle) -> list[Any]:
-    """(logprob, token id, string); JSON has no infinity, so that masked tokens have null."""
+    """Return [logprob, token id, string]; the logprob of a masked token (-inf) is null, as JSON has no infinity."""
     return [logprob if isfinite(logprob) else None, token, _text(token, style)]
 
 

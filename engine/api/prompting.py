@@ -1,4 +1,4 @@
-"""Converts a conversation to prompt ids, sampling parameters and the reply format."""
+"""Convert a conversation to prompt ids, sampling parameters and the reply format."""
 
 import json
 from collections.abc import Mapping
@@ -22,17 +22,17 @@ _EFFORT = "reasoning_effort"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """A validated conversation of any API."""
+    """A validated conversation, independent of the API that it was sent to."""
 
     messages: list[Message]
     sampling: dict[str, Any]
     """Arguments of SamplingParams, without max_new_tokens."""
     tools: Tools = NO_TOOLS
     max_tokens: int | None = None
-    """None: all positions that the prompt leaves."""
+    """Maximum number of new tokens; None: all positions that the prompt leaves free."""
     max_tokens_name: str = "max_tokens"
     messages_name: str = "messages"
-    """Names of these two in the request body."""
+    """Field names of ``max_tokens`` and ``messages`` in the request body, for errors."""
     variables: Mapping[str, Any] = field(default_factory=dict)
     """Variables for the chat template, such as ``enable_thinking``."""
     add_generation_prompt: bool = True
@@ -40,36 +40,36 @@ class Conversation:
     separate_reasoning: bool = True
     """Whether reasoning is separated from the answer."""
     add_special_tokens: bool = False
-    """Whether the tokenizer adds special tokens to what the chat template wrote."""
+    """Whether the tokenizer adds special tokens to the rendered chat template."""
     constraint_field: str = ""
-    """Field of the body that constrains the output, unless tools do; empty: none."""
+    """Body field that constrains the output, unless tools constrain it; empty: none."""
     max_prompt_tokens: int | None = None
     """Keep this many tokens at the end of the prompt; None: all."""
 
     @property
     def is_constrained(self) -> bool:
-        """Whether the answer is constrained from its first token on."""
+        """Whether a constraint applies from the first token of the answer."""
         return self.tools.is_forced or self.constraint is not None
 
     @property
     def constraint(self) -> str | None:
-        """Name of the constraint on the whole output; structural tags are excluded, as they allow tool calls."""
+        """Name of the constraint on the whole output, if any; structural tags do not count: they allow tool calls."""
         return next((name for name in CONSTRAINTS if name != "structural_tag" and self.sampling.get(name)), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """Inputs of the engine for one request."""
+    """Engine inputs for one request, and the format of its reply."""
 
     token_ids: tuple[int, ...]
     params: SamplingParams
     form: ReplyFormat
     constraint_field: str
-    """Field of the body that constrains the output; empty: none."""
+    """Body field that constrains the output; empty: none."""
 
 
 def encode_conversation(model: ServedModel, conversation: Conversation) -> tuple[str, tuple[int, ...]]:
-    """The rendered prompt and its ids; raises RequestError."""
+    """Render the chat template; return the prompt as a string and as token ids. Raises RequestError."""
     template, tokenizer = model.require_template(), model.require_tokenizer()
     _check_tools(model, template, conversation.tools)
     effort = _thinking_by_effort(template, conversation)
@@ -92,7 +92,10 @@ def encode_conversation(model: ServedModel, conversation: Conversation) -> tuple
 
 
 def make_prompt(model: ServedModel, conversation: Conversation) -> Prompt:
-    """Prompt, parameters and reply format; raises RequestError, with the token counts if the prompt is too long."""
+    """Build the prompt, sampling parameters and reply format of a conversation.
+
+    Raises RequestError; the error for a prompt that is too long includes the token counts.
+    """
     text, token_ids = encode_conversation(model, conversation)
     sampling, constraint_field = dict(conversation.sampling), conversation.constraint_field
     if conversation.tools.choice != "none" and conversation.constraint:
@@ -126,7 +129,7 @@ def make_prompt(model: ServedModel, conversation: Conversation) -> Prompt:
 
 
 def _check_tools(model: ServedModel, template: ChatTemplate, tools: Tools) -> None:
-    """Raise RequestError if the template does not render tools, or the model's tool call format is unknown."""
+    """Raise RequestError if the template does not render tools or the model's tool call format cannot be used."""
     if tools.choice == "none":
         return
     if not template.reads("tools", tools=True):
@@ -146,20 +149,23 @@ def _check_tools(model: ServedModel, template: ChatTemplate, tools: Tools) -> No
 
 
 def _thinking_by_effort(template: ChatTemplate, conversation: Conversation) -> dict[str, Any]:
-    """``enable_thinking`` by ``reasoning_effort``, as in vLLM: every effort but "none" enables it."""
+    """Derive the variable ``enable_thinking`` from ``reasoning_effort`` as in vLLM: on unless the effort is "none"."""
     effort = conversation.variables.get(_EFFORT)
     reads = template.reads("enable_thinking", tools=bool(conversation.tools.definitions))
     return {"enable_thinking": effort != "none"} if effort is not None and reads else {}
 
 
 def _thinking_disabled(template: ChatTemplate, conversation: Conversation) -> dict[str, Any]:
-    """Template variables that disable thinking, because a constraint applies from the first token on."""
+    """Return the template variables that disable thinking if a constraint applies from the first token."""
     reads = template.reads("enable_thinking", tools=bool(conversation.tools.definitions))
     return {"enable_thinking": False} if conversation.is_constrained and reads else {}
 
 
 def _hidden(model: ServedModel, conversation: Conversation) -> tuple[str, ...] | None:
-    """Special tokens to remove from the reply when its parser needs others of them as text; None if it needs none."""
+    """Return the special tokens to strip from the reply's text if its parser needs other special tokens as text.
+
+    None if the parser needs no special tokens, so that the detokenizer can skip all of them.
+    """
     tags: tuple[str, ...] = ()
     if conversation.tools.choice == "auto" and model.tool_format is not None:
         tags += model.tool_format.tags
@@ -170,9 +176,9 @@ def _hidden(model: ServedModel, conversation: Conversation) -> tuple[str, ...] |
 
 
 def strict_tag(tools: Tools, tool_format: ToolFormat) -> str:
-    """The structural tag, JSON-encoded: arguments of strict tools match their schemas, those of others are objects.
+    """Return a JSON-encoded structural tag: arguments of strict tools match their schema, others are any JSON object.
 
-    Without parallel calls the output ends after the first one.
+    Unless parallel calls are allowed, the output ends after the first call.
     """
     grammars = tool_format.grammars
     tags = [_tag(grammar, tool) for grammar in grammars for tool in tools.definitions]

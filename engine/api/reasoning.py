@@ -1,4 +1,4 @@
-"""ReasoningSplitter: separates `<think>...</think>` from the answer in streamed text."""
+"""ReasoningSplitter: separate `<think>...</think>` reasoning from the answer in streamed text."""
 
 from collections.abc import Iterator
 
@@ -9,9 +9,9 @@ OPEN, CLOSE = "<think>", "</think>"
 
 
 class ReasoningSplitter:
-    """Splits streamed text into reasoning and content; whitespace around the reasoning is dropped.
+    """Streaming splitter of reasoning and content; whitespace around the reasoning is dropped.
 
-    Reasoning must come first: later tags are ordinary text.
+    Only reasoning at the start of the output is recognized: later tags are ordinary text.
     """
 
     def __init__(self, *, is_open: bool) -> None:
@@ -21,7 +21,7 @@ class ReasoningSplitter:
         self._has_begun = False
 
     def feed(self, text: str, *, is_final: bool = False) -> Iterator[ReasoningDelta | ContentDelta]:
-        """Deltas that are certain after ``text``; ``is_final``: no more text follows."""
+        """Consume ``text`` and yield all deltas that later text cannot change; ``is_final``: no more text follows."""
         self._text += text
         if self._state == "before":
             self._look_for_opening(is_final)
@@ -34,7 +34,7 @@ class ReasoningSplitter:
                 yield ContentDelta(content)
 
     def _look_for_opening(self, is_final: bool) -> None:
-        """Only whitespace may precede the opening tag; other text means that there is no reasoning."""
+        """Look for the opening tag; any text other than whitespace before it means that there is no reasoning."""
         plain, tag, rest = split_at_tag(self._text, (OPEN,), is_final=is_final)
         if plain.strip() or (is_final and not tag):
             self._state, self._has_begun = "answer", True
@@ -42,7 +42,7 @@ class ReasoningSplitter:
             self._state, self._text = "thinking", rest
 
     def _think(self, is_final: bool) -> Iterator[ReasoningDelta]:
-        """Trailing whitespace is held back until text follows."""
+        """Yield reasoning up to the closing tag; trailing whitespace is held back until more text follows."""
         plain, tag, rest = split_at_tag(self._text, (CLOSE,), is_final=is_final)
         piece = plain.rstrip()
         self._text = rest if tag else plain[len(piece) :] + rest

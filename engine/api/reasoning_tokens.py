@@ -1,4 +1,4 @@
-"""ReasoningTokens: counts the tokens of an output that are reasoning."""
+"""ReasoningTokens: count the reasoning tokens of an output."""
 
 from tapscope.engine.api import reasoning
 from tapscope.engine.api.harmony_parser import CHANNEL, ENDS, MESSAGE
@@ -10,28 +10,28 @@ _MESSAGE, _CHANNEL, _ENDS = MESSAGE.encode(), CHANNEL.encode(), tuple(each.encod
 
 
 class ReasoningTokens:
-    """Counts tokens between the tags of the reasoning; tokens of the tags themselves do not count, as in vLLM.
+    """Streaming counter of the tokens between the reasoning tags; the tags themselves do not count, as in vLLM.
 
-    Works on the bytes of the tokens, so that a tag may consist of several tokens and an output of any number.
+    Tags are matched on the bytes of the tokens, so a tag may span several tokens and outputs may be split anywhere.
     """
 
     def __init__(self, form: ReplyFormat, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._is_harmony = form.reasoning_format == "gpt_oss"
-        # "other": in a message of gpt-oss that is not reasoning
+        # a fourth state, "other": inside a gpt-oss message that is not reasoning
         self._state = "ended" if form.reasoning_format is None else "inside" if form.is_thinking else "before"
         self._closes = _ENDS if self._is_harmony else (_CLOSE,)
-        self._bytes = bytearray()  # since the last change of state
-        self._starts: list[int] = []  # of each token in there
-        self._counted = 0  # of earlier messages
+        self._bytes = bytearray()  # bytes since the last state change
+        self._starts: list[int] = []  # offset of each token in _bytes
+        self._counted = 0  # reasoning tokens of earlier messages
 
     @property
     def count(self) -> int:
-        """Number of reasoning tokens so far; those of an incomplete closing tag count until it is complete."""
+        """Number of reasoning tokens so far; tokens of a closing tag count until the tag is complete."""
         return self._counted + (len(self._starts) if self._state == "inside" else 0)
 
     def push(self, token_ids: tuple[int, ...]) -> None:
-        """Take the next tokens of the output."""
+        """Append the next tokens of the output."""
         for token in token_ids:
             if self._state == "ended":
                 return

@@ -1,4 +1,4 @@
-"""Reply: splits the streamed text of one generation into reasoning, content and tool calls."""
+"""Reply: split the streamed text of one generation into reasoning, content and tool calls."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -17,19 +17,19 @@ class ReplyFormat:
     """Format of a reply; the same for all generations of a request."""
 
     reasoning_format: str | None = None
-    """``think`` or ``gpt_oss``; None: the reply is the answer."""
+    """``think`` or ``gpt_oss``; None: the reply contains no reasoning."""
     separate_reasoning: bool = True
     """Whether reasoning is separated from the answer."""
     is_thinking: bool = False
-    """Whether the prompt ends inside the reasoning."""
+    """Whether the prompt ends with the opening tag of the reasoning."""
     tools: Tools = NO_TOOLS
     tool_format: ToolFormat | None = None
     hidden: tuple[str, ...] = ()
-    """Special tokens that the engine keeps in the text for the parser and that are removed from the content."""
+    """Special tokens to strip from the text, where the engine keeps special tokens because the parser needs some."""
 
 
 class Reply:
-    """The reply of one generation."""
+    """Streaming parser for the reply of one generation."""
 
     def __init__(self, form: ReplyFormat) -> None:
         thinks = form.reasoning_format == "think" and form.separate_reasoning
@@ -44,7 +44,7 @@ class Reply:
         """Number of tool calls so far."""
 
     def feed(self, text: str, *, is_final: bool = False) -> list[Delta]:
-        """Deltas that are certain after ``text``; ``is_final``: no more text follows."""
+        """Consume ``text`` and return all deltas that later text cannot change; ``is_final``: no more text follows."""
         shown = self._show(text, is_final)
         pieces: Iterator[Delta] | list[Delta] = [ContentDelta(shown)] if shown else []
         if self._splitter is not None:
@@ -56,7 +56,7 @@ class Reply:
         return deltas
 
     def _show(self, text: str, is_final: bool) -> str:
-        """The text without hidden tokens."""
+        """Return the text without hidden special tokens; the start of a possible one is held back."""
         if not self._hidden:
             return text
         shown, tag, self._held = split_at_tag(self._held + text, self._hidden, is_final=is_final)
@@ -66,7 +66,7 @@ class Reply:
         return shown
 
     def _parse(self, parser: ToolParser, pieces: list[Delta], is_final: bool) -> Iterator[Delta]:
-        """Pass reasoning through and parse the content; drops calls beyond the allowed number."""
+        """Pass reasoning through and parse the content; tool calls beyond the allowed number are dropped."""
         content = ""
         for piece in pieces:
             if isinstance(piece, ReasoningDelta):
@@ -79,7 +79,7 @@ class Reply:
                 yield self._identified(delta) if isinstance(delta, ToolCallStart) else delta
 
     def _identified(self, call: ToolCallStart) -> ToolCallStart:
-        """The call with the identifier that the model wrote, or that its format requires."""
+        """Return the call with the model's id; if the format requires ids, a missing or repeated one is replaced."""
         if self._call_id is not None and (not call.id or call.id in self._call_ids):
             call = replace(call, id=self._call_id(call.name, call.index))
         self._call_ids.add(call.id)

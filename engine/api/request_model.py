@@ -1,4 +1,4 @@
-"""RequestModel: base class of request bodies; validates JSON and describes it for OpenAPI."""
+"""RequestModel: base class of request bodies, which validates JSON and describes it for OpenAPI."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,23 +16,23 @@ T = TypeVar("T")
 Name = Annotated[str, Meta(min_length=1, max_length=500)]
 
 SENDER_FIELDS = ("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
-"""OpenAI's fields about the sender, which never change a result."""
+"""OpenAI's metadata fields about the sender, which never affect the output."""
 
 
 class RequestModel(msgspec.Struct, kw_only=True, frozen=True):
-    """A body. Null members count as absent; unknown members are rejected unless they would not change the result."""
+    """A request body. Null fields count as absent; unknown fields are rejected unless they cannot affect the output."""
 
     IGNORED: ClassVar[tuple[str, ...]] = ()
-    """Further members that are accepted with any value, because they never change a result."""
+    """Undeclared fields that are accepted with any value because they never affect the output."""
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    """Further members -> values that are accepted, because they describe the default behaviour."""
+    """Undeclared fields -> values that are accepted because they request the default behavior."""
 
     FALSE_IS_ABSENT: ClassVar[bool] = False
-    """Whether a further member may be false."""
+    """Whether any undeclared field is accepted if its value is false."""
 
     @classmethod
     def parse(cls, body: Any) -> Self:
-        """From decoded JSON; raises RequestError, which names the member, its value and what is valid."""
+        """Parse and validate decoded JSON; the RequestError names the field, its value and the valid values."""
         if not isinstance(body, dict):
             raise RequestError("the body must be a JSON object")
         known = cls.__struct_fields__
@@ -60,7 +60,7 @@ def _encoded(value: Any) -> str:
 
 
 def read_as(to: type[T], value: Any, path: str = "") -> T:
-    """Convert part ``path`` of a body to the type ``to``; raises RequestError."""
+    """Convert ``value``, found at ``path`` in a body, to the type ``to``; raises RequestError."""
     try:
         return convert(value, to, path)
     except InvalidValueError as error:
@@ -71,7 +71,7 @@ def read_as(to: type[T], value: Any, path: str = "") -> T:
 def openapi_body(
     model: type[RequestModel], example: dict[str, Any], answer: Any = None, *, required: bool = True
 ) -> dict[str, Any]:
-    """``openapi_extra`` of a route whose body is ``model`` and whose answer is the type ``answer``; None: any."""
+    """Return the ``openapi_extra`` of a route with the body ``model`` and the response type ``answer`` (None: any)."""
     schema = described_schema(model) | {"additionalProperties": False}
     content = {"application/json": {"schema": schema, "example": example}}
     extra: dict[str, Any] = {"requestBody": {"required": required, "content": content}}
@@ -79,14 +79,14 @@ def openapi_body(
 
 
 def openapi_answer(answer: Any) -> dict[str, Any]:
-    """``openapi_extra`` of a route whose answer is the type ``answer``."""
+    """Return the ``openapi_extra`` of a route with the response type ``answer``."""
     return {"responses": {"200": {"content": {"application/json": {"schema": described_schema(answer)}}}}}
 
 
 def described_schema(model: Any) -> dict[str, Any]:
-    """JSON schema of ``model`` without references. Docstrings below fields describe them.
+    """Return the JSON schema of ``model`` with references inlined and field docstrings as descriptions.
 
-    A field of a body without one means the same as the sampling parameter of this name.
+    A body field without a docstring gets the description of the sampling parameter of the same name.
     """
     (schema,), definitions = msgspec.json.schema_components([model], ref_template="{name}")
     for cls in set(_structs(model)) or {model}:
@@ -100,7 +100,7 @@ def described_schema(model: Any) -> dict[str, Any]:
 
 
 def _structs(annotation: Any) -> Iterator[type]:
-    """Every Struct in an annotation, and in the fields of these."""
+    """Yield every Struct class in an annotation, recursively including the fields of each Struct."""
     if isinstance(annotation, type) and issubclass(annotation, msgspec.Struct):
         yield annotation
         parts: Iterable[Any] = get_type_hints(annotation, include_extras=True).values()
@@ -111,7 +111,7 @@ def _structs(annotation: Any) -> Iterator[type]:
 
 
 def _inlined(schema: Any, definitions: Mapping[str, Any]) -> Any:
-    """``schema`` with its references inlined."""
+    """Return ``schema`` with all references replaced by their definitions."""
     if isinstance(schema, list):
         return [_inlined(item, definitions) for item in schema]
     if not isinstance(schema, dict):

@@ -1,4 +1,4 @@
-"""The body of POST /v1/responses (OpenAI), converted to a conversation."""
+"""The body of POST /v1/responses (OpenAI), and its conversion to a conversation."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -20,7 +20,7 @@ from tapscope.engine.params.sampling_params import Fraction, Penalty, Seed, TopP
 
 
 class TextContent(msgspec.Struct, kw_only=True):
-    """Text of an item; images, files and audio are not supported."""
+    """Text part of an item; images, files and audio are not supported."""
 
     type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
     text: str
@@ -28,25 +28,25 @@ class TextContent(msgspec.Struct, kw_only=True):
 
 
 class InputItem(msgspec.Struct, kw_only=True):
-    """An item of ``input``: a message, an earlier call, its output, or earlier reasoning."""
+    """An item of ``input``: a message, an earlier call, the output of a call, or earlier reasoning."""
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     role: Literal["user", "assistant", "system", "developer"] | None = None
-    """Author of a message."""
+    """Role of the author of a message."""
     content: str | list[TextContent] | None = None
     """Text of a message or of reasoning."""
     call_id: str | None = None
-    """Id that a call and its output share."""
+    """Id shared by a call and its output."""
     name: str | None = None
-    """Function that was called."""
+    """Name of the called function."""
     arguments: str | None = None
-    """Arguments of the call, as JSON text."""
+    """Arguments of the call, as a JSON string."""
     output: str | list[TextContent] | None = None
     """Result of the call."""
 
 
 class FunctionTool(msgspec.Struct, kw_only=True):
-    """A function that the model may call; OpenAI's own tools are not supported."""
+    """A function that the model may call; OpenAI's built-in tools are not supported."""
 
     type: Literal["function"]
     name: NonEmptyStr
@@ -67,7 +67,7 @@ class TextFormat(msgspec.Struct, kw_only=True):
     """Constraint on the text of the response."""
 
     type: Literal["text", "json_object", "json_schema"]
-    """``json_schema`` needs ``schema``."""
+    """``json_schema`` requires ``schema``."""
     name: str | None = None
     """Without effect."""
     schema: dict[str, Any] | None = None
@@ -79,7 +79,7 @@ class TextFormat(msgspec.Struct, kw_only=True):
 
 
 class TextOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Options of the text of the response."""
+    """Options for the text of the response."""
 
     format: TextFormat | None = None
     """Constraint on the answer."""
@@ -88,7 +88,7 @@ class TextOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class ReasoningOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Options of reasoning; summaries are not written."""
+    """Reasoning options; summaries are not supported."""
 
     effort: str | None = None
     """Sets ``reasoning_effort`` of the chat template."""
@@ -113,18 +113,18 @@ class ResponsesBody(RequestModel, kw_only=True, frozen=True):
     ]
     """A string, or items: messages, function calls, their outputs, and reasoning."""
     model: str | None = None
-    """Name of the model; MODEL:ADAPTER or ADAPTER selects a LoRA adapter. None: the served one."""
+    """Name of the model; MODEL:ADAPTER or ADAPTER selects a LoRA adapter. None: the served model."""
     instructions: str | None = None
-    """System message before the conversation."""
+    """System message that precedes the conversation."""
     max_output_tokens: PositiveInt | None = None
     """Maximum number of generated tokens, reasoning included. None: all that fit."""
     stream: bool = False
-    """Answer with server-sent events, as in OpenAI's API."""
+    """Respond with server-sent events, as in OpenAI's API."""
     temperature: NonNegative | None = None
-    """Divisor of the logits; 0 is greedy. None: of generation_config.json, else 1."""
+    """Divisor of the logits; 0 is greedy. None: the value in generation_config.json, or 1."""
     top_p: TopP | None = None
     tools: list[dict[str, Any]] | None = None
-    """Functions that the model may call; OpenAI's own tools are not supported."""
+    """Functions that the model may call; OpenAI's built-in tools are not supported."""
     tool_choice: (
         Annotated[
             Literal["none", "auto", "required"] | NamedTool,
@@ -148,30 +148,30 @@ class ResponsesBody(RequestModel, kw_only=True, frozen=True):
     frequency_penalty: Penalty | None = None
     repetition_penalty: Positive | None = None
     logit_bias: LogitBias | None = None
-    """Added to the logits of these token ids, which are strings in JSON."""
+    """Map from token id (a string in JSON) to the value added to its logit."""
     stop: Strings | None = None
     stop_token_ids: list[TokenId] | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
-    """Variables of the chat template; one that it does not read is refused (vLLM, SGLang)."""
+    """Variables of the chat template; variables that the template does not read are rejected (vLLM, SGLang)."""
     priority: Priority = 0
-    """Higher is served first, as in SGLang; in vLLM lower is."""
+    """Requests of higher priority are scheduled first, as in SGLang; vLLM schedules lower values first."""
     cache_salt: NonEmptyStr = ""
     """Cached prefixes are shared only between requests with the same salt (vLLM)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponsesRequest:
-    """A validated body."""
+    """A validated request to POST /v1/responses."""
 
     conversation: Conversation
     fields: ResponsesBody
 
     @classmethod
     def parse(cls, body: Any, model: ServedModel) -> "ResponsesRequest":
-        """From decoded JSON; raises RequestError, which names the field, its value and what is valid."""
+        """Parse and validate decoded JSON; the RequestError names the field, its value and the valid values."""
         include = body.get("include") if isinstance(body, dict) else None
         if isinstance(include, list) and "message.output_text.logprobs" in include:
             text = "include: message.output_text.logprobs is not supported; /v1/chat/completions returns logprobs"
@@ -203,14 +203,14 @@ class ResponsesRequest:
 
 T = TypeVar("T")
 _FOLLOWED_BY = {"message": {"content"}, "reasoning": {"content", "tool_calls"}}
-"""Type of an item -> parts of an assistant's message after which it begins another one."""
+"""Item type -> parts of an assistant message after which an item of this type starts a new message."""
 _SAMPLING: tuple[str, ...] = ("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty")
 _SAMPLING += ("repetition_penalty", "logit_bias", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos")
 _SAMPLING += ("skip_special_tokens",)
 
 
 def as_chat_messages(fields: ResponsesBody) -> Iterable[dict[str, Any]]:
-    """The items as chat messages; reasoning and calls belong to one assistant message with the text next to them."""
+    """Convert the items to chat messages; adjacent reasoning, text and calls become one assistant message."""
     if fields.instructions:
         yield {"role": "system", "content": fields.instructions}
     if isinstance(fields.input, str):
@@ -234,7 +234,7 @@ def as_chat_messages(fields: ResponsesBody) -> Iterable[dict[str, Any]]:
 
 
 def _other_message(item: InputItem, where: str) -> dict[str, Any]:
-    """A message that is not the assistant's, or the output of a call."""
+    """Convert a message of another role than the assistant, or the output of a call."""
     if item.type == "function_call_output":
         call_id = _required(item.call_id, f"{where}.call_id")
         return {"role": "tool", "tool_call_id": call_id, "content": _text(item.output, f"{where}.output")}
@@ -243,7 +243,7 @@ def _other_message(item: InputItem, where: str) -> dict[str, Any]:
 
 
 def _extend(turn: dict[str, Any], item: InputItem, where: str) -> None:
-    """Add an item to the assistant's message ``turn``."""
+    """Add an item to the assistant message ``turn``."""
     turn.setdefault("role", "assistant")
     match item.type:
         case "message":
@@ -265,14 +265,14 @@ def _required(value: T | None, where: str) -> T:
 
 
 def _text(content: str | Sequence[TextContent] | None, where: str) -> str:
-    """A string, or the text of a list of parts joined by newlines."""
+    """Return the content as one string; parts are joined by newlines. Raises RequestError if it is missing."""
     if content is None:
         raise RequestError(f"{where} is missing", param=where)
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
 def _tools(fields: ResponsesBody) -> Tools:
-    """The functions in the format of chat completions."""
+    """Convert the functions and the tool choice to the format of chat completions."""
     tools = [read_as(FunctionTool, tool, f"tools[{index}]") for index, tool in enumerate(fields.tools or ())]
     definitions = []
     for tool in tools:
@@ -287,7 +287,7 @@ def _tools(fields: ResponsesBody) -> Tools:
 
 
 def _constraint(options: TextOptions | None) -> dict[str, str]:
-    """The constraint of ``text.format``."""
+    """Return the constraint of ``text.format`` as sampling arguments; empty without a constraint."""
     if options is None or options.format is None:
         return {}
     if options.format.type != "json_schema":

@@ -1,4 +1,4 @@
-"""Responses of POST /v1/responses: a response object, or OpenAI's stream of events, from outputs of one generation."""
+"""Responses of POST /v1/responses: build a response object, or OpenAI's event stream, from one generation's outputs."""
 
 import time
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ _IDS = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_"}
 
 @dataclass(slots=True)
 class _Item:
-    """An item of the output; ``text`` is its text, its reasoning, or the JSON encoding of a call's arguments."""
+    """An output item; ``text`` is the text, the reasoning, or the JSON-encoded arguments of a call."""
 
     kind: str
     name: str = ""
@@ -33,12 +33,12 @@ class _Item:
         self.id = new_id(_IDS[self.kind])
 
     def part(self) -> dict[str, Any]:
-        """The content part of a message or of reasoning."""
+        """Return the content part of a message or reasoning item."""
         extra: dict[str, Any] = {"annotations": [], "logprobs": []} if self.kind == "message" else {}
         return {"type": _PARTS[self.kind], "text": self.text} | extra
 
     def whole(self, status: str) -> dict[str, Any]:
-        """The item; while it is in progress, it has no content."""
+        """Return the complete item; an item with the status ``in_progress`` has no content."""
         head: dict[str, Any] = {"id": self.id, "type": self.kind, "status": status}
         if self.kind == "function_call":
             return head | {"call_id": self.call_id, "name": self.name, "arguments": self.text}
@@ -48,7 +48,7 @@ class _Item:
 
 
 class ResponsesResponse:
-    """Collects the outputs of a request."""
+    """Response builder for the outputs of one request."""
 
     def __init__(self, model: ServedModel, fields: ResponsesBody, prompt: Prompt) -> None:
         self.id = new_id("resp_")
@@ -62,7 +62,7 @@ class ResponsesResponse:
         self._num_events = 0
 
     def events(self, output: Output) -> str:
-        """Add an output; returns its server-sent events, empty if all text is held back. Raises AbortedError."""
+        """Add an output and return its server-sent events; empty if all text is held back. Raises AbortedError."""
         pieces = self._take(output)
         text = ""
         if not self._num_events:
@@ -76,7 +76,7 @@ class ResponsesResponse:
         return text
 
     def answer(self, output: Output) -> dict[str, Any]:
-        """The whole response, from the merged outputs. Raises AbortedError."""
+        """Return the complete response for the merged outputs. Raises AbortedError."""
         for piece in self._take(output):
             self._show(piece)
         return self._response(self._status)
@@ -95,7 +95,7 @@ class ResponsesResponse:
         return self._reply.feed(output.text, is_final=output.finish_reason is not None)
 
     def _show(self, piece: Delta) -> str:
-        """Add a piece to its item; returns its events."""
+        """Add a delta to the current or a new item and return its events."""
         match piece:
             case ContentDelta(text):
                 return self._continue("message", text)
@@ -128,7 +128,7 @@ class ResponsesResponse:
         return self._event(f"response.{_PARTS[item.kind]}.delta", **self._place(), delta=text, **logprobs)
 
     def _end_item(self, status: str) -> str:
-        """Events at the end of the last item, which has then this ``status``."""
+        """Return the events that end the last item with ``status``."""
         if not self._items:
             return ""
         item = self._items[-1]
@@ -153,7 +153,7 @@ class ResponsesResponse:
         return sse_event({"type": kind, "sequence_number": number} | values, event=kind)
 
     def _response(self, status: str) -> dict[str, Any]:
-        """The response object; its settings are those that applied."""
+        """Return the response object, including the effective settings."""
         fields, is_done = self._fields, status != "in_progress"
         last = len(self._items) - 1
         items = [item.whole(status if index == last else "completed") for index, item in enumerate(self._items)]

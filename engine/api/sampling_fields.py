@@ -1,4 +1,4 @@
-"""Converts sampling fields of OpenAI bodies, with the extensions of SGLang and vLLM, to SamplingParams."""
+"""Convert the sampling fields of OpenAI bodies, with the extensions of SGLang and vLLM, to SamplingParams."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -45,18 +45,18 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
     "vllm_xargs": ({},),
 }
-"""Unsupported fields of other servers -> values that are accepted, because they describe the default behaviour."""
+"""Unsupported fields of other servers -> values that are accepted because they request the default behavior."""
 
 
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Options of a stream."""
 
     include_usage: bool | None = None
-    """End the stream with an event that has the token counts."""
+    """End the stream with an event that contains the token counts."""
     include_obfuscation: bool | None = None
     """Only false is supported."""
     continuous_usage_stats: bool | None = None
-    """With ``include_usage``: every event has the token counts so far (vLLM)."""
+    """With ``include_usage``: include the token counts so far in every event (vLLM)."""
 
 
 class JsonSchemaFormat(msgspec.Struct, kw_only=True):
@@ -67,112 +67,112 @@ class JsonSchemaFormat(msgspec.Struct, kw_only=True):
 
 
 class ResponseFormat(msgspec.Struct, kw_only=True):
-    """Constraint on the output; a structural tag has further members."""
+    """Constraint on the output; a structural tag has additional fields."""
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
-    """``json_schema`` needs ``json_schema``; ``structural_tag`` (SGLang) has further members."""
+    """``json_schema`` requires the field ``json_schema``; ``structural_tag`` (SGLang) has additional fields."""
     json_schema: JsonSchemaFormat | None = None
-    """The schema, with any name."""
+    """The schema; its name has no effect."""
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """vLLM's constraint on the output: one of these."""
+    """vLLM's constraint on the output: exactly one of these fields."""
 
     json: dict[str, Any] | str | None = None
-    """JSON schema of the output, as an object or its JSON text."""
+    """JSON schema of the output, as an object or a JSON string."""
     regex: NonEmptyStr | None = None
-    """Regular expression that the whole output matches."""
+    """Regular expression that the whole output must match."""
     choice: Choices | None = None
-    """The output is one of these strings."""
+    """Strings of which the output must be one."""
     grammar: NonEmptyStr | None = None
-    """Grammar of the output: EBNF if it contains ``::=``, else Lark."""
+    """Grammar of the output: EBNF if it contains ``::=``, otherwise Lark."""
     json_object: bool | None = None
-    """The output is any JSON object."""
+    """Constrain the output to any JSON object."""
     structural_tag: str | None = None
-    """XGrammar structural tag, as JSON text."""
+    """XGrammar structural tag, as a JSON string."""
     disable_any_whitespace: Literal[False] | None = None
     """Only the default is supported."""
     disable_additional_properties: Literal[False] | None = None
     """Only the default is supported."""
     whitespace_pattern: None = None
-    """The last three are vLLM's; only their default behaviour is supported."""
+    """Only the default is supported."""
 
 
 class SamplingFields(RequestModel, kw_only=True, frozen=True):
-    """Fields that chat and completions share: OpenAI's first, then those of vLLM and SGLang (`extra_body`)."""
+    """Fields shared by chat and completions: OpenAI's first, then those of vLLM and SGLang (`extra_body`)."""
 
     IGNORED = (*SENDER_FIELDS, "guided_decoding_backend")
     NEUTRAL = NEUTRAL
 
     model: str | None = None
-    """Name of the model; MODEL:ADAPTER or ADAPTER selects a LoRA adapter. None: the served one."""
+    """Name of the model; MODEL:ADAPTER or ADAPTER selects a LoRA adapter. None: the served model."""
     stream: bool = False
-    """Answer with server-sent events; the last one is ``[DONE]``."""
+    """Respond with server-sent events; the last one is ``[DONE]``."""
     stream_options: StreamOptions | None = None
     """Token counts in the stream: ``include_usage``, ``continuous_usage_stats`` (vLLM)."""
     temperature: NonNegative | None = None
-    """Divisor of the logits; 0 is greedy. None: of generation_config.json, else 1."""
+    """Divisor of the logits; 0 is greedy. None: the value in generation_config.json, or 1."""
     top_p: TopP | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: LogitBias | None = None
-    """Added to the logits of these token ids, which are strings in JSON."""
+    """Map from token id (a string in JSON) to the value added to its logit."""
     seed: Seed | None = None
     stop: Strings | None = None
     n: Annotated[int, Meta(ge=1, le=128)] = 1
     response_format: dict[str, Any] | None = None
     """Constraint on the output: ``json_object``, ``json_schema``, or ``structural_tag`` (SGLang)."""
     modalities: list[Literal["text"]] | None = None
-    """Only text is generated."""
+    """Only text output is supported."""
     service_tier: Literal["auto", "default"] | None = None
     """Without effect."""
     top_k: TopK | None = None
     min_p: Fraction | None = None
     repetition_penalty: Positive | None = None
     min_tokens: Count | None = None
-    """Tokens before which end and stop tokens are masked and stop strings ignored (vLLM)."""
+    """Number of tokens before which end and stop tokens are masked and stop strings are ignored (vLLM)."""
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     stop_regex: Strings | None = None
     regex: str | None = None
-    """Regular expression that the whole output matches (SGLang)."""
+    """Regular expression that the whole output must match (SGLang)."""
     ebnf: str | None = None
     guided_json: dict[str, Any] | str | None = None
-    """JSON schema of the output, as an object or its JSON text (vLLM)."""
+    """JSON schema of the output, as an object or a JSON string (vLLM)."""
     guided_regex: NonEmptyStr | None = None
-    """Regular expression that the whole output matches (vLLM)."""
+    """Regular expression that the whole output must match (vLLM)."""
     guided_choice: Choices | None = None
-    """The output is one of these strings (vLLM)."""
+    """Strings of which the output must be one (vLLM)."""
     guided_grammar: NonEmptyStr | None = None
-    """Grammar of the output: EBNF if it contains ``::=``, else Lark (vLLM)."""
+    """Grammar of the output: EBNF if it contains ``::=``, otherwise Lark (vLLM)."""
     structured_outputs: StructuredOutputs | None = None
     """One of ``json``, ``regex``, ``choice``, ``grammar``, ``json_object``, ``structural_tag`` (vLLM)."""
     allowed_token_ids: list[TokenId] | None = None
-    """Sample only these tokens; end tokens only if listed (vLLM). None: all tokens."""
+    """Token ids that may be sampled; end tokens must be listed too (vLLM). None: all tokens."""
     bad_words: list[NonEmptyStr] | None = None
     """Strings that must not occur in the output (vLLM)."""
     prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    """Logprobs of the prompt, with this many most likely tokens; not in a stream (vLLM)."""
+    """Return the logprobs of the prompt and of this many most likely tokens; not in a stream (vLLM)."""
     return_token_ids: bool = False
     """Return ``token_ids`` and ``prompt_token_ids`` (vLLM)."""
     return_tokens_as_token_ids: bool = False
-    """Write the tokens of logprobs as ``token_id:ID`` (vLLM)."""
+    """Write tokens in logprobs as ``token_id:ID`` (vLLM)."""
     truncate_prompt_tokens: TruncatePromptTokens | None = None
     """Keep this many tokens at the end of the prompt; -1: as many as fit (vLLM). None: all."""
     priority: Priority = 0
-    """Higher is served first, as in SGLang; in vLLM lower is."""
+    """Requests of higher priority are scheduled first, as in SGLang; vLLM schedules lower values first."""
     rid: str | None = None
-    """Id of the request, for /abort_request (SGLang). None: that of the answer."""
+    """Id of the request, for /abort_request (SGLang). None: the id of the response."""
     cache_salt: NonEmptyStr = ""
     """Cached prefixes are shared only between requests with the same salt (vLLM)."""
     lora_path: NonEmptyStr | None = None
-    """Name of a loaded LoRA adapter (SGLang). None: that of ``model``, if any."""
+    """Name of a loaded LoRA adapter (SGLang). None: the adapter in ``model``, if any."""
 
     @property
     def include_usage(self) -> bool:
-        """Whether a stream ends with its token counts; raises RequestError for stream options without a stream."""
+        """Whether a stream ends with the token counts; raises RequestError for ``stream_options`` without a stream."""
         options = self.stream_options
         if options is None:
             return False
@@ -185,13 +185,13 @@ class SamplingFields(RequestModel, kw_only=True, frozen=True):
 
     @property
     def continuous_usage(self) -> bool:
-        """Whether each chunk of a stream has the token counts so far: only with ``include_usage``, as in vLLM."""
+        """Whether each chunk of a stream includes the token counts so far; requires ``include_usage``, as in vLLM."""
         return (
             self.include_usage and self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
         )
 
     def sampling(self, model: ServedModel) -> dict[str, Any]:
-        """Arguments for :func:`make_params`, with the model's defaults; raises RequestError."""
+        """Return the arguments for :func:`make_params`, including the model's defaults; raises RequestError."""
         given = {ours: value for name, ours in _OURS.items() if (value := getattr(self, name)) is not None}
         if self.allowed_token_ids:
             given["allowed_token_ids"] = self.allowed_token_ids
@@ -204,11 +204,11 @@ class SamplingFields(RequestModel, kw_only=True, frozen=True):
 
     @property
     def constraint_field(self) -> str:
-        """Name of the field that constrains the output; empty: none. Raises RequestError for several."""
+        """Name of the field that constrains the output; empty: none. Raises RequestError for several constraints."""
         return self._output_constraint()[0]
 
     def _output_constraint(self) -> tuple[str, dict[str, str]]:
-        """(field, constraint as an argument for :func:`make_params`); raises RequestError for several."""
+        """Return the constraining field and its argument for :func:`make_params`; raises RequestError for several."""
         constraints = {
             "response_format": response_constraint(self.response_format),
             "structured_outputs": _structured_outputs(self.structured_outputs),
@@ -227,7 +227,7 @@ class SamplingFields(RequestModel, kw_only=True, frozen=True):
         return next(iter(given.items()), ("", {}))
 
     def max_prompt_tokens(self, max_tokens: int | None, model: ServedModel) -> int | None:
-        """:func:`truncated_length` of this request; without ``max_tokens`` one new token counts."""
+        """Return :func:`truncated_length` of this request; without ``max_tokens``, one position is left for output."""
         return truncated_length(self.truncate_prompt_tokens, max_tokens or 1, model)
 
 
@@ -240,9 +240,9 @@ _OURS = {name: name for name in _SAME} | {"min_tokens": "min_new_tokens"}
 
 
 def truncated_length(limit: int | None, num_new: int, model: ServedModel) -> int | None:
-    """Maximum number of prompt tokens by ``truncate_prompt_tokens``: -1 leaves ``num_new`` positions; None: all.
+    """Return the maximum number of prompt tokens for ``truncate_prompt_tokens=limit``; None: no truncation.
 
-    Raises RequestError for 0.
+    A ``limit`` of -1 leaves ``num_new`` positions for new tokens. Raises RequestError for 0.
     """
     if limit == 0:
         text = "truncate_prompt_tokens=0: must be an integer ≥ 1, or -1 for the model's limit"
@@ -251,7 +251,7 @@ def truncated_length(limit: int | None, num_new: int, model: ServedModel) -> int
 
 
 def make_params(values: Mapping[str, Any]) -> SamplingParams:
-    """Validated parameters; raises RequestError."""
+    """Build validated sampling parameters; raises RequestError."""
     try:
         return SamplingParams.build(values)
     except RequestError:
@@ -262,7 +262,7 @@ def make_params(values: Mapping[str, Any]) -> SamplingParams:
 
 
 def bad_words_ids(words: Sequence[str], model: ServedModel) -> list[list[int]]:
-    """Token ids of each word at the start of a string and after a space, as vLLM reads ``bad_words``."""
+    """Return the token ids of each bad word, both without and with a leading space, as vLLM does."""
     tokenizer = model.require_tokenizer()
     sequences = []
     for word in words:
@@ -282,12 +282,12 @@ def _json_constraint(schema: dict[str, Any] | str | None) -> dict[str, str]:
 
 
 def _choice_constraint(choices: Sequence[str] | None) -> dict[str, str]:
-    """A Lark grammar for one of several strings."""
+    """Return a Lark grammar that accepts one of ``choices``."""
     return {} if choices is None else {"grammar": "start: " + " | ".join(map(json.dumps, choices))}
 
 
 def _grammar_constraint(grammar: str | None) -> dict[str, str]:
-    """A grammar in EBNF, whose rules are written with ``::=``, or else in Lark's syntax."""
+    """Return the constraint for a grammar in EBNF (recognized by ``::=``) or in Lark syntax."""
     return _constraint("grammar" if grammar is None or "::=" not in grammar else "ebnf", grammar)
 
 
@@ -311,7 +311,7 @@ def _structured_outputs(wanted: StructuredOutputs | None) -> dict[str, str]:
 
 
 def response_constraint(response_format: dict[str, Any] | None) -> dict[str, str]:
-    """The constraint of ``response_format`` as arguments for :func:`make_params`; empty without a constraint.
+    """Return the constraint of ``response_format`` as arguments for :func:`make_params`; empty: no constraint.
 
     Raises RequestError.
     """
@@ -321,7 +321,7 @@ def response_constraint(response_format: dict[str, Any] | None) -> dict[str, str
     if wanted.type == "json_object":
         return {"json_schema": '{"type": "object"}'}
     if wanted.type == "structural_tag":
-        structural_tag_to_lark(response_format, {}, {}, "")  # validates it, with the path of an invalid part
+        structural_tag_to_lark(response_format, {}, {}, "")  # validates; errors include the path of the invalid part
         return {"structural_tag": json.dumps(response_format)}
     if wanted.type == "text":
         return {}

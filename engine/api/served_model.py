@@ -1,4 +1,4 @@
-"""ServedModel: tokenizer, chat template and limits of the served model. Read from the checkpoint, without torch."""
+"""ServedModel: tokenizer, chat template and limits of the served model, read from the checkpoint without torch."""
 
 import json
 import time
@@ -28,32 +28,32 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """The served model under the name that clients use."""
+    """The served model, as the HTTP API needs it: names, tokenizer, chat template, formats and limits."""
 
     name: str
     max_positions: int
     """Maximum number of prompt and generated tokens of a request."""
     hidden_size: int = 0
-    """Elements of a hidden state; 0 if config.json does not have it."""
+    """Hidden size; 0 if config.json does not define it."""
     vocab_size: int = 0
-    """Elements of a row of logits; 0 if config.json does not have it."""
+    """Vocabulary size; 0 if config.json does not define it."""
     limits: Limits = field(default_factory=Limits)
     tokenizer: Tokenizer | None = None
     template: ChatTemplate | None = None
     sampling: Mapping[str, float] = field(default_factory=dict)
-    """Defaults of generation_config.json; other fields have OpenAI's defaults."""
+    """Sampling defaults from generation_config.json; other fields have OpenAI's defaults."""
     tool_format: ToolFormat | None = None
-    """None if the model's tool call format is unknown."""
+    """Format of the model's tool calls; None: unknown."""
     reasoning_format: str | None = None
-    """``think`` if answers may begin with `<think>` reasoning; ``gpt_oss`` if they have channels."""
+    """``think`` if outputs may start with `<think>` reasoning; ``gpt_oss`` if they use channels; None: no reasoning."""
     adapters: Mapping[str, str] = field(default_factory=dict)
-    """Names of the loaded LoRA adapters -> their directories; changes as they are loaded and unloaded."""
+    """Loaded LoRA adapters (name -> directory); updated as adapters are loaded and unloaded."""
     adapter: str = ""
-    """The adapter that a request has selected; :attr:`name` is then the name that it gave."""
+    """Adapter selected by a request; :attr:`name` is then the model name that the request gave."""
     parent: str = ""
-    """Name of the model without the adapter, if one is selected."""
+    """Name of the base model if an adapter is selected."""
     created: int = field(default_factory=lambda: int(time.time()))
-    """Seconds since 1970."""
+    """Unix time in seconds."""
 
     @classmethod
     def read(
@@ -66,7 +66,10 @@ class ServedModel:
         reasoning_format: str = "auto",
         limits: Limits | None = None,
     ) -> "ServedModel":
-        """From a checkpoint; ``auto`` is detected from the chat template. Raises ConfigError, CheckpointError."""
+        """Read a checkpoint directory; formats ``auto`` are detected from its chat template.
+
+        Raises ConfigError, CheckpointError.
+        """
         try:
             convert(tool_format, ToolFormatName, "tool_format")
             convert(reasoning_format, ReasoningFormat, "reasoning_format")
@@ -88,13 +91,13 @@ class ServedModel:
         )
 
     def selected(self, name: Any, lora_path: Any = None) -> "ServedModel":
-        """The model that a request selects by ``model`` or SGLang's ``lora_path``: this one alone or with an adapter.
+        """Return the base model or adapter that a request selects with ``model`` or SGLang's ``lora_path``.
 
-        ``model`` may be MODEL, MODEL:ADAPTER (as in SGLang) or ADAPTER (as in vLLM). Raises RequestError for an adapter
-        that is not loaded; :meth:`check_name` does for another model.
+        The body's ``model`` (here ``name``) is MODEL, MODEL:ADAPTER (as in SGLang) or ADAPTER (as in vLLM). Raises
+        RequestError for an adapter that is not loaded; an unknown model name is left to :meth:`check_name`.
         """
         if not isinstance(name, str | None) or not isinstance(lora_path, str | None):
-            return self  # the body's check says what is wrong
+            return self  # validation of the body reports the invalid type
         base, adapter = name, lora_path or ""
         if name is not None and name != self.name:
             adapter_name = name.removeprefix(f"{self.name}:")
@@ -113,11 +116,11 @@ class ServedModel:
 
     @property
     def names(self) -> list[str]:
-        """The model's name, then one for each adapter."""
+        """Name of the base model, then MODEL:ADAPTER for each loaded adapter."""
         return [self.name, *(f"{self.name}:{adapter}" for adapter in self.adapters)]
 
     def check_name(self, name: str | None) -> None:
-        """Raise RequestError (``model_not_found``) for the name of another model; None is this one's."""
+        """Raise RequestError (``model_not_found``) unless ``name`` is this model's name or None."""
         if name is not None and name != self.name:
             raise RequestError(
                 f"the model {name!r} does not exist here; this server has {', '.join(map(repr, self.names))}",
@@ -126,13 +129,13 @@ class ServedModel:
             )
 
     def require_tokenizer(self) -> Tokenizer:
-        """The tokenizer; raises RequestError when the checkpoint has none."""
+        """Return the tokenizer; raises RequestError if the checkpoint has none."""
         if self.tokenizer is None:
             raise RequestError(f"{self.name} has no tokenizer.json, so it accepts token ids only")
         return self.tokenizer
 
     def require_template(self) -> ChatTemplate:
-        """The chat template; raises RequestError when the checkpoint has none."""
+        """Return the chat template; raises RequestError if the checkpoint has none."""
         if self.template is None:
             raise RequestError(
                 f"{self.name} has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json); "
@@ -143,7 +146,7 @@ class ServedModel:
         return self.template
 
     def check_text(self, text: str, param: str) -> None:
-        """Raise RequestError for a string that exceeds the model's positions under any tokenization."""
+        """Raise RequestError if ``text`` cannot fit into the model's positions under any tokenization."""
         longest = self.max_positions * self.require_tokenizer().longest_token
         if len(text) > longest:
             raise RequestError(
@@ -161,7 +164,7 @@ class ServedModel:
         self.limits.check_answer(self.num_values(params, num_prompt, num_new), param)
 
     def num_values(self, params: SamplingParams, num_prompt: int, num_new: int) -> int:
-        """Maximum number of log-probabilities and elements of hidden states in a response."""
+        """Return the maximum number of log-probabilities and hidden state elements in a response."""
         each = 1 + len(params.token_ids_logprob)
         values = 0
         if params.wants_logprobs:
@@ -173,9 +176,10 @@ class ServedModel:
         return values * params.n
 
     def num_new_tokens(self, num_prompt: int, asked: int | None, param: str = "max_tokens", *, prompt: str) -> int:
-        """Maximum number of new tokens: ``asked``, or all remaining positions. Raises RequestError with the counts.
+        """Return the maximum number of new tokens: ``asked``, or all remaining positions if ``asked`` is None.
 
-        ``param`` and ``prompt`` name the fields of the limit and of the prompt, for the error.
+        Raises RequestError with the token counts if they do not fit; ``param`` and ``prompt`` name the body fields of
+        the limit and the prompt.
         """
         left = self.max_positions - num_prompt
         if left < (1 if asked is None else asked):
@@ -190,25 +194,25 @@ class ServedModel:
 
 
 def _reasoning_format(source: str) -> str | None:
-    """Reasoning format, detected from how the template renders reasoning of earlier turns."""
+    """Detect the reasoning format from the way the chat template renders the reasoning of earlier turns."""
     if CHANNEL in source:
         return "gpt_oss"
     return "think" if reasoning.CLOSE in source else None
 
 
 def _sizes(path: Path) -> dict[str, int]:
-    """``hidden_size`` and ``vocab_size`` of config.json, or of its ``text_config``."""
+    """Return ``hidden_size`` and ``vocab_size`` of config.json, or of its ``text_config``, if defined."""
     try:
         values: Any = json.loads(path.read_text(encoding="utf-8"))
         values = values.get("text_config", {}) | values
         sizes = {name: values.get(name) for name in ("hidden_size", "vocab_size")}
     except (OSError, ValueError, RecursionError, AttributeError, TypeError):
-        return {}  # the engine reads it too, and reports errors
+        return {}  # the engine reads config.json too, and reports the error
     return {name: value for name, value in sizes.items() if type(value) is int}
 
 
 def _generation_defaults(path: Path) -> dict[str, float]:
-    """Sampling defaults of generation_config.json; ``do_sample: false`` is greedy. Raises CheckpointError."""
+    """Read the sampling defaults of generation_config.json; ``do_sample: false`` is greedy. Raises CheckpointError."""
     if not path.exists():
         return {}
     values = read_object(path)
@@ -219,11 +223,11 @@ def _generation_defaults(path: Path) -> dict[str, float]:
 
 
 def model_card(model: ServedModel, *, for_anthropic: bool = False) -> dict[str, Any]:
-    """GET /v1/models/NAME."""
+    """Return the response to GET /v1/models/NAME."""
     if for_anthropic:
         created = datetime.fromtimestamp(model.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         card = {"type": "model", "id": model.name, "display_name": model.name, "created_at": created}
-        most = model.max_positions - 1  # prompt and output have at least one token each
+        most = model.max_positions - 1  # the prompt and the output each have at least one token
         return card | {"lifecycle": "active", "max_input_tokens": most, "max_tokens": most}
     named = {"id": model.name, "object": "model", "created": model.created, "owned_by": "tapscope"}
     if model.adapter:
@@ -232,7 +236,7 @@ def model_card(model: ServedModel, *, for_anthropic: bool = False) -> dict[str, 
 
 
 def model_list(model: ServedModel, *, for_anthropic: bool = False) -> dict[str, Any]:
-    """GET /v1/models."""
+    """Return the response to GET /v1/models."""
     cards = [model_card(model.selected(name), for_anthropic=for_anthropic) for name in model.names]
     if for_anthropic:
         return {"data": cards, "has_more": False, "first_id": cards[0]["id"], "last_id": cards[-1]["id"]}

@@ -1,11 +1,11 @@
-"""Tool calls between tags whose name precedes the JSON arguments: DeepSeek, Kimi K2, Mistral.
+"""Parser of tagged tool calls whose name precedes the JSON arguments: DeepSeek, Kimi K2, Mistral.
 
 Formats, from the models' chat templates (``chat_template`` of tokenizer_config.json), where SEP is `<｜tool▁sep｜>`:
 
 - DeepSeek-V3, R1: `<｜tool▁call▁begin｜>function SEP NAME`, then the arguments in a ```` ```json ```` block,
-  `<｜tool▁call▁end｜>`; V3.1: `<｜tool▁call▁begin｜>NAME SEP {...}<｜tool▁call▁end｜>`; all calls in a section of tags.
-- Kimi K2: `<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{...}<|tool_call_end|>`, in a section too.
-- Mistral: `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`; later `[TOOL_CALLS]NAME[ARGS]{...}` for each call.
+  `<｜tool▁call▁end｜>`; V3.1: `<｜tool▁call▁begin｜>NAME SEP {...}<｜tool▁call▁end｜>`; section tags enclose all calls.
+- Kimi K2: `<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{...}<|tool_call_end|>`, also in a section.
+- Mistral: `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`; newer models: `[TOOL_CALLS]NAME[ARGS]{...}` per call.
 """
 
 import re
@@ -20,7 +20,7 @@ from tapscope.engine.api.tool_parsers import StreamingParser
 
 
 class CallHeader(NamedTuple):
-    """The part of a call before its arguments."""
+    """Name and id of a call, parsed from the text before its arguments."""
 
     name: str
     id: str = ""
@@ -28,19 +28,19 @@ class CallHeader(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CallTags:
-    """Tags of a format."""
+    """Tags of a tool call format."""
 
     begin: str
-    """Opens each call; the header and the arguments follow."""
+    """Tag that opens each call, before the header and the arguments."""
     separator: str
-    """Between the name and the arguments."""
+    """Tag between the header and the arguments."""
     ends: tuple[str, ...]
-    """Close a call (the first one) or a section of calls, or open a section; removed from the content."""
+    """Other tags, removed from the content: the first closes a call, the others open or close a section of calls."""
     read_header: Callable[[str], CallHeader]
 
     @property
     def all(self) -> tuple[str, ...]:
-        """All tags."""
+        """All tags of the format."""
         return (self.begin, self.separator, *self.ends)
 
 
@@ -78,7 +78,7 @@ MISTRAL = CallTags("[TOOL_CALLS]", "[ARGS]", (), _mistral_header)
 
 
 class TaggedCallParser(StreamingParser):
-    """Reads the header of a call up to the first brace, then streams its arguments."""
+    """Streaming parser that reads a call's header up to the first brace, then streams the arguments."""
 
     def __init__(self, tags: CallTags) -> None:
         super().__init__("text", after_call="list")
@@ -103,7 +103,7 @@ class TaggedCallParser(StreamingParser):
                 self._content.call()
 
     def _read_header(self, is_final: bool) -> Iterator[Delta]:
-        """A bracket opens a list of objects; a closing tag means that the call has no arguments."""
+        """Read a header; a bracket instead opens a list of call objects, and a closing tag means no arguments."""
         if self._text.lstrip().startswith("["):
             self._text, self._state = self._text.lstrip()[1:], "list"
             return
@@ -134,13 +134,13 @@ class TaggedCallParser(StreamingParser):
             yield ToolCallArguments(self._scanner.index, text)
 
     def _end(self, arguments: str) -> ToolCallArguments:
-        """The last piece of a call's arguments; the next call gets the next index."""
+        """Return the last delta of a call's arguments, and advance to the index of the next call."""
         last = ToolCallArguments(self._scanner.index, arguments)
         self._scanner = ToolCallStream(last.index + 1)
         return last
 
     def _read_list(self, is_final: bool) -> Iterator[Delta]:
-        """Between the objects of a list."""
+        """Skip the separator between two objects of a list, or leave the list at its end."""
         text = self._text.lstrip(" \t\r\n,")
         if text.startswith("{"):
             self._lead, self._text, self._state = "", text, "call"

@@ -1,4 +1,4 @@
-"""vLLM's /tokenize and /detokenize: the ids of a prompt or of a conversation, and the text of ids."""
+"""vLLM's /tokenize and /detokenize: convert a prompt or conversation to token ids, and token ids to text."""
 
 from typing import Annotated, Any
 
@@ -16,24 +16,24 @@ _OF_CHATS = ("add_generation_prompt", "continue_final_message", "chat_template_k
 
 
 class TokenizeBody(RequestModel, kw_only=True, frozen=True):
-    """POST /tokenize: a prompt as /v1/completions takes it, or messages as /v1/chat/completions does."""
+    """The body of POST /tokenize: a prompt as in /v1/completions, or messages as in /v1/chat/completions."""
 
     model: str | None = None
-    """Name of the model; MODEL:ADAPTER or ADAPTER selects a LoRA adapter. None: the served one."""
+    """Name of the model; MODEL:ADAPTER or ADAPTER selects a LoRA adapter. None: the served model."""
     prompt: str | None = None
     """The string to tokenize; excludes ``messages``."""
     messages: Annotated[list[ChatMessage], Meta(min_length=1)] | None = None
-    """Conversation to render by the chat template; excludes ``prompt``."""
+    """Conversation to render with the chat template; excludes ``prompt``."""
     add_special_tokens: bool | None = None
-    """None: true for a prompt; false for messages, whose template writes them."""
+    """Let the tokenizer add special tokens. None: true for a prompt, false for messages (the template adds them)."""
     return_token_strs: bool = False
-    """Return ``token_strs`` too: each token as a string."""
+    """Return each token as a string, in ``token_strs``."""
     add_generation_prompt: bool = True
     """End the prompt with the header of the assistant's turn."""
     continue_final_message: bool = False
-    """Continue the last message, which is the assistant's, instead of a new one."""
+    """Continue the last message, which must be the assistant's, instead of starting a new one."""
     chat_template_kwargs: dict[str, Any] | None = None
-    """Variables of the chat template; one that it does not read is refused."""
+    """Variables of the chat template; variables that the template does not read are rejected."""
     tools: list[dict[str, Any]] | None = None
     """Functions that the model may call, in OpenAI's format."""
 
@@ -43,16 +43,16 @@ class TokenizeBody(RequestModel, kw_only=True, frozen=True):
 
 
 class DetokenizeBody(RequestModel, kw_only=True, frozen=True):
-    """POST /detokenize."""
+    """The body of POST /detokenize."""
 
     model: str | None = None
-    """Name of the model; MODEL:ADAPTER or ADAPTER selects a LoRA adapter. None: the served one."""
+    """Name of the model; MODEL:ADAPTER or ADAPTER selects a LoRA adapter. None: the served model."""
     tokens: list[Count]
-    """Token ids, all in the vocabulary."""
+    """Token ids, all within the vocabulary."""
 
 
 def tokenize(body: Any, model: ServedModel) -> dict[str, Any]:
-    """The response to POST /tokenize with the decoded ``body``; raises RequestError."""
+    """Return the response to POST /tokenize for the decoded JSON ``body``; raises RequestError."""
     fields = TokenizeBody.parse(body)
     model.check_name(fields.model)
     tokenizer = model.require_tokenizer()
@@ -70,9 +70,9 @@ def tokenize(body: Any, model: ServedModel) -> dict[str, Any]:
 
 
 def detokenize(body: Any, model: ServedModel) -> dict[str, Any]:
-    """The response to POST /detokenize with the decoded ``body``; its text contains special tokens.
+    """Return the response to POST /detokenize for the decoded JSON ``body``; the text includes special tokens.
 
-    Raises RequestError, also for ids beyond the vocabulary.
+    Raises RequestError, also for ids outside the vocabulary.
     """
     fields = DetokenizeBody.parse(body)
     model.check_name(fields.model)

@@ -10,7 +10,7 @@ _ARGUMENTS = ("arguments", "parameters")
 
 
 class JsonValue:
-    """Incremental scanner of one JSON value; brackets are counted, not matched."""
+    """Incremental scanner for one JSON value; brackets are counted, their kinds are not checked."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -19,7 +19,10 @@ class JsonValue:
         self._in_string = self._is_escaped = False
 
     def take(self, char: str) -> str:
-        """``more``; ``last`` when ``char`` ends the value; ``after`` when the value ended before ``char``."""
+        """Consume one character and return ``more``, ``last`` or ``after``.
+
+        ``last``: ``char`` completes the value. ``after``: the value ended before ``char``, which was not consumed.
+        """
         if not self.text and char in _BLANKS:
             return "more"
         if not self._in_string and self._depth == 0 and self.text and char in _BLANKS + ",]}:":
@@ -38,7 +41,7 @@ class JsonValue:
         return "last" if is_closed and char in '"}]' else "more"
 
     def decoded(self) -> object:
-        """The decoded value; None if it is not valid JSON."""
+        """Return the decoded value; None if the text is not valid JSON."""
         try:
             return json.loads(self.text)
         except (ValueError, RecursionError):
@@ -46,15 +49,15 @@ class JsonValue:
 
 
 class ToolCallStream:
-    """Emits the start of the call as soon as its name is complete, then its arguments as they arrive."""
+    """Streaming parser that emits a call's start once its name is complete, then its arguments as they arrive."""
 
     def __init__(self, index: int, names: Collection[str] | None = None) -> None:
-        """``names``: an object is a call only if its name is one of these; None accepts every name."""
+        """``names``: an object counts as a call only if its name is one of these; None accepts every name."""
         self.index = index
         self.raw = ""
-        """All consumed text, which is content if it turns out not to be a call."""
+        """All consumed text; callers treat it as content if the object turns out not to be a call."""
         self.state = "open"
-        """``done`` after the closing bracket, ``broken`` if this is not a call; other states before."""
+        """``done`` after the closing brace, ``broken`` if this is not a call; before that an intermediate state."""
         self.has_begun = False
         """Whether the tool's name is known."""
         self._names = names
@@ -64,7 +67,10 @@ class ToolCallStream:
         self._sent = 0
 
     def feed(self, text: str) -> tuple[list[Delta], str]:
-        """(deltas, remaining text): the text after the object, or from the character that broke it on."""
+        """Consume ``text``; return the deltas and the unconsumed text.
+
+        The unconsumed text follows the object, or starts with the character that is invalid in a call.
+        """
         deltas: list[Delta] = []
         at = 0
         while at < len(text) and self.state not in ("done", "broken"):
@@ -86,14 +92,14 @@ class ToolCallStream:
         return self._close() if char == "}" and self.state == "next" else self._break()
 
     def _in_value(self, char: str) -> list[Delta]:
-        """Consume ``char`` in a key or a value, which may end with or before it."""
+        """Consume ``char`` while in a key or value, which may end with ``char`` or before it."""
         if self.state == "key" and not self._value.text and char not in _BLANKS + '"':
             return self._break()
-        how = self._value.take(char)
-        if how == "more":
+        result = self._value.take(char)
+        if result == "more":
             return []
         deltas = self._end_value()
-        return deltas + self._step(char) if how == "after" and self.state == "next" else deltas
+        return deltas + self._step(char) if result == "after" and self.state == "next" else deltas
 
     @property
     def _is_arguments(self) -> bool:
@@ -116,7 +122,7 @@ class ToolCallStream:
         return [ToolCallStart(self.index, name)]
 
     def _stream(self) -> list[Delta]:
-        """Arguments that were not emitted yet, once the tool's name is known."""
+        """Return the not yet emitted part of the arguments; empty until the tool's name is known."""
         text = self._arguments
         if text is None:
             text = "" if not self._is_arguments or self._value.text.startswith('"') else self._value.text

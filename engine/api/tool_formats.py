@@ -1,4 +1,4 @@
-"""ToolFormat: how models write tool calls; the formats by name, and the one that a chat template shows."""
+"""ToolFormat: tool call formats of model families, by name, and their detection from a chat template."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,10 +14,10 @@ from tapscope.engine.api.xml_call_parser import XmlCallParser
 
 
 class CallGrammar(NamedTuple):
-    """Text of a call whose arguments are constrained: ``begin``, its name, ``between``, its arguments, ``end``."""
+    """Text layout of a constrained call: ``begin``, tool name, ``between``, JSON arguments, ``end``."""
 
     trigger: str
-    """From this text on, the output must be a call."""
+    """Text after which the output must be a call."""
     begin: str
     between: str
     end: str
@@ -29,18 +29,18 @@ def _any_id(name: str, index: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFormat:
-    """A format of tool calls."""
+    """A tool call format: detection, parser and grammar."""
 
     name: str
     evidence: tuple[str, ...]
-    """A chat template with one of these strings is for a model with this format."""
+    """Strings that identify the format in a chat template; one of them suffices."""
     tags: tuple[str, ...]
-    """Strings that the parser needs; where a tokenizer has special tokens for them, they must not be skipped."""
+    """Strings that the parser needs; the detokenizer must not skip them where they are special tokens."""
     make_parser: Callable[[Tools], ToolParser]
     grammars: tuple[CallGrammar, ...] = ()
-    """Alternatives; none if the arguments are not JSON, so that no schema can constrain them."""
+    """Alternative layouts of a call; empty if arguments are not JSON and hence no schema can constrain them."""
     call_id: Callable[[str, int], str] = _any_id
-    """From a call's name and index, the identifier that chat templates require; empty: any."""
+    """Function from a call's name and index to the call id that the chat template requires; empty: any id."""
 
 
 _HARMONY_CALL = f"{harmony_parser.CHANNEL}commentary to=functions."
@@ -106,10 +106,10 @@ _LLAMA3 = ToolFormat(
 TOOL_FORMATS = {
     form.name: form for form in (_GPT_OSS, _QWEN3_CODER, _GLM45, _HERMES, _KIMI_K2, _DEEPSEEK, _MISTRAL, _LLAMA3)
 }
-"""By name; a chat template with evidence of several formats is of the first."""
+"""Tool call formats by name, in order of detection: the first one with evidence in the chat template wins."""
 
 
 def tool_format_of(template: str) -> ToolFormat | None:
-    """The tool call format that a chat template shows in calls of earlier turns; None if it shows none."""
+    """Detect the tool call format from the way a chat template renders earlier calls; None if not recognized."""
     matching = (form for form in TOOL_FORMATS.values() if any(text in template for text in form.evidence))
     return next(matching, None)

@@ -1,7 +1,7 @@
-"""Incremental tool call parsers: Hermes (Qwen), Llama 3, and forced calls; their common state machine.
+"""Incremental tool call parsers for Hermes (Qwen), Llama 3 and forced calls, and their common state machine.
 
-Formats: Qwen's and Hermes' chat templates have `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`; Llama 3.1's
-model card (prompt format) has a bare `{"name": ..., "parameters": {...}}` and `<|python_tag|>name.call(key=value)`.
+Formats: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` in the chat templates of Qwen and Hermes; a bare
+`{"name": ..., "parameters": {...}}` or `<|python_tag|>name.call(key=value)` in Llama 3.1's model card (prompt format).
 """
 
 import ast
@@ -18,22 +18,22 @@ PYTHON_TAG = "<|python_tag|>"
 
 
 class ToolParser(Protocol):
-    """Finds tool calls in streamed text; everything else is content."""
+    """Streaming parser that splits text into tool calls and content."""
 
     def feed(self, text: str, *, is_final: bool = False) -> Iterator[Delta]:
-        """Deltas that are certain after ``text``; ``is_final``: no more text follows."""
+        """Consume ``text`` and yield all deltas that later text cannot change; ``is_final``: no more text follows."""
         ...
 
 
 class ContentBuffer:
-    """Content between calls; whitespace next to a call is dropped."""
+    """Buffer for content between calls; whitespace next to a call is dropped."""
 
     def __init__(self) -> None:
         self._blanks = ""
         self._is_after_call = False
 
     def write(self, text: str, *, is_final: bool = False) -> Iterator[ContentDelta]:
-        """Emit text; trailing whitespace is held back until text follows."""
+        """Emit text; trailing whitespace is held back until more text follows."""
         text = self._blanks + text
         if self._is_after_call:
             text = text.lstrip()
@@ -44,18 +44,21 @@ class ContentBuffer:
             yield ContentDelta(kept)
 
     def call(self) -> None:
-        """Mark the position of a call."""
+        """Mark the position of a tool call in the content."""
         self._blanks, self._is_after_call = "", True
 
 
 class StreamingParser:
-    """State machine: each state consumes what it can, until the state does not change."""
+    """State machine: the handler of each state consumes text, until the state no longer changes."""
 
     def __init__(self, state: str, after_call: str, names: Collection[str] | None = None) -> None:
-        """``after_call`` is the state after a call; ``names`` are the names that make an object a call, None: any."""
+        """Start in ``state``; ``after_call`` is the state after a call.
+
+        An object counts as a call only if its name is in ``names``; None: any name.
+        """
         self._text = ""
         self._lead = ""
-        """Text before an object that may be a call; content if it is not one."""
+        """Text before an object that may be a call; becomes content if the object is not a call."""
         self._state = state
         self._after_call = after_call
         self._names = names
@@ -64,7 +67,7 @@ class StreamingParser:
         self._steps: dict[str, Callable[[bool], Iterator[Delta]]] = {"call": self._read_call}
 
     def feed(self, text: str, *, is_final: bool = False) -> Iterator[Delta]:
-        """Deltas that are certain after ``text``."""
+        """Consume ``text`` and yield all deltas that later text cannot change; ``is_final``: no more text follows."""
         self._text += text
         state = ""
         while state != self._state:
@@ -74,7 +77,7 @@ class StreamingParser:
             yield from self._content.write("", is_final=True)
 
     def _read_call(self, is_final: bool) -> Iterator[Delta]:
-        """A call ends with its object; an object without a name is content."""
+        """Read a JSON object as a call; an object without a valid name is content."""
         scanner = self._scanner
         deltas, self._text = scanner.feed(self._text)
         if deltas and isinstance(deltas[0], ToolCallStart):
@@ -89,7 +92,7 @@ class StreamingParser:
 
 
 class HermesParser(StreamingParser):
-    """Calls between tags, content between the calls."""
+    """Parser for JSON calls between `<tool_call>` tags, with content between the calls."""
 
     def __init__(self) -> None:
         super().__init__("text", after_call="close")
@@ -103,7 +106,7 @@ class HermesParser(StreamingParser):
             self._state = "call"
 
     def _close(self, is_final: bool) -> Iterator[Delta]:
-        """The closing tag, which models may omit."""
+        """Skip the closing tag, which models may omit."""
         text = self._text.lstrip()
         if text.startswith(CALL_CLOSE):
             self._state, self._text = "text", text[len(CALL_CLOSE) :]
@@ -113,15 +116,15 @@ class HermesParser(StreamingParser):
 
 
 class LlamaParser(StreamingParser):
-    """An output that is one call or several separated by `;`, or a call after the python tag."""
+    """Parser for Llama 3: bare JSON calls separated by `;`, or a call after the python tag."""
 
     def __init__(self, names: Collection[str]) -> None:
-        """``names`` of the tools: a bare object with another name is content in JSON."""
+        """``names`` are the tool names: a bare object with another name is JSON content, not a call."""
         super().__init__("start", after_call="start", names=names)
         self._steps |= {"start": self._begin, "text": self._read_text, "python": self._python}
 
     def _begin(self, is_final: bool) -> Iterator[Delta]:
-        """At the start and after a call: whitespace or `;`, then a call or content."""
+        """Skip whitespace (and `;` after a call), then expect a call or content."""
         text = self._text.lstrip(" \t\r\n;" if self._scanner.index else None)
         if text.startswith("{"):
             self._lead = self._text[: len(self._text) - len(text)]
@@ -137,7 +140,7 @@ class LlamaParser(StreamingParser):
             self._state = "python"
 
     def _python(self, is_final: bool) -> Iterator[Delta]:
-        """A JSON call as without the tag, or a Python call, which is parsed once it is complete."""
+        """Read the call after the python tag: a JSON call, or a Python call, which is parsed once it is complete."""
         text = self._text.lstrip()
         if text.startswith("{"):
             self._lead, self._text, self._state = "", text, "call"
@@ -153,7 +156,7 @@ class LlamaParser(StreamingParser):
 
 
 def read_python_call(code: str) -> tuple[str, str] | None:
-    """(name, JSON encoding of the arguments); None if ``code`` is not one call with literal keyword arguments."""
+    """Parse ``code`` as a Python call with literal keyword arguments; return (name, JSON arguments), or None."""
     try:
         call = ast.parse(code.strip(), mode="eval").body
         if not isinstance(call, ast.Call) or call.args:
@@ -168,7 +171,7 @@ def read_python_call(code: str) -> tuple[str, str] | None:
 
 
 class NamedToolCall:
-    """One call of the tool that the request named; the text is its arguments."""
+    """Parser for an output that consists of the arguments of one call to the tool that the request named."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -176,7 +179,7 @@ class NamedToolCall:
         self._is_done = False
 
     def feed(self, text: str, *, is_final: bool = False) -> Iterator[Delta]:
-        """Deltas that are certain after ``text``."""
+        """Consume ``text`` and yield the deltas of the call; text after the JSON value is dropped."""
         before = len(self._value.text)
         for char in text:
             self._is_done = self._is_done or self._value.take(char) != "more"
@@ -188,14 +191,14 @@ class NamedToolCall:
 
 
 class RequiredToolCalls:
-    """A JSON list of `{"name": ..., "parameters": {...}}`."""
+    """Parser for an output that is a JSON list of `{"name": ..., "parameters": {...}}`."""
 
     def __init__(self) -> None:
         self._scanner = ToolCallStream(0)
         self._text = ""
 
     def feed(self, text: str, *, is_final: bool = False) -> Iterator[Delta]:
-        """Deltas that are certain after ``text``; text that is not a call (of a truncated list) is content."""
+        """Consume ``text`` and yield the deltas of its calls; an incomplete call at the end of the list is content."""
         self._text += text
         while True:
             if self._scanner.state == "open":

@@ -1,4 +1,4 @@
-"""Tools of a request, its tool choice, and the JSON schema of required calls."""
+"""A request's tools and tool choice, and the JSON schema of required calls."""
 
 import json
 from collections.abc import Sequence
@@ -16,16 +16,16 @@ JsonSchema = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """The tools of one request."""
+    """The tools and the tool choice of one request."""
 
     definitions: tuple[dict[str, Any], ...] = ()
-    """In OpenAI's format, which chat templates use."""
+    """Tool definitions in OpenAI's format, which chat templates use."""
     choice: str = "none"
     """``none``, ``auto``, ``required``, or ``named``."""
     named: str = ""
-    """The tool to call when the choice is ``named``."""
+    """Name of the tool to call if the choice is ``named``."""
     is_parallel: bool = True
-    """Whether one output may have several calls."""
+    """Whether one output may contain several calls."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -39,11 +39,11 @@ class Tools:
 
     @property
     def is_strict(self) -> bool:
-        """Whether a tool is strict and calls are optional, so that calls must match its schema."""
+        """Whether calls are optional and some tool is strict, so that calls to it must match its schema."""
         return self.choice == "auto" and any(tool["function"].get("strict") for tool in self.definitions)
 
     def schema(self) -> str:
-        """JSON-encoded schema of an output that must be a call: its arguments, or a list of calls."""
+        """Return the JSON-encoded schema of a forced output: the named call's arguments, or a list of calls."""
         schemas = {tool["function"]["name"]: parameters_of(tool) for tool in self.definitions}
         if self.choice == "named":
             return json.dumps(schemas[self.named])
@@ -78,7 +78,7 @@ class NamedFunction(msgspec.Struct, kw_only=True):
     """The function to call."""
 
     name: str
-    """Its name."""
+    """Name of the function."""
 
 
 class NamedToolChoice(msgspec.Struct, kw_only=True):
@@ -95,7 +95,7 @@ ToolChoice = Annotated[
 
 
 def read_tools(tools: Sequence[dict[str, Any]], choice: "str | NamedToolChoice | None", *, is_parallel: bool) -> Tools:
-    """From ``tools``, ``tool_choice`` and ``parallel_tool_calls`` of an OpenAI body; raises RequestError."""
+    """Validate ``tools``, ``tool_choice`` and ``parallel_tool_calls`` of an OpenAI body; raises RequestError."""
     names = [read_as(ToolDefinition, tool, f"tools[{i}]").function.name for i, tool in enumerate(tools)]
     check_unique(names)
     if isinstance(choice, NamedToolChoice):
@@ -121,13 +121,16 @@ def check_unique(names: Sequence[str]) -> None:
 
 
 def parameters_of(tool: dict[str, Any]) -> JsonSchema:
-    """The JSON schema of a tool's arguments."""
+    """Return the JSON schema of a tool's arguments."""
     schema = tool["function"].get("parameters") or {}
     return {"type": "object"} | schema
 
 
 def _call_schema(name: str, schema: JsonSchema, definitions: JsonSchema) -> JsonSchema:
-    """Schema of one call; moves ``$defs`` to the root, where ``#/$defs/...`` refers to."""
+    """Return the schema of one call; its ``$defs`` move to ``definitions``, the root that ``#/$defs/...`` refers to.
+
+    Raises RequestError if two tools define the same name in ``$defs`` differently.
+    """
     own = schema.get("$defs") or {}
     if not isinstance(own, dict):
         raise RequestError(f"the $defs in the parameters of the tool {name!r} must be an object", param="tools")

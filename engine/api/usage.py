@@ -13,21 +13,21 @@ from tapscope.engine.requests.request import GRAMMAR_DEAD_END
 
 @dataclass(slots=True)
 class Usage:
-    """Token counts; a prompt with n generations counts once."""
+    """Token counts of a request; a prompt with n generations counts once."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
     reasoning_tokens: int | None = None
-    """Of these; None if the model does not reason."""
+    """The part of ``completion_tokens`` that is reasoning; None if the model does not reason."""
 
     def add(self, output: Output) -> None:
-        """Count an output of one generation."""
+        """Add an output; all added outputs must belong to the same generation."""
         self.prompt_tokens, self.cached_tokens = output.prompt_tokens, output.cached_tokens
         self.completion_tokens += len(output.token_ids)
 
     def openai(self) -> dict[str, Any]:
-        """In OpenAI's format."""
+        """Return the counts in OpenAI's format."""
         counts: dict[str, Any] = {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
@@ -40,30 +40,33 @@ class Usage:
 
 
 def stop_reason(output: Output, params: SamplingParams) -> dict[str, Any]:
-    """vLLM's ``stop_reason`` of a choice: the string or the id of ``stop_token_ids`` that ended it; else nothing."""
+    """Return vLLM's ``stop_reason`` field of a choice: the matched stop string or the matched id of ``stop_token_ids``.
+
+    The dictionary is empty if the generation ended for another reason.
+    """
     matched = output.matched
     is_asked_for = isinstance(matched, str) or (matched is not None and matched in params.stop_token_ids)
     return {"stop_reason": matched} if output.finish_reason == "stop" and is_asked_for else {}
 
 
 class AbortedError(LiveError):
-    """A request was aborted; the message has the reason."""
+    """Raised when a request was aborted; the message contains the reason."""
 
 
 def check_not_aborted(output: Output) -> None:
-    """Raise AbortedError if the request was aborted; RequestError if its own constraint caused it."""
+    """Raise AbortedError if the request was aborted, or RequestError if its own grammar constraint caused the abort."""
     if output.finish_reason == "abort":
         if output.reason.startswith(GRAMMAR_DEAD_END):
-            raise RequestError(output.reason)  # not a 503, after which clients would retry
+            raise RequestError(output.reason)  # status 400: clients would retry after a 503
         raise AbortedError(f"the request was aborted: {output.reason or 'by POST /abort_request'}")
 
 
 def new_id(prefix: str) -> str:
-    """A unique id."""
+    """Return ``prefix`` followed by a random UUID."""
     return f"{prefix}{uuid.uuid4().hex}"
 
 
 def sse_event(data: Any, event: str | None = None) -> str:
-    """One server-sent event (WHATWG HTML, 9.2)."""
+    """Format one server-sent event (WHATWG HTML, 9.2); ``data`` other than a string is encoded as JSON."""
     text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False, allow_nan=False)
     return (f"event: {event}\n" if event else "") + f"data: {text}\n\n"

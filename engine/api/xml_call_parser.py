@@ -1,4 +1,4 @@
-"""Tool calls with one element per argument: GLM-4.5 and Qwen3-Coder.
+"""Parser for tool calls with one XML element per argument: GLM-4.5 and Qwen3-Coder.
 
 Formats, from the models' chat templates:
 
@@ -7,7 +7,7 @@ Formats, from the models' chat templates:
 - Qwen3-Coder: `<tool_call><function=NAME>`, then `<parameter=KEY>VALUE</parameter>` for each argument, then
   `</function></tool_call>`.
 
-Values of strings are written without quotes, so that the schema of the tool decides what a value is.
+String values are written without quotes, so the tool's schema determines the type of a value.
 """
 
 import ast
@@ -26,11 +26,11 @@ from tapscope.engine.api.tools import Tools, parameters_of
 
 @dataclass(frozen=True, slots=True)
 class XmlCallTags:
-    """Patterns of a format; each matches only once its end is known."""
+    """Patterns of a format; each pattern matches only complete elements."""
 
     name: re.Pattern[str]
     argument: re.Pattern[str]
-    """Two groups: the key and the value."""
+    """Pattern of an argument, with two groups: the key and the value."""
     argument_open: str
     argument_close: str
     end: str
@@ -53,7 +53,7 @@ QWEN3_CODER = XmlCallTags(
 
 
 class XmlCallParser(HermesParser):
-    """Emits an argument as soon as its element is complete."""
+    """Streaming parser that emits each argument once its element is complete."""
 
     def __init__(self, tags: XmlCallTags, tools: Tools) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class XmlCallParser(HermesParser):
             self._state = "text"
 
     def _read_arguments(self, is_final: bool) -> Iterator[Delta]:
-        """Text between elements is content; the arguments of a truncated call remain incomplete, as in JSON."""
+        """Read arguments; text between elements is content. The JSON of a truncated call stays incomplete."""
         index, tags = self._scanner.index, (self._tags.argument_open, self._tags.end)
         while True:
             between, tag, rest = split_at_tag(self._text, tags, is_final=is_final)
@@ -88,7 +88,7 @@ class XmlCallParser(HermesParser):
                 yield ToolCallArguments(index, "}" if self._num_arguments else "{}")
                 self._text, self._state, self._scanner = rest, "close", ToolCallStream(index + 1)
                 return
-            if self._tags.argument_close not in self._text:  # long values arrive in thousands of pieces
+            if self._tags.argument_close not in self._text:  # skips the regex while a long value streams in
                 return
             match = self._tags.argument.match(self._text)
             if not match:
@@ -111,7 +111,7 @@ _TYPES: dict[type, tuple[str, ...]] = {
 
 
 def argument_value(text: str, schema: object) -> object:
-    """The value of an argument written without quotes; a string unless it is a literal of a type in ``schema``."""
+    """Convert an unquoted argument to a value: a literal of a type allowed by ``schema``, otherwise a string."""
     types = _types(schema)
     if types == {"string"}:
         return text
@@ -121,7 +121,7 @@ def argument_value(text: str, schema: object) -> object:
 
 
 def _types(schema: object) -> set[str]:
-    """Names of the types that ``schema`` allows; empty if it does not say."""
+    """Return the type names that ``schema`` allows; empty if the schema does not restrict the type."""
     if not isinstance(schema, dict):
         return set()
     if "type" in schema:
@@ -133,7 +133,7 @@ def _types(schema: object) -> set[str]:
 
 
 def _literal(text: str, parsers: Sequence[Callable[[str], object]]) -> object:
-    """What the first parser that accepts ``text`` makes of it, if JSON has it; else ``text`` itself."""
+    """Return the value of the first parser that accepts ``text`` as a JSON-compatible value; otherwise ``text``."""
     for parse in parsers:
         try:
             value = parse(text)
