@@ -1,4 +1,4 @@
-"""AdapterControl: LoRA adapters that requests may name, loaded and unloaded on all ranks of a running engine."""
+"""AdapterControl: load and unload LoRA adapters on all ranks of a running engine."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,21 +13,21 @@ from tapscope.engine.scheduling.scheduler import Scheduler
 
 
 class AdapterControl:
-    """An adapter leaves the ranks with the last request that uses it, and may be unloaded for new ones before."""
+    """Loaded adapters of an engine. An unloaded adapter stays on the ranks until the last request that uses it ends."""
 
     def __init__(self, config: EngineConfig, ranks: RankGroup, scheduler: Scheduler) -> None:
         self._ranks, self._scheduler = ranks, scheduler
         self._registry = AdapterRegistry(is_enabled=config.has_lora)
 
     def __iter__(self) -> Iterator[Adapter]:
-        """Adapters that requests may name, in the order of loading."""
+        """Iterate over the adapters that requests can select, in loading order."""
         return iter(self._registry)
 
     def load(self, name: str, folder: Path) -> None:
-        """Load an adapter in PEFT's format on every rank, for requests that name it.
+        """Load an adapter in PEFT's format on every rank, under the name that requests select.
 
-        Raises UsageError for a name that is taken and in an engine without adapters, CheckpointError for an adapter
-        that is missing, malformed, of too large a rank, or of modules that cannot be adapted.
+        Raises UsageError if ``name`` is taken or the engine does not support adapters. Raises CheckpointError if the
+        adapter is missing or malformed, its LoRA rank is too large, or it targets unsupported modules.
         """
         self._ranks.require_usable()
         self._registry.require_new(name)
@@ -35,14 +35,14 @@ class AdapterControl:
         try:
             self._change(number, path)
         except CheckpointError as error:
-            self._drop(number)  # of the ranks that could load it
+            self._drop(number)  # on the ranks that have loaded the adapter
             raise CheckpointError(f"adapter {name!r}: {error}") from None
         self._registry.add(number, name, path)
 
     def unload(self, name: str) -> int:
-        """Unload an adapter: new requests can no longer name it, and live ones that use it finish with it.
+        """Unload an adapter for new requests; return the number of live requests, which finish with the adapter.
 
-        Returns the number of these. Raises UsageError when no adapter of this name is loaded.
+        Raises UsageError if no adapter of this name is loaded.
         """
         self._ranks.require_usable()
         num_live = self._registry.remove(name).num_live
@@ -54,11 +54,11 @@ class AdapterControl:
         self._registry.check(request)
 
     def acquire(self, request: Request) -> None:
-        """Bind a request that passed :meth:`check` to the adapter that it names."""
+        """Bind a request that passed :meth:`check` to its adapter and set its ``adapter_id``."""
         self._registry.acquire(request)
 
     def release(self, request: Request) -> None:
-        """The request has ended."""
+        """Release the adapter of a request that has ended."""
         self._registry.release(request)
         self._drop_unused()
 

@@ -347,9 +347,9 @@ class Engine:
 
         Without ``wait``, checks whose results have not arrived from the device stay pending for a later step.
         """
-        while self._nan_checks and (found := self._nan_checks[0].found(wait=wait)) is not None:
+        while self._nan_checks and (corrupted := self._nan_checks[0].found(wait=wait)) is not None:
             self._nan_checks.pop(0)
-            new = {request.id: request for request in found if not request.has_nan}
+            new = {request.id: request for request in corrupted if not request.has_nan}
             for request in new.values():
                 self.scheduler.mark_nan(request)
             self._num_corrupted += len(new)

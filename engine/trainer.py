@@ -1,4 +1,4 @@
-"""Trainer: the training side of a served engine: sends it weights and compares them.
+"""Trainer: client for a training process that sends weights to a server and compares them.
 
 trainer = Trainer("http://127.0.0.1:8000")
 trainer.join()
@@ -24,12 +24,12 @@ from tapscope.engine.distributed.weight_group import WeightGroup
 
 T = TypeVar("T")
 _GRACE_S = 2.0
-"""How long to wait for tensors that are on their way when the server has refused them."""
+"""Seconds to wait for broadcasts in flight after the server has rejected an update."""
 GROUP = "weight_update_group"
 
 
 class Trainer:
-    """Client of one server for one thread; rank 0 of the process group in which weights are sent."""
+    """Client of one server, and rank 0 of the process group that broadcasts weights. Not thread-safe."""
 
     def __init__(self, url: str, *, api_key: str | None = None, timeout_s: float = 600.0) -> None:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -37,37 +37,37 @@ class Trainer:
         self._timeout_s = timeout_s
         self._group: WeightGroup | None = None
         self._rejoin: Callable[[], None] | None = None
-        """Makes the process group again after an update was refused."""
+        """Creates the process group again after a rejected update."""
 
     def join(self, address: str = "127.0.0.1", port: int = 0, *, backend: str = "gloo", name: str = GROUP) -> None:
-        """Make the process group of this process and all ranks of the server; port 0 selects a free one.
+        """Create a process group of this process and all ranks of the server; port 0 selects a free port.
 
-        ``address`` is this host's, as the server reaches it. Raises UsageError, UnreachableError.
+        ``address`` is the address at which the server reaches this host. Raises UsageError, UnreachableError.
         """
         info = self._answer("GET", "/get_server_info")
         world_size = 1 + info["tp"] * info["dp"]
         given_port, port = port, port or _free_port(address)
         body = {"master_address": address, "master_port": port, "rank_offset": 1, "world_size": world_size}
         body |= {"group_name": name, "backend": backend}
-        asked = _Call(partial(self._answer, "POST", "/init_weights_update_group", body))
+        request = _Call(partial(self._answer, "POST", "/init_weights_update_group", body))
         device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
-        def meet() -> WeightGroup:
+        def create_group() -> WeightGroup:
             if device is not None:
-                torch.cuda.set_device(device)  # each thread has a current device of its own
+                torch.cuda.set_device(device)  # the current device is per thread
             options: dict[str, Any] = {"rank": 0, "world_size": world_size, "name": name, "backend": backend}
             return WeightGroup(address, port, timeout_s=self._timeout_s, **options)
 
-        met = _Call(meet)
-        asked.result()  # first: nobody would come to a rendezvous that the server refuses
-        self._group = met.result()
+        creation = _Call(create_group)
+        request.result()  # first: if the server rejects the request, no rank joins the rendezvous
+        self._group = creation.result()
         self._rejoin = partial(self.join, address, given_port, backend=backend, name=name)
 
     def update(self, tensors: Iterable[tuple[str, Tensor]], *, version: str | None = None) -> dict[str, Any]:
-        """Send tensors by Hugging Face's names; returns the server's answer.
+        """Broadcast tensors, given with their Hugging Face names, to the server; return the server's response.
 
-        Raises UsageError without :meth:`join` or for tensors that the model does not have; the weights are then
-        unchanged, and the next update makes a new process group. Raises UnreachableError.
+        ``version`` names the new weights. Raises UsageError without :meth:`join` or for tensors that the model does not
+        have; the weights are then unchanged, and the next update creates a new process group. Raises UnreachableError.
         """
         if self._group is None and self._rejoin is not None:
             self._rejoin()
@@ -77,31 +77,34 @@ class Trainer:
         body: dict[str, Any] = {"names": list(sent), "shapes": [list(tensor.shape) for tensor in sent.values()]}
         body |= {"dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in sent.values()]}
         body |= {"group_name": group.name} | ({} if version is None else {"weight_version": version})
-        asked = _Call(partial(self._answer, "POST", "/update_weights_from_distributed", body))
+        request = _Call(partial(self._answer, "POST", "/update_weights_from_distributed", body))
 
         def send() -> None:
             if group.device.type == "cuda":
-                torch.cuda.set_device(group.device)  # each thread has a current device of its own
+                torch.cuda.set_device(group.device)  # the current device is per thread
             for tensor in sent.values():
                 group.broadcast(tensor.to(group.device).contiguous())
 
         sending = _Call(send)
-        both: list[Future[Any]] = [asked.future, sending.future]
+        both: list[Future[Any]] = [request.future, sending.future]
         wait(both, return_when=FIRST_EXCEPTION)
-        if not asked.future.done():
-            sending.result()  # raises what kept the tensors from being sent
-        if asked.future.exception() is not None:  # ranks that never received would take the next tensors for these
+        if not request.future.done():
+            sending.result()  # raises the error that stopped the broadcasts
+        # After a rejected update the group is unusable: ranks that did not receive these tensors would mistake the next
+        # ones for them.
+        if request.future.exception() is not None:
             self._group = None
             with suppress(TapscopeError):
                 self._answer("POST", "/destroy_weights_update_group", {"group_name": group.name})
             if sending.is_done_within(_GRACE_S):
                 group.close()
-        return asked.result()
+        return request.result()
 
     def compare(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
-        """Name -> how the server's weight differs from the given one, converted to its dtype; empty if all are equal.
+        """Compare ``tensors`` with the server's weights; return a description of each difference by name.
 
-        Only digests are transferred. Raises UsageError, UnreachableError.
+        Empty if all are equal. Tensors are cast to the server's dtype, and only digests are transferred. Raises
+        UsageError, UnreachableError.
         """
         given = dict(tensors)
         held: Mapping[str, Any] = self._answer("POST", "/weights_digest", {"names": list(given)})["weights"]
@@ -117,7 +120,7 @@ class Trainer:
         return differences
 
     def release_memory(self, *tags: str) -> None:
-        """Make the server give back the memory of ``weights``, ``kv_cache`` or both; raises UsageError."""
+        """Make the server release the memory of ``weights``, ``kv_cache`` or both (default); raises UsageError."""
         self._answer("POST", "/release_memory_occupation", {"tags": list(tags)} if tags else {})
 
     def resume_memory(self, *tags: str) -> None:
@@ -125,18 +128,19 @@ class Trainer:
         self._answer("POST", "/resume_memory_occupation", {"tags": list(tags)} if tags else {})
 
     def pause_generation(self, mode: str = "abort") -> int:
-        """Make the server stop computing: ``abort``, ``retract`` or ``in_place`` live requests (docs/guide/rl.md).
+        """Pause generation on the server and return the number of live requests over all replicas, which wait.
 
-        Returns how many requests are live and wait, over all replicas. Raises UsageError, UnreachableError.
+        ``mode``, for live requests: ``abort``, ``retract`` or ``in_place`` (docs/guide/rl.md). Raises UsageError,
+        UnreachableError.
         """
         return int(self._answer("POST", "/pause_generation", {"mode": mode})["num_live"])
 
     def continue_generation(self) -> int:
-        """Undo :meth:`pause_generation`; returns how many requests continue."""
+        """Undo :meth:`pause_generation`; return the number of live requests, which continue."""
         return int(self._answer("POST", "/continue_generation", {})["num_live"])
 
     def close(self) -> None:
-        """Leave the process group, on both sides."""
+        """Destroy the process group, on the server and in this process, and close the connection."""
         group, self._group, self._rejoin = self._group, None, None
         if group is not None:
             self._answer("POST", "/destroy_weights_update_group", {"group_name": group.name})
@@ -158,7 +162,7 @@ class Trainer:
 
 
 class _Call(Generic[T]):
-    """A function call in a daemon thread, which ends with the process even if it waits for others."""
+    """A function call in a daemon thread, which does not keep the process alive while it blocks."""
 
     def __init__(self, function: Callable[[], T]) -> None:
         self.future: Future[T] = Future()

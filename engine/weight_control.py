@@ -1,4 +1,4 @@
-"""WeightControl: what a trainer does with the weights and the memory of a running engine, on all ranks of it."""
+"""WeightControl: update and digest the weights of a running engine, and release its memory, on all ranks."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields
@@ -16,11 +16,11 @@ from tapscope.engine.hf_config.model_config import ModelConfig
 from tapscope.engine.params.engine_config import EngineConfig
 from tapscope.engine.scheduling.scheduler import Scheduler
 
-_GROUP_TIMEOUTS = 5  # of rank_timeout_s: a rank that loads may take ten
+_GROUP_TIMEOUTS = 5  # timeout for joining a group, in units of rank_timeout_s; the limit of a loading rank is ten
 
 
 class WeightControl:
-    """Commands between two steps; all raise RankLostError once the engine is unusable."""
+    """Weight and memory commands, executed between two steps; all raise RankLostError once the engine is unusable."""
 
     def __init__(
         self,
@@ -32,36 +32,36 @@ class WeightControl:
         drain: Callable[[], None],
         is_paused: Callable[[], bool],
     ) -> None:
-        """``drain`` collects the launched steps; ``is_paused`` says whether the engine computes no further ones."""
+        """``drain`` collects the launched steps; ``is_paused`` returns whether generation is paused."""
         self._config, self._model_config, self._ranks, self._scheduler = config, model_config, ranks, scheduler
         self._drain, self._is_paused = drain, is_paused
         self._groups: set[str] = set()
         self._released: list[str] = []
 
     def require_memory(self) -> None:
-        """Raise LiveError while the memory of weights or KV cache is released."""
+        """Raise LiveError while the memory of the weights or the KV cache is released."""
         if self._released:
             raise LiveError(f"the memory of {' and '.join(self._released)} is released; resume it first")
 
     def check(self, folder: Path | None, *, partial: bool) -> None:
-        """Raise the error that :meth:`update` would raise; nothing is changed."""
+        """Raise the error that :meth:`update` would raise, without changing any weights."""
         config = self._config
         self._ranks.require_usable()
         if "weights" in self._released:
             raise UsageError("the memory of weights is released; resume it before an update")
         if folder is not None and not partial:
-            found = _difference(resolve_length(config, ModelConfig.read(folder)), self._model_config)
-            if found:
+            difference = _difference(resolve_length(config, ModelConfig.read(folder)), self._model_config)
+            if difference:
                 file = folder / "config.json"
-                raise UsageError(f"{file} describes a different model than {config.model}: {found}")
+                raise UsageError(f"{file} describes a different model than {config.model}: {difference}")
         self._ranks.run_command(_weights(folder, partial=partial, apply=False), CheckpointError)
 
     def update(self, folder: Path | None, *, partial: bool) -> None:
-        """Replace the weights on every rank with those of ``folder``; None: with those of :meth:`receive`.
+        """Replace the weights on every rank with those in ``folder``; None: with those from :meth:`receive`.
 
-        With ``partial`` only the tensors in it. Live requests continue after their cached tokens are computed again.
-        Raises CheckpointError, or UsageError for the config.json of another model, with the old weights in place;
-        RankLostError when reading fails half way, after which the engine is unusable.
+        With ``partial``, the source may contain only some of the tensors. Live requests continue after their cached
+        tokens are recomputed. Raises CheckpointError, or UsageError for the config.json of another model, with the old
+        weights in place; RankLostError if reading fails halfway, after which the engine is unusable.
         """
         self.check(folder, partial=partial)
         self._drain()
@@ -73,7 +73,7 @@ class WeightControl:
         self._scheduler.recompute()
 
     def join_group(self, address: str, port: int, rank_offset: int, world_size: int, group: str, backend: str) -> None:
-        """Join a trainer's process group: the rank r of this engine is rank ``rank_offset`` + r in it.
+        """Join a trainer's process group, in which rank r of the server has rank ``rank_offset`` + r.
 
         Waits until all ``world_size`` ranks have joined. Raises UsageError.
         """
@@ -107,10 +107,10 @@ class WeightControl:
         self._leave(group)
 
     def receive(self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], group: str) -> None:
-        """Receive the tensors that a trainer broadcasts, on every rank, and check them; :meth:`update` loads them.
+        """Receive the tensors that a trainer broadcasts on every rank, and check them; :meth:`update` loads them.
 
-        They are received even if the model has no such tensors, so that the trainer does not wait. Raises UsageError,
-        CheckpointError.
+        Unknown tensors are received too, so that the trainer does not block, and rejected afterwards. Raises
+        UsageError, CheckpointError.
         """
         self._require_group(group)
         plain = check_metadata(names, dtypes, shapes)
@@ -124,14 +124,14 @@ class WeightControl:
             raise
 
     def forget_received(self) -> None:
-        """Forget the tensors of :meth:`receive`."""
+        """Discard the tensors from :meth:`receive` on every rank."""
         self._ranks.run_command(Message("receive_weights", {"names": []}), UsageError)
 
     def digests(self, names: Sequence[str] | None) -> dict[str, dict[str, Any]]:
-        """Name -> dtype, shape and digest of each whole weight (:mod:`tapscope.engine.checkpoint.weight_digest`).
+        """Return dtype, shape and digest of each full weight by name (:mod:`.checkpoint.weight_digest`).
 
-        ``names`` choose among a module's layouts of names. Raises UsageError for quantized weights and CheckpointError
-        if ranks differ in a part that both hold.
+        ``names`` are the caller's weight names, which select a naming scheme where a module has several. Raises
+        UsageError for quantized weights, and CheckpointError if ranks differ in a replicated part.
         """
         self._ranks.require_usable()
         if "weights" in self._released:
@@ -141,9 +141,10 @@ class WeightControl:
         return joined_digests([[_shard(shard) for shard in rank] for rank in ranks])
 
     def release_memory(self, tags: Sequence[str] | None) -> list[str]:
-        """Give back the memory of ``tags`` (None: all) on every rank; returns all tags that are released now.
+        """Release the memory of ``tags`` (None: all) on every rank; return all tags released so far.
 
-        Raises UsageError for an unknown tag and while requests are live, except those that wait in a paused engine.
+        Raises UsageError for an unknown tag, and while requests are live, except for requests that wait in a paused
+        engine.
         """
         given = self._tags(tags)
         num_live = len(self._scheduler.running) if self._is_paused() else len(list(self._scheduler.live()))
@@ -157,7 +158,7 @@ class WeightControl:
             self._scheduler.flush()
         try:
             self._ranks.run_command(Message("memory", {"release": True, "tags": given}), UsageError)
-        except UsageError:  # the ranks that have released it take it back
+        except UsageError:  # undo on the ranks that have released the memory
             fresh = [tag for tag in given if tag not in self._released]
             self._ranks.run_command(Message("memory", {"release": False, "tags": fresh}), UsageError)
             raise
@@ -165,7 +166,7 @@ class WeightControl:
         return list(self._released)
 
     def resume_memory(self, tags: Sequence[str] | None) -> list[str]:
-        """Undo :meth:`release_memory`; returns the tags that are still released. Raises UsageError."""
+        """Undo :meth:`release_memory`; return the tags that are still released. Raises UsageError."""
         given = self._tags(tags)
         self._ranks.run_command(Message("memory", {"release": False, "tags": given}), UsageError)
         self._released = [tag for tag in self._released if tag not in given]
@@ -199,9 +200,9 @@ def _weights(folder: Path | None, *, partial: bool, apply: bool) -> Message:
 
 
 def _difference(new: ModelConfig, old: ModelConfig) -> str:
-    """The first setting of ``new`` that differs from ``old``; empty if the weights of one are the other's.
+    """Describe the first setting of ``new`` that differs from ``old``; empty if the models have the same weights.
 
-    A checkpoint may be saved in another dtype, which is cast, and with other end tokens: the engine's own remain.
+    The dtype may differ, as weights are cast, and so may the end tokens: the engine keeps its own.
     """
     for name, value in new.facts().items():
         if value != old.facts().get(name):

@@ -1,1 +1,1 @@
-"""A request on its way to a generation: validation, step plans, outputs."""
+"""Requests and their data: validation, scheduling state, step plans, outputs."""

@@ -1,4 +1,4 @@
-"""AdapterRegistry: the LoRA adapters that requests may name. Rank 0 only."""
+"""AdapterRegistry: loaded LoRA adapters, which requests select by name. Rank 0 only."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,24 +13,24 @@ class Adapter:
     """One loaded adapter."""
 
     number: int
-    """Its id: 1 and up, never used again."""
+    """Id of the adapter, from 1; ids are never reused."""
     name: str
     folder: str
     num_live: int = 0
-    """Live requests that use it."""
+    """Number of live requests that use the adapter."""
     is_unloaded: bool = False
-    """Whether new requests can no longer name it."""
+    """Whether the adapter is unloaded for new requests."""
 
     def plain(self) -> dict[str, Any]:
-        """Facts for a status page."""
+        """Return name, path and number of live requests as JSON values, for a status page."""
         return {"name": self.name, "path": self.folder, "num_live": self.num_live}
 
 
 class AdapterRegistry:
-    """Loaded adapters by name. One that is unloaded while requests use it is dropped with the last of them."""
+    """Loaded adapters by name. An unloaded adapter stays until the last live request that uses it has ended."""
 
     def __init__(self, *, is_enabled: bool) -> None:
-        """``is_enabled``: whether the engine serves adapters."""
+        """``is_enabled``: whether the engine supports adapters."""
         self._is_enabled = is_enabled
         self._by_name: dict[str, Adapter] = {}
         self._by_number: dict[int, Adapter] = {}
@@ -38,11 +38,11 @@ class AdapterRegistry:
         self._num_made = 0
 
     def __iter__(self) -> Iterator[Adapter]:
-        """Adapters that requests may name, in the order of loading."""
+        """Iterate over the adapters that requests can select, in loading order."""
         return iter(self._by_name.values())
 
     def require_new(self, name: str) -> None:
-        """Raise UsageError unless an adapter of this name can be loaded."""
+        """Raise UsageError unless adapters are enabled and ``name`` is valid and not taken."""
         self._require_enabled(f"adapter {name!r} cannot be loaded")
         if not isinstance(name, str) or not name:
             raise UsageError(f"invalid adapter name {name!r}: expected a string of at least one character")
@@ -50,7 +50,7 @@ class AdapterRegistry:
             raise UsageError(f"adapter {name!r} is loaded already; unload it first, or choose another name")
 
     def next_number(self) -> int:
-        """An id for :meth:`add`."""
+        """Return a new adapter id for :meth:`add`."""
         self._num_made += 1
         return self._num_made
 
@@ -59,7 +59,7 @@ class AdapterRegistry:
         self._by_name[name] = self._by_number[number] = Adapter(number, name, folder)
 
     def remove(self, name: str) -> Adapter:
-        """Unregister the adapter, which live requests may still use. Raises UsageError for an unknown name."""
+        """Unregister an adapter, which live requests may keep using. Raises UsageError for an unknown name."""
         adapter = self._find(name, f"adapter {name!r} cannot be unloaded")
         del self._by_name[name]
         adapter.is_unloaded = True
@@ -72,21 +72,21 @@ class AdapterRegistry:
             self._find(request.adapter, f"request {request.id!r} asks for adapter {request.adapter!r}")
 
     def acquire(self, request: Request) -> None:
-        """Bind a request that passed :meth:`check` to the adapter that it names."""
+        """Bind a request that passed :meth:`check` to its adapter and set its ``adapter_id``."""
         if request.adapter:
             adapter = self._by_name[request.adapter]
             adapter.num_live += 1
             request.adapter_id = adapter.number
 
     def release(self, request: Request) -> None:
-        """The request has ended."""
+        """Release the adapter of a request that has ended."""
         if request.adapter_id:
             adapter = self._by_number[request.adapter_id]
             adapter.num_live -= 1
             self._note_if_unused(adapter)
 
     def take_unused(self) -> list[int]:
-        """Ids of the adapters that nothing uses any more, once."""
+        """Return the ids of unloaded adapters without live requests; each id is returned once."""
         unused, self._unused = self._unused, []
         return unused
 

@@ -1,4 +1,4 @@
-"""Drafts: the draft tokens of one request, a chain or a tree; and how many of them were accepted."""
+"""Drafts: the draft tokens of one request, as a chain or a tree; DraftCounts: acceptance statistics."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -10,14 +10,14 @@ class DraftCounts(NamedTuple):
     """Statistics of speculative decoding for one request."""
 
     num_verifications: int = 0
-    """Steps that verified draft tokens of the request."""
+    """Number of steps that verified draft tokens of the request."""
     num_drafted: int = 0
-    """Draft tokens that these steps verified."""
+    """Number of verified draft tokens."""
     num_accepted: int = 0
-    """Draft tokens among them that became tokens of the request."""
+    """Number of accepted draft tokens."""
 
     def verified(self, num_drafted: int, num_accepted: int) -> "DraftCounts":
-        """These counts after one more verification."""
+        """Return the counts after one more verification."""
         return DraftCounts(self.num_verifications + 1, self.num_drafted + num_drafted, self.num_accepted + num_accepted)
 
 
@@ -26,21 +26,21 @@ NOTHING_DRAFTED = DraftCounts()
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """Tokens that may follow a request's last one."""
+    """Draft tokens that continue a request after its last token."""
 
     tokens: tuple[int, ...]
     parents: tuple[int, ...] = ()
-    """Index of the token before each, which precedes it; -1: the request's last token. Empty: a chain."""
+    """Index of each token's parent, which comes earlier in ``tokens``; -1: the request's last token. Empty: a chain."""
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def first(self, count: int) -> "Drafts":
-        """The first ``count`` tokens, all of which follow others of them."""
+        """Return the first ``count`` drafts; parents precede their children, so the result is a valid tree."""
         return self if count >= len(self) else Drafts(self.tokens[:count], self.parents[:count])
 
     @property
     def tree(self) -> tuple[int, ...]:
-        """Parents of the rows that verify them, of which the last known token is the first; empty: a chain."""
+        """Parent of each row that verifies the drafts, where row 0 is the request's last token; empty: a chain."""
         rows = (-1, *(parent + 1 for parent in self.parents))
         return () if not self.parents or is_chain(rows) else rows

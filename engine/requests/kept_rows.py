@@ -1,4 +1,4 @@
-"""KeptRows: the rows of an accepted branch of a draft tree, which every rank moves to their positions."""
+"""KeptRows: rows of the accepted branch of a draft tree, which every rank moves to their final cache slots."""
 
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
@@ -7,18 +7,18 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class KeptRows:
-    """Rows that one request keeps of a step that verified a tree of its drafts."""
+    """The accepted rows of one request after a step that verified a tree of drafts."""
 
     request: str
     row: int
-    """Row of the page table."""
+    """The request's row in the page table."""
     position: int
-    """Position of the first row of the step."""
+    """Position of the request's first row in the step."""
     rows: Sequence[int]
-    """The kept ones among the request's rows of the step, in order of position."""
+    """Indices of the accepted rows among the request's rows of the step, in order of position."""
     slots: Sequence[Sequence[Sequence[int]]]
-    """For each cache group: (slot in the pool, slot to move it to) of each kept row that is stored elsewhere."""
+    """For each cache group, (source slot, destination slot) in the pool for each accepted row that must move."""
 
     def plain(self) -> list[Any]:
-        """As message values; the inverse of calling the class with them."""
+        """Return the fields as message values, in the order of the constructor's arguments."""
         return list(astuple(self))

@@ -1,4 +1,4 @@
-"""Output: what one step computed for a request, and OutputAssembler, which sums outputs up. Torch-free."""
+"""Output: the result of one step for one request; OutputAssembler: accumulates outputs. Torch-free."""
 
 from math import prod
 from typing import Any, TypedDict
@@ -16,7 +16,7 @@ from tapscope.engine.text.tokenizer import Tokenizer
 
 
 class OutputValues(TypedDict, total=False):
-    """Wire form of :meth:`Output.plain`; msgspec decodes a million log-probabilities without Python calls."""
+    """Wire format of :meth:`Output.plain`, typed so that msgspec decodes a million logprobs without Python calls."""
 
     request: str
     token_ids: tuple[int, ...]
@@ -38,50 +38,50 @@ class OutputValues(TypedDict, total=False):
 
 
 class Output(msgspec.Struct, frozen=True, kw_only=True):
-    """The new tokens and values of one request."""
+    """New tokens and values of one request."""
 
     request: str
     """Request id."""
     token_ids: tuple[int, ...] = ()
-    """New tokens, an end token included."""
+    """New tokens, including an end token."""
     text: str = ""
-    """New text, held back while a stop string or a character may be incomplete. Set by runners, not by Engine."""
+    """New text; held back while a stop string or a character may be incomplete. Set by runners, not by Engine."""
     logprobs: tuple[TokenLogprob, ...] | None = None
-    """One for each of :attr:`token_ids`; None unless requested."""
+    """One entry for each of :attr:`token_ids`; None unless requested."""
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
-    """One for each prompt token, in the request's first output; None unless requested. The entry of the first token,
-    which is not predicted, is None."""
+    """One entry for each prompt token, in the request's first output; None unless requested. The entry of the first
+    token, which is not predicted, is None."""
     prompt_head: int | None = None
-    """The prompt's first token, with :attr:`prompt_logprobs`."""
+    """First token of the prompt; only set with :attr:`prompt_logprobs`."""
     finish_reason: str | None = None
     """``stop``, ``length`` or ``abort``; None while the request is unfinished."""
     matched: int | str | None = None
     """The token or stop string that ended the request."""
     reason: str = ""
-    """Why the request was aborted, one sentence."""
+    """One sentence that explains why the request was aborted."""
     embedding: tuple[float, ...] | None = None
-    """Embedding of the prompt, of norm 1; None unless requested."""
+    """Embedding of the prompt, normalized to norm 1; None unless requested."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    """Leading prompt tokens taken from the prefix cache."""
+    """Number of leading prompt tokens served from the prefix cache."""
     queue_time_s: float | None = None
-    """Seconds that the request waited to run, in its first output; None in later ones."""
+    """Seconds that the request waited to run, in its first output; None in later outputs."""
     draft_counts: DraftCounts = NOTHING_DRAFTED
     dp_rank: int = 0
-    """The DP replica that computed it."""
+    """DP replica that computed the output."""
     routed_experts: RoutedExperts | None = None
-    """Of the positions computed since the last output; None unless requested."""
+    """Expert ids of the positions computed since the last output; None unless requested."""
     hidden_states: HiddenStates | None = None
-    """Of the same positions; None unless requested."""
+    """Hidden states of the positions computed since the last output; None unless requested."""
 
     @property
     def num_values(self) -> int:
-        """Number of log-probabilities and elements of hidden states."""
+        """Number of log-probabilities and hidden state elements."""
         hidden = 0 if self.hidden_states is None else prod(self.hidden_states.shape)
         return hidden + sum(item.num_values for item in (*(self.logprobs or ()), *(self.prompt_logprobs or ())) if item)
 
     def plain(self) -> dict[str, Any]:
-        """Values for msgspec to encode, without those at their default."""
+        """Return the fields that differ from their defaults, for msgspec to encode."""
         values: dict[str, Any] = {"request": self.request}
         for name, default in _DEFAULTS.items():
             value = getattr(self, name)
@@ -95,14 +95,14 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def build(cls, values: OutputValues) -> "Output":
-        """The inverse of :meth:`plain`, from decoded :class:`OutputValues`."""
+        """Build an output from decoded :class:`OutputValues`; the inverse of :meth:`plain`."""
         given: dict[str, Any] = dict(values)
         for name in _PER_TOKEN.keys() & given.keys():
             given[name] = _PER_TOKEN[name].from_base64(*given[name])
         return cls(**given)
 
     def followed_by(self, later: "Output") -> "Output":
-        """This output and a later one as one."""
+        """Merge this output and a ``later`` one of the same request."""
         return replace(
             later,
             token_ids=self.token_ids + later.token_ids,
@@ -117,7 +117,7 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def generation(self, prompt_ids: tuple[int, ...], *, has_text: bool) -> Generation:
-        """This output, the sum of all outputs of one request, as its result."""
+        """Convert this output, which must be the merge of all outputs of a request, to the request's result."""
         return Generation(
             request=self.request,
             prompt_ids=prompt_ids,
@@ -142,7 +142,7 @@ _DEFAULTS: dict[str, Any] = {
 
 
 class OutputAssembler:
-    """Adds text to the outputs of one live request and sums them up."""
+    """Detokenizer and accumulator for the outputs of one live request."""
 
     def __init__(
         self, request: str, prompt_ids: tuple[int, ...], tokenizer: Tokenizer | None, params: SamplingParams
@@ -158,7 +158,10 @@ class OutputAssembler:
         self._last = Output(request=request)
 
     def add(self, output: Output) -> Output:
-        """``output`` with its new text. A stop string makes it the last one; the caller then aborts the request."""
+        """Add an output and return it with its text.
+
+        If a stop string ends the text, the returned output is final, and the caller must abort the request.
+        """
         output = self._with_text(output)
         if output.prompt_logprobs is not None:
             output = replace(output, prompt_head=self.prompt_ids[0])
@@ -175,11 +178,11 @@ class OutputAssembler:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """Generated tokens so far."""
+        """Generated token ids so far."""
         return tuple(self._token_ids)
 
     def generation(self) -> Generation:
-        """The sum of all outputs so far."""
+        """Return the result of the request from all outputs so far."""
         whole = replace(
             self._last,
             token_ids=tuple(self._token_ids),

@@ -1,6 +1,7 @@
-"""PerTokenOutputs: values of a request's computed positions, on request: routed experts, final hidden states.
+"""PerTokenOutputs: optional outputs per computed position: routed experts and final hidden states.
 
-Rank 0 only, since all ranks route alike and hold whole hidden states. Torch-free, as front ends use it.
+Collected on rank 0 only: all ranks route identically and have the full hidden states. Torch-free, as front ends use
+this module.
 """
 
 import base64
@@ -22,52 +23,52 @@ class PerTokenOutputs:
     """Values of consecutive positions of one request."""
 
     DTYPE: ClassVar[str]
-    """NumPy dtype with byte order."""
+    """NumPy dtype, including the byte order."""
     shape: tuple[int, ...]
     """[positions, ...shape of one position's values]."""
     pieces: tuple[bytes, ...]
-    """The values in C order, split anywhere."""
+    """Bytes of the values in C order, as chunks to be concatenated."""
 
     @property
     def data(self) -> bytes:
-        """The values as bytes."""
+        """The values as one bytes object."""
         return b"".join(self.pieces)
 
     def array(self) -> npt.NDArray[Any]:
-        """The values, of :attr:`shape`."""
+        """Return the values as an array of :attr:`shape`."""
         return np.frombuffer(self.data, self.DTYPE).reshape(self.shape)
 
     @property
     def text(self) -> str:
-        """The data in base64, as SGLang encodes it."""
+        """:attr:`data` in base64, as in SGLang's API."""
         return base64.b64encode(self.data).decode("ascii")
 
     @classmethod
     def from_base64(cls, shape: Sequence[int], text: str) -> Self:
-        """The inverse of :attr:`shape` and :attr:`text`."""
+        """Build from :attr:`shape` and :attr:`text`."""
         return cls(tuple(shape), (base64.b64decode(text),))
 
     @classmethod
     def from_rows(cls, rows: npt.NDArray[Any]) -> Self:
-        """From an array ``rows`` of any convertible dtype."""
+        """Build from an array [positions, ...] of any dtype convertible to ``DTYPE``."""
         return cls(rows.shape, (rows.astype(cls.DTYPE).tobytes(),))
 
     def followed_by(self, later: Self | None) -> Self:
-        """These values followed by ``later``."""
+        """Return these values followed by ``later``."""
         if later is None:
             return self
         return replace(self, shape=(self.shape[0] + later.shape[0], *self.shape[1:]), pieces=self.pieces + later.pieces)
 
 
 class RoutedExperts(PerTokenOutputs):
-    """Expert ids in every layer, [positions, layers, k]; -1 in layers without experts."""
+    """Routed expert ids, [positions, layers, k]; -1 in layers without experts."""
 
     __slots__ = ()
     DTYPE = "<i4"
 
 
 class HiddenStates(PerTokenOutputs):
-    """Final hidden states after the norm, [positions, hidden]."""
+    """Hidden states after the final norm, [positions, hidden]."""
 
     __slots__ = ()
     DTYPE = "<f4"
@@ -77,20 +78,20 @@ V = TypeVar("V", bound=PerTokenOutputs)
 
 
 def joined(earlier: V | None, later: V | None) -> V | None:
-    """``earlier`` followed by ``later``; None when both are None."""
+    """Return ``earlier`` followed by ``later``; None if both are None."""
     return later if earlier is None else earlier.followed_by(later)
 
 
 class UnsentOutputs(Generic[V]):
-    """Values of one request that are not in an output yet."""
+    """Buffer for the values of one request that were not returned in an output yet."""
 
     def __init__(self, kind: type[V]) -> None:
         self._kind = kind
         self._values: V | None = None
-        self._count = 0  # leading positions that were returned or are in _values
+        self._count = 0  # number of leading positions that were returned or are in _values
 
     def add(self, position: int, rows: "Tensor") -> None:
-        """Add ``rows`` of the positions from ``position`` on, except those returned before a preemption."""
+        """Add ``rows`` [positions, ...], starting at ``position``; rows added before a preemption are skipped."""
         known = self._count - position
         if known >= len(rows):
             return
@@ -99,7 +100,7 @@ class UnsentOutputs(Generic[V]):
         self._count = position + len(rows)
 
     def take(self) -> V | None:
-        """Return the collected values and forget them."""
+        """Return and clear the buffered values; None if there are none."""
         values, self._values = self._values, None
         return values
 
@@ -107,9 +108,10 @@ class UnsentOutputs(Generic[V]):
 def collect_step_outputs(
     plan: StepPlan, unsent: Iterable["UnsentOutputs[V] | None"], accepted: Iterable[Sequence[int]], values: "Tensor"
 ) -> None:
-    """Add a step's rows to the requests, one for each scheduled request, that ask for them, except rejected drafts.
+    """Distribute a step's rows ``values`` [rows, ...] (on the host) to the buffers of the scheduled requests.
 
-    ``accepted``: which drafts of each were accepted; ``values`` is [rows, ...] on the host.
+    ``unsent`` has one buffer per scheduled request; None: the request does not return the values. ``accepted`` has the
+    indices of each request's accepted drafts; rows of rejected drafts are dropped.
     """
     for slot, item, wanted, drafts in zip(plan.slots, plan.scheduled, unsent, accepted, strict=True):
         if wanted is not None:

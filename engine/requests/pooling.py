@@ -1,7 +1,7 @@
-"""Pooling: the final hidden states of a prompt as one embedding vector. Rank 0 only; every rank has whole states.
+"""Pooling: reduce the final hidden states of a prompt to one embedding vector.
 
-``last`` is the state of the last prompt token, ``mean`` the mean over all prompt tokens. The result is divided by its
-Euclidean norm, as OpenAI's embeddings are.
+``last`` selects the state of the last prompt token, ``mean`` the mean over all prompt tokens. The result is divided by
+its Euclidean norm, as in OpenAI's API. Runs on rank 0 only, as every rank has the full hidden states.
 """
 
 from collections.abc import Sequence
@@ -14,9 +14,9 @@ from tapscope.engine.requests.step_plan import StepPlan
 
 
 def pool_step(plan: StepPlan, requests: Sequence[Request], hidden: Tensor) -> None:
-    """Add a step's rows to the pooling requests, one for each scheduled request; complete prompts get an embedding.
+    """Accumulate a step's hidden states for pooling requests, and set the embedding of each complete prompt.
 
-    ``hidden`` is [rows, hidden], after the final norm.
+    ``requests`` are the scheduled requests in plan order; ``hidden`` is [rows, hidden], after the final norm.
     """
     for slot, item, request in zip(plan.slots, plan.scheduled, requests, strict=True):
         num_prompt = len(request.prompt_ids)
@@ -25,7 +25,7 @@ def pool_step(plan: StepPlan, requests: Sequence[Request], hidden: Tensor) -> No
             continue
         rows = hidden[slot : slot + num_rows].to(torch.float32)
         if request.pooling == "mean":
-            earlier = request.pooled if item.position else None  # a preempted request starts again
+            earlier = request.pooled if item.position else None  # a preempted request starts over
             request.pooled = rows.sum(0) if earlier is None else earlier + rows.sum(0)
         else:
             request.pooled = rows[-1]

@@ -1,4 +1,4 @@
-"""Normalizes the prompts and parameters that callers pass to LLM."""
+"""Normalize the prompts and parameters that callers pass to LLM."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,11 +14,11 @@ Messages = Sequence[Mapping[str, Any]]
 """One conversation: messages with ``role`` and ``content``, as in OpenAI's API."""
 
 Params = SamplingParams | Sequence[SamplingParams] | None
-"""For all prompts, one per prompt, or None for the defaults."""
+"""Sampling parameters for all prompts, or one per prompt; None for the defaults."""
 
 
 def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """A single prompt as a list of one; a list of prompts as it is."""
+    """Return a single prompt as a list of one, and a sequence of prompts as a list."""
     if isinstance(prompts, str):
         return [prompts]
     items: list[Any] = list(prompts)
@@ -34,7 +34,7 @@ def require_list(prompts: Any) -> None:
 
 
 def token_ids(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """The prompt's tokens; raises UsageError for an invalid prompt, and for a string without a tokenizer."""
+    """Return the prompt's token ids; raises UsageError for an invalid prompt or a string without a tokenizer."""
     if not isinstance(prompt, str):
         try:
             return tuple(prompt)
@@ -48,7 +48,7 @@ def token_ids(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[int, ...]:
 def resolve_params(
     params: SamplingParams | None, max_new_tokens: int | None, ignore_eos: bool | None
 ) -> SamplingParams:
-    """``params``, or parameters made of the two shorthand arguments; raises UsageError."""
+    """Return ``params``, or parameters from the two shorthand arguments; raises UsageError if both are given."""
     if params is not None and not isinstance(params, SamplingParams):
         raise UsageError(f"params is {type(params).__name__}; pass SamplingParams, or a list with one per prompt")
     short = {"max_new_tokens": max_new_tokens, "ignore_eos": ignore_eos}
@@ -61,19 +61,19 @@ def resolve_params(
 def resolve_params_each(
     params: Params, count: int, max_new_tokens: int | None, ignore_eos: bool | None
 ) -> list[SamplingParams]:
-    """Parameters of each of ``count`` prompts."""
+    """Return the parameters of each of ``count`` prompts; raises UsageError."""
     each = params if isinstance(params, Sequence) else [params] * count
     return [resolve_params(one, max_new_tokens, ignore_eos) for one in one_per_prompt("params", each, count)]
 
 
 def adapters_each(adapter: str | Sequence[str | None] | None, count: int) -> list[str]:
-    """Adapter of each of ``count`` prompts, empty for none; a single name is for all of them."""
+    """Return the adapter of each of ``count`` prompts; empty: the base model. A single name applies to all prompts."""
     each = [adapter] * count if adapter is None or isinstance(adapter, str) else adapter
     return [name or "" for name in one_per_prompt("adapter", each, count)]
 
 
 def one_per_prompt(name: str, values: Sequence[Any] | None, count: int) -> Sequence[Any]:
-    """``values``, or ``count`` times None for None; raises UsageError unless there are ``count``."""
+    """Return ``values``, or ``count`` Nones if ``values`` is None; raises UsageError unless the length is ``count``."""
     if values is None:
         return [None] * count
     if len(values) != count:
@@ -82,7 +82,7 @@ def one_per_prompt(name: str, values: Sequence[Any] | None, count: int) -> Seque
 
 
 def expand_generations(params: SamplingParams, name: str) -> list[tuple[SamplingParams, str]]:
-    """(parameters, request id) of each of a request's ``n`` generations."""
+    """Return (parameters, request id) of each of the ``n`` generations of request ``name``."""
     if params.n == 1:
         return [(params, name)]
     return [(params.child(index), f"{name}-{index}") for index in range(params.n)]

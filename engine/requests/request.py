@@ -27,7 +27,7 @@ POOLINGS = ("last", "mean")
 """Pooling methods of embeddings, see :mod:`tapscope.engine.requests.pooling`."""
 
 GRAMMAR_DEAD_END = "the constraint allows no token"
-"""Start of the reason when a request's own grammar aborted it; a retry would end the same way."""
+"""Prefix of the reason of a request that its own grammar aborted; a retry would fail in the same way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,89 +38,89 @@ class Generation:
     """Request id."""
     prompt_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
-    """Generated tokens, an end token included."""
+    """Generated tokens, including an end token."""
     text: str | None
-    """Generated text without special tokens; None when the checkpoint has no tokenizer.json."""
+    """Generated text without special tokens; None if the checkpoint has no tokenizer.json."""
     finish_reason: str
-    """``stop`` (an end token, a stop token or string, a grammar's end), ``length`` (max_new_tokens) or ``abort``."""
+    """``stop`` (end token, stop token, stop string or end of the grammar), ``length`` (max_new_tokens) or ``abort``."""
     matched: int | str | None = None
     """The token or stop string that ended the request."""
     reason: str = ""
-    """Why the request was aborted, one sentence."""
+    """One sentence that explains why the request was aborted."""
     logprobs: tuple[TokenLogprob, ...] | None = None
-    """One for each of :attr:`token_ids`; None unless requested."""
+    """One entry for each of :attr:`token_ids`; None unless requested."""
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
-    """One for each prompt token, None for the first; None unless requested."""
+    """One entry for each prompt token, None for the first; None unless requested."""
     cached_tokens: int = 0
-    """Leading prompt tokens taken from the prefix cache."""
+    """Number of leading prompt tokens served from the prefix cache."""
     routed_experts: RoutedExperts | None = None
-    """Of every computed position, which excludes the last token; None unless requested."""
+    """Expert ids of every computed position, which excludes the last token; None unless requested."""
     hidden_states: HiddenStates | None = None
-    """Of the same positions; None unless requested."""
+    """Hidden states of every computed position, which excludes the last token; None unless requested."""
     dp_rank: int = 0
-    """The DP replica that computed it."""
+    """DP replica that computed the result."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Request:
-    """One live request, owned by the scheduler."""
+    """One live request with its scheduling state, owned by the scheduler."""
 
     id: str
     prompt_ids: tuple[int, ...]
     params: SamplingParams = field(default_factory=SamplingParams)
     forced_token_ids: Sequence[int] = ()
-    """Tokens taken in place of the first sampled ones (teacher forcing)."""
+    """Tokens that replace the first sampled tokens (teacher forcing)."""
     tokens: list[int] = field(init=False)
-    """Known tokens: prompt and generated ones."""
+    """Prompt tokens followed by the generated tokens so far."""
     priority: int = 0
-    """Higher is served first; waiting compensates for it (:attr:`EngineConfig.priority_aging_steps`)."""
+    """Requests of higher priority are scheduled first, subject to aging (:attr:`EngineConfig.priority_aging_steps`)."""
     parent: str = ""
-    """Id of the request that this is one of several generations of; different parents alternate. Empty for none."""
+    """Common id of several generations of one HTTP request; the scheduler alternates between parents. Empty: none."""
     pooling: str | None = None
     """``last`` or ``mean``: compute an embedding of the prompt (:mod:`tapscope.engine.requests.pooling`)."""
     cache_salt: str = ""
-    """The request shares prefixes only with requests of the same salt."""
+    """The request shares cached prefixes only with requests of the same salt."""
     adapter: str = ""
-    """Name of the LoRA adapter to compute it with; empty for the model alone."""
+    """Name of the request's LoRA adapter; empty: the base model."""
     adapter_id: int = 0
-    """Number of that adapter, which no later one of its name has; 0 for none. Set at submit."""
+    """Id of the adapter, never reused by a later adapter of the same name; 0: none. Set at submit."""
     experts: str = ""
-    """Expert ids to compute its first positions with instead of the routers' choices: base64 of little-endian int32
-    [positions, layers, k], as :class:`RoutedExperts` has them; -1: the router's choice. Empty: none."""
+    """Expert ids that override the routers' choices at the first positions: base64 of little-endian int32
+    [positions, layers, k], the format of :class:`RoutedExperts`; -1: the router chooses. Empty: none."""
     capture: str = ""
-    """Capture level of its rows for observers, whatever else they capture: ``stats``, ``full``, or empty for none."""
+    """Capture level of the request's rows, regardless of the observer's rules: ``stats``, ``full``; empty: none."""
     seed: int = 0
     """Sampling seed; set at submit."""
     constraint: "Constraint | None" = None
     """State of the grammar that constrains the output; set at submit."""
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    """One for each generated token if requested; the sampler appends them."""
+    """One entry for each generated token if requested, appended by the sampler."""
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
-    """One for each prompt token computed so far if requested; None for the first."""
+    """One entry for each prompt token computed so far if requested; None for the first token."""
     finish_reason: str | None = None
     matched: int | None = None
     """The token that ended the request."""
     reason: str = ""
-    """Why it was aborted, one sentence."""
+    """One sentence that explains why the request was aborted."""
     has_nan: bool = False
-    """Whether NaN was found in the logits that its tokens were sampled from."""
+    """Whether any logits from which the request's tokens were sampled contain NaN."""
 
     pooled: "Tensor | None" = None
-    """Sum of the prompt's final hidden states so far, or the last one: [hidden], float32."""
+    """Sum of the prompt's final hidden states so far (``mean``), or the last state (``last``): [hidden], float32."""
     embedding: tuple[float, ...] | None = None
-    """Set once the whole prompt is computed, with :attr:`pooling`."""
+    """Embedding of the prompt, with :attr:`pooling`; set once the whole prompt is computed."""
 
     expert_rows: "npt.NDArray[Any] | None" = None
-    """:attr:`experts` as an array, set at submit."""
+    """:attr:`experts` as an array [positions, layers, k]; set at submit."""
     is_plain: bool = field(init=False)
-    """Whether its tokens are the argmax of unmodified logits."""
+    """Whether the request's tokens are the argmax of unmodified logits."""
     wants_logprobs: bool = field(init=False)
-    """Whether log-probabilities of its prompt or of generated tokens are returned."""
+    """Whether log-probabilities of the prompt or the generated tokens are returned."""
     returns_values: bool = field(init=False)
-    """Whether something besides tokens is returned: log-probabilities, an embedding, experts or hidden states."""
+    """Whether values other than tokens are returned: log-probabilities, an embedding, experts or hidden states."""
     can_run_ahead: bool = field(init=False)
-    """Whether its next row can be computed before the last token is known on the host, because nothing except the
-    end of the request depends on that token."""
+    """Whether the request's next row can be launched before the host knows the last token: only the end of the request
+    depends on the value of that token."""
     routed: UnsentOutputs[RoutedExperts] | None = field(init=False)
     """Expert ids of computed positions, if requested."""
     hidden: UnsentOutputs[HiddenStates] | None = field(init=False)
@@ -128,35 +128,35 @@ class Request:
 
     # Set by Scheduler
     num_computed: int = 0
-    """Leading tokens whose keys and values are cached; the remaining ``tokens`` are to be computed."""
+    """Number of leading tokens whose keys and values are cached; the remaining ``tokens`` are not computed yet."""
     cached_tokens: int = 0
-    """Prompt tokens taken from the prefix cache when the request was first admitted."""
+    """Number of prompt tokens taken from the prefix cache when the request was first admitted."""
     num_preemptions: int = 0
     row: int = -1
-    """Row of the page table while running, else -1."""
+    """Row of the page table while the request runs; otherwise -1."""
     urgency: tuple[int, int] = (0, 0)
-    """Sort key; the smallest is served first."""
+    """Sort key of the queue; the smallest key is scheduled first."""
     submitted_s: float = 0.0
     started_s: float | None = None
-    """When it was first admitted."""
+    """Time of the first admission."""
     queue_time_s: float | None = None
-    """How long it waited for its first admission."""
+    """Seconds from submission to the first admission."""
     spans: list[list[int]] = field(default_factory=list)
-    """[start, end) of computed positions, one entry per computation; recomputed positions are in several."""
+    """Computed position ranges [start, end), one entry per computation; recomputed positions are in several entries."""
 
     accepted_drafts: tuple[int, ...] = ()
-    """Which draft tokens of its last step were accepted, from 0."""
+    """Indices (from 0) of the draft tokens accepted in the request's last step."""
 
     tables: list[PageTable] = field(default_factory=list)
-    """Its page table in each group of layers; set by KVCacheManager."""
+    """The request's page table in each group of layers; set by KVCacheManager."""
 
     state: StateTable = field(default_factory=StateTable)
-    """Its recurrent state, in models that have one; set by KVCacheManager."""
+    """The request's recurrent state slots, in models with recurrent state; set by KVCacheManager."""
 
     # Set by Engine
     draft_counts: DraftCounts = NOTHING_DRAFTED
     num_emitted: int = 0
-    """Generated tokens already returned in outputs."""
+    """Number of generated tokens already returned in outputs."""
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt_ids)
@@ -171,24 +171,24 @@ class Request:
         )
 
     def table(self, group: int) -> PageTable:
-        """Its page table in the group of this index."""
+        """Return the request's page table in the layer group of index ``group``."""
         while len(self.tables) <= group:
             self.tables.append(PageTable())
         return self.tables[group]
 
     @property
     def num_accepted(self) -> int:
-        """Draft tokens accepted in its last step."""
+        """Number of draft tokens accepted in the request's last step."""
         return len(self.accepted_drafts)
 
     @property
     def generated(self) -> tuple[int, ...]:
-        """Tokens after the prompt."""
+        """Generated tokens so far."""
         return tuple(self.tokens[len(self.prompt_ids) :])
 
     @property
     def num_generated(self) -> int:
-        """Tokens after the prompt, so far."""
+        """Number of generated tokens so far."""
         return len(self.tokens) - len(self.prompt_ids)
 
     @property
@@ -203,22 +203,22 @@ class Request:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether only the row of the last sampled token is missing."""
+        """Whether the prompt is computed and only the row of the last sampled token remains to be computed."""
         return len(self.prompt_ids) <= self.num_computed == len(self.tokens) - 1
 
     @property
     def can_speculate(self) -> bool:
-        """Whether draft tokens can be verified together with its next row."""
+        """Whether draft tokens can be verified together with the request's next row."""
         params = self.params
         if self.num_generated < len(self.forced_token_ids) or self.pooling is not None:
             return False
         if params.stops_on_text and (params.routed_experts or params.hidden_states):
-            return False  # the text may end within a step, whose rows would be returned too
+            return False  # the text may end in the middle of a step, whose later rows would be returned too
         return self.is_decoding and self.num_generated + 1 < self.max_new_tokens
 
     @property
     def holds_nothing(self) -> bool:
-        """Whether it has no row, no pages, no state and no computed tokens."""
+        """Whether the request has no page table row, no pages, no state slots and no computed tokens."""
         return (
             self.row == -1
             and not self.num_computed
@@ -228,14 +228,14 @@ class Request:
 
     @property
     def cache_key(self) -> tuple[Any, ...]:
-        """The prefix of its first page's key: requests share prefixes if salts, adapters and experts are equal."""
+        """Prefix of the radix cache keys: requests share cached prefixes if salt, adapter and experts are equal."""
         if self.adapter_id or self.experts:
             return ((self.cache_salt, self.adapter_id, self.experts),)
         return (self.cache_salt,) if self.cache_salt else ()
 
     @property
     def wants_prompt_rows(self) -> bool:
-        """Whether logits of every prompt row are needed."""
+        """Whether the logits of every prompt row are needed."""
         return self.params.prompt_logprobs is not None
 
     @property
@@ -244,7 +244,10 @@ class Request:
         return self.params.needs_every_row or self.pooling == "mean" or bool(self.capture)
 
     def experts_of(self, positions: Sequence[int]) -> str:
-        """The recorded experts of rows at ``positions``, -1 for those without, for a plan; empty if all are without."""
+        """Return the routed experts to replay at ``positions`` in the plan's format: base64 of int32 [rows, layers, k].
+
+        Positions without experts are -1; empty if no position has any.
+        """
         if self.expert_rows is None or min(positions) >= len(self.expert_rows):
             return ""
         wanted = np.asarray(positions)
@@ -253,7 +256,7 @@ class Request:
         return base64.b64encode(rows.tobytes()).decode("ascii")
 
     def mark_computed(self, start: int, count: int) -> None:
-        """Record that ``count`` positions from ``start`` on were computed."""
+        """Record that ``count`` positions were computed, beginning at ``start``."""
         if self.spans and self.spans[-1][1] == start:
             self.spans[-1][1] = start + count
         else:
@@ -261,17 +264,17 @@ class Request:
         self.num_computed = start + count
 
     def visits(self, start: int, end: int) -> tuple[tuple[int, int], ...]:
-        """Runs (rows, how often they were computed before) of positions [start, end)."""
+        """Split positions [start, end) into runs (number of rows, number of previous computations)."""
         if all(last <= start for _, last in self.spans):
             return ((end - start, 0),)
         cuts = sorted({start, end, *(cut for span in self.spans for cut in span if start < cut < end)})
         return tuple((b - a, sum(first <= a < last for first, last in self.spans)) for a, b in pairwise(cuts))
 
     def append(self, sampled: int, eos_token_ids: Collection[int]) -> int:
-        """Append the next token, forced or ``sampled``, and set ``finish_reason`` if it ends the request; returns how
-        many tokens were appended.
+        """Append the next token (forced or ``sampled``), set ``finish_reason`` if it ends the request, and return 1.
 
-        A request whose grammar allows no token is aborted; one with ``max_new_tokens`` of 0 finishes without a token.
+        Returns 0 without appending a token if the grammar allows no token (the request is aborted), or if
+        ``max_new_tokens`` is 0 (the request finishes).
         """
         params, constraint = self.params, self.constraint
         if params.max_new_tokens == 0:
@@ -296,7 +299,7 @@ class Request:
 
 
 def check_request(request: Request, model: ModelConfig, *, is_observed: bool) -> None:
-    """Raise UsageError when ``model`` cannot compute ``request``, or it needs an observer and there is none."""
+    """Raise UsageError if ``model`` cannot compute ``request``, or if it needs an observer and there is none."""
     _check_tokens(request, model)
     if request.pooling not in (None, *POOLINGS):
         raise UsageError(

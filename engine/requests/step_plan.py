@@ -1,4 +1,4 @@
-"""StepPlan: what every rank computes in one step, decided by rank 0, and its wire form."""
+"""StepPlan: the work of every rank in one step, as decided by rank 0, and its wire format."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -13,74 +13,74 @@ from tapscope.core.wire import Message
 from tapscope.engine.kv_cache.draft_tree import branch, branch_hash, depths
 
 PENDING = -1
-"""Placeholder for a token of the previous step that is on the device but not on the host yet; the numbers below it are
-those for the draft tokens after it, see :func:`pending_drafts`."""
+"""Placeholder for a token of the previous step that is on the device but not on the host yet. Smaller numbers are
+placeholders for the draft tokens that follow it, see :func:`pending_drafts`."""
 
 ONE_ROW = ((1, 0),)
-"""Visits of one row that is computed for the first time."""
+"""``visits`` of a single row that is computed for the first time."""
 
 NO_TOKEN = -2
-"""In place of a sampled token: the row of a draft after which the request's grammar allows no token."""
+"""Replaces the sampled token in a draft's row after which the request's grammar allows no token."""
 
 
 def pending_drafts(count: int) -> tuple[int, ...]:
-    """Placeholders for ``count`` draft tokens of a request that are on the device but not on the host yet."""
+    """Return placeholders for ``count`` draft tokens of a request that are on the device but not on the host yet."""
     return tuple(range(PENDING - 1, PENDING - 1 - count, -1))
 
 
 class ScheduledRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The rows of one request in a step: consecutive positions from ``position`` on, or rows of a tree of drafts."""
+    """The rows of one request in a step: consecutive positions starting at ``position``, or rows of a draft tree."""
 
     request: str
     row: int = 0
-    """Row of the page table on every rank; a request keeps its row while it runs."""
+    """The request's row in the page table of every rank, constant while the request runs."""
     position: int
-    """Position of the first row; in a tree, the place in its pages where the first row is stored."""
+    """Position of the first row; in a tree, the index in the request's pages where the first row is stored."""
     visits: tuple[tuple[int, int], ...]
-    """Runs of (rows, how often they were computed before), in order of rows."""
+    """Runs of (number of rows, number of previous computations), in row order."""
     tokens: tuple[int, ...]
     page_start: int = 0
     pages: tuple[int, ...]
-    """New entries of the request's page table from ``page_start`` on."""
+    """New entries of the request's page table, starting at index ``page_start``."""
     windowed_pages: tuple[tuple[int, ...], ...] = ()
-    """The same for its page table in each further cache group: the first new entry's index, then the entries."""
+    """New page table entries in each further cache group: the index of the first new entry, then the entries."""
     states: tuple[int, ...] = ()
-    """Slots of recurrent state that its rows start from (-1: the initial state) and that they leave theirs in, then one
-    for the state after each draft; empty in models without."""
+    """Recurrent state slots: the slot to read (-1: the initial state), the slot to write, then one slot for the state
+    after each draft; empty in models without recurrent state."""
     num_drafts: int = 0
-    """How many of the last rows are draft tokens to verify: a token is sampled from each of them and from the row
+    """Number of trailing rows that are draft tokens to verify: a token is sampled from each of them and from the row
     before them."""
     tree: tuple[int, ...] = ()
-    """Empty: each row follows the one before. In a tree of drafts: the parent of each row, -1 for the last cached
-    position. Its last rows are those of the step; earlier steps computed the others, which are stored before them."""
+    """Empty: each row follows the previous row. In a draft tree: the parent of each row, -1 for the last cached
+    position. The last entries are the rows of this step; earlier steps computed the others, which are stored before."""
     branches: tuple[int, ...] = ()
-    """See :attr:`.RowSpan.branch`: of each row of a draft model in a tree; else empty."""
+    """:attr:`.RowSpan.branch` of each row of a draft model in a tree; otherwise empty."""
     num_logits: int = 1
-    """How many of the last rows have logits; 0 until the prompt is complete."""
+    """Number of trailing rows with logits; 0 until the prompt is complete."""
     samples: bool = True
     """Whether a token is sampled from the last row."""
     prompt_length: int = 0
-    """Tokens of the request's prompt, for dynamic RoPE."""
+    """Number of tokens in the request's prompt, for dynamic RoPE."""
     capture: str = ""
-    """Capture level of its rows for observers: ``stats``, ``full``, or empty for none of its own."""
+    """Capture level that the request sets for its rows: ``stats`` or ``full``; empty: none."""
 
     seed: int | None = None
     """Sampling seed of the request; None for greedy requests."""
     adapter: str = ""
-    """Name of its LoRA adapter; empty for none."""
+    """Name of the request's LoRA adapter; empty: none."""
     adapter_slot: int = -1
-    """Slot that holds the adapter in this step; -1 for none."""
+    """Slot that holds the adapter in this step; -1: none."""
     experts: str = ""
-    """Recorded expert ids of its first rows: base64 of int32 [rows, layers, k]."""
+    """Routed expert ids to replay for the first rows: base64 of int32 [rows, layers, k]."""
 
     @property
     def drafts(self) -> tuple[int, ...]:
-        """The draft tokens."""
+        """Draft tokens that the step verifies."""
         return self.tokens[len(self.tokens) - self.num_drafts :]
 
     @property
     def has_pending_drafts(self) -> bool:
-        """Whether its draft tokens are not on the host yet."""
+        """Whether the draft tokens are not on the host yet."""
         return self.num_drafts > 0 and self.tokens[-1] < PENDING
 
     def with_drafts(self, drafts: Mapping[str, Sequence[int]]) -> "ScheduledRequest":
@@ -92,35 +92,35 @@ class ScheduledRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_sampled(self) -> int:
-        """Rows that are sampled from: the last ones, drafts included."""
+        """Number of trailing rows from which tokens are sampled, drafts included."""
         if not self.samples:
             return 0
         return self.num_logits if self.tree else self.num_drafts + 1
 
     @property
     def row_positions(self) -> Sequence[int]:
-        """Position of each row in its request."""
+        """Position of each row in the request."""
         if not self.tree:
             return range(self.position, self.position + len(self.tokens))
         earlier = len(self.tree) - len(self.tokens)
         return [self.position - earlier + depth for depth in depths(self.tree)[earlier:]]
 
     def drafts_up_to(self, row: int) -> tuple[int, ...]:
-        """The drafts up to ``row``, its own included, in a step that verifies drafts."""
+        """Return the draft tokens on the path to ``row``, including the draft of ``row`` itself."""
         known = len(self.tokens) - self.num_drafts
         rows = branch(self.tree, row)[known:] if self.tree else range(known, row + 1)
         return tuple(self.tokens[each] for each in rows)
 
     def next_row(self, row: int, token: int) -> int | None:
-        """The row of the draft ``token`` after ``row``; None if there is none."""
+        """Return the child row of ``row`` whose draft is ``token``; None if there is none."""
         if not self.tree:
             return row + 1 if self.tokens[row + 1 : row + 2] == (token,) else None
         is_next = (each for each in range(row + 1, len(self.tree)) if self.tree[each] == row)
         return next((each for each in is_next if self.tokens[each] == token), None)
 
     def runs(self, slot: int) -> Iterable[RowSpan]:
-        """The rows as observers see them; the first is row ``slot`` of the step."""
-        if len(self.visits) == 1 and not self.tree and not self.branches:  # most, and at every step
+        """Return the request's rows as spans for observers; the first row has index ``slot`` in the step."""
+        if len(self.visits) == 1 and not self.tree and not self.branches:  # fast path for the common case
             count, visit = self.visits[0]
             return (RowSpan(self.request, self.position, count, visit, slot),)
         return self._split_runs(slot)
@@ -136,7 +136,7 @@ class ScheduledRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def _row_branches(self) -> Sequence[int]:
-        """See :attr:`.RowSpan.branch`: of each row; empty unless the drafts are a tree."""
+        """:attr:`.RowSpan.branch` of each row; empty unless the drafts are a tree."""
         if self.branches or not self.tree:
             return self.branches
         known = len(self.tokens) - self.num_drafts
@@ -146,26 +146,26 @@ class ScheduledRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class StepPlan:
-    """One step; equal on all ranks. Rows are packed in the order of ``scheduled``."""
+    """The plan of one step, equal on all ranks. Rows are packed in the order of ``scheduled``."""
 
     step: int
     phase: str
     scheduled: tuple[ScheduledRequest, ...]
     kv_pages_used: int
     greedy: bool = True
-    """Whether all requests are greedy, so that each rank computes the tokens; else only rank 0 samples."""
+    """Whether all requests are greedy, so that each rank computes the tokens; otherwise only rank 0 samples."""
     epoch: int | None = None
-    """Configuration epoch of rank 0's observer, for the observers of all ranks."""
+    """Configuration epoch of rank 0's observer, which the observers of all ranks adopt."""
     model: str = ""
-    """``draft``: the step is computed by the draft model; empty: by the target."""
+    """Model that computes the step. ``draft``: the draft model; empty: the target model."""
     draft_index: int = 0
-    """In a step of the draft model: its number among those that propose tokens for the same target step."""
+    """In a step of the draft model: its index among the steps that propose tokens for the same target step."""
     adapter_loads: tuple[tuple[int, int], ...] = ()
     """(slot, id) of each LoRA adapter to copy into a slot before the step."""
 
     @cached_property
     def is_decode(self) -> bool:
-        """Whether every scheduled request is one row that samples."""
+        """Whether every scheduled request has exactly one row, from which a token is sampled."""
         return all(len(item.tokens) == 1 == item.num_logits and item.samples for item in self.scheduled)
 
     @cached_property
@@ -175,7 +175,7 @@ class StepPlan:
 
     @cached_property
     def has_experts(self) -> bool:
-        """Whether any row has recorded experts."""
+        """Whether any row has routed experts to replay."""
         return any(item.experts for item in self.scheduled)
 
     @property
@@ -193,30 +193,33 @@ class StepPlan:
 
     @cached_property
     def has_pending(self) -> bool:
-        """Whether tokens are still being computed on the device; see :data:`PENDING`."""
+        """Whether some input tokens are not on the host yet; see :data:`PENDING`."""
         if self.is_decode:
             return PENDING in [item.tokens[0] for item in self.scheduled]
         return any(PENDING in item.tokens or item.has_pending_drafts for item in self.scheduled)
 
     def with_drafts(self, drafts: Mapping[str, Sequence[int]]) -> "StepPlan":
-        """The plan with the draft tokens in place of :func:`pending_drafts`; ``drafts``: request -> those, or more."""
+        """Return the plan with ``drafts`` in place of :func:`pending_drafts`.
+
+        ``drafts`` maps request ids to draft tokens, at least as many as the plan verifies.
+        """
         return replace(self, scheduled=tuple([item.with_drafts(drafts) for item in self.scheduled]))
 
     @cached_property
     def num_tokens(self) -> int:
-        """Rows of the step."""
+        """Number of rows of the step."""
         return len(self.scheduled) if self.is_decode else sum([len(item.tokens) for item in self.scheduled])
 
     @cached_property
     def slots(self) -> tuple[int, ...]:
-        """First row of each scheduled request."""
+        """Index of the first row of each scheduled request."""
         if self.is_decode:
             return tuple(range(len(self.scheduled)))
         return (0, *accumulate(len(item.tokens) for item in self.scheduled))[:-1]
 
     @cached_property
     def logit_rows(self) -> tuple[int, ...]:
-        """Rows whose logits are computed, ascending."""
+        """Indices of the rows whose logits are computed, ascending."""
         if self.is_decode:
             return self.slots
         ends = accumulate(len(item.tokens) for item in self.scheduled)
@@ -224,13 +227,13 @@ class StepPlan:
 
     @property
     def state_rows(self) -> tuple[int, ...]:
-        """The row of each request after which its recurrent state is stored: the last one that is not a draft."""
+        """For each request, the row after which its recurrent state is stored: the last row that is not a draft."""
         ends = accumulate(len(item.tokens) for item in self.scheduled)
         return tuple(end - 1 - item.num_drafts for end, item in zip(ends, self.scheduled, strict=True))
 
     @cached_property
     def sampled_logits(self) -> tuple[int, ...]:
-        """Indices into :attr:`logit_rows` of the rows that are sampled from, drafts included."""
+        """Indices into :attr:`logit_rows` of the rows from which tokens are sampled, drafts included."""
         if self.is_decode:
             return self.slots
         ends = accumulate(item.num_logits for item in self.scheduled)
@@ -238,7 +241,7 @@ class StepPlan:
         return tuple(chain.from_iterable(sampled))
 
     def info(self, num_rows: int | None = None) -> StepInfo:
-        """The step as observers see it; ``num_rows``: rows with padding, where it is padded."""
+        """Return the description of the step for observers; ``num_rows`` is the row count with padding, if padded."""
         scheduled, num_tokens = self.scheduled, self.num_tokens
         if self.is_decode and not any(item.tree or item.branches for item in scheduled):
             rows = [RowSpan(s.request, s.position, 1, s.visits[0][1], slot) for slot, s in enumerate(scheduled)]
@@ -266,13 +269,13 @@ class StepPlan:
         )
 
     def to_message(self) -> Message:
-        """For :meth:`from_message` on another rank."""
+        """Encode the plan as a message, for :meth:`from_message` on another rank."""
         scheduled = [[getattr(item, name) for name in _SCHEDULED_FIELDS] for item in self.scheduled]
         return Message("plan", {name: getattr(self, name) for name in _PLAN_FIELDS} | {"scheduled": scheduled})
 
     @classmethod
     def from_message(cls, message: Message) -> "StepPlan":
-        """The inverse of :meth:`to_message`; raises RecorderError when a field is missing."""
+        """Decode the message of :meth:`to_message`; raises RecorderError if a field is missing."""
         whole = tuple(_scheduled_request(values) for values in message["scheduled"])
         given = {name: message[name] for name in _PLAN_FIELDS}
         return cls(scheduled=whole, **given | {"adapter_loads": tuple(map(tuple, given["adapter_loads"]))})
@@ -290,6 +293,6 @@ def _scheduled_request(values: list[Any]) -> ScheduledRequest:
 
 
 def phase_of(is_prefill: Iterable[bool]) -> str:
-    """``prefill``, ``decode`` or ``mixed``, from whether each request still computes its prompt."""
+    """Return ``prefill``, ``decode`` or ``mixed``; ``is_prefill`` tells for each request whether it is in prefill."""
     kinds = set(is_prefill)
     return "mixed" if len(kinds) > 1 else "prefill" if True in kinds else "decode"

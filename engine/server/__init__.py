@@ -1,8 +1,8 @@
-"""The engine over HTTP.
+"""HTTP server for the engine.
 
-Two processes: the HTTP process (FastAPI, tokenizer, detokenizer) and the engine process (scheduler, rank 0 and the
-processes of further ranks). They communicate over ZMQ. ``make_app`` runs both in one process, for tests and for
-embedding in another app.
+The server has two processes, which communicate over ZMQ: the HTTP process (FastAPI, tokenizer, detokenizer) and the
+engine process (scheduler and rank 0), which spawns the processes of the other ranks. ``make_app`` runs both parts in
+one process, for tests and for embedding in another app.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -21,12 +21,12 @@ _EXAMPLE = _COUNTED | {"max_tokens": 16}
 
 
 def make_router(state: AppState, reader: BodyReader) -> APIRouter:
-    """The routes; ``state.client`` exists once the app runs."""
+    """Create the routes; ``state.client`` is available once the app runs."""
     router = APIRouter(prefix="/v1/messages", tags=["anthropic"], responses=error_responses("/v1/messages"))
 
     @router.post("", openapi_extra=openapi_body(MessagesBody, _EXAMPLE, MessagesAnswer), response_model=None)
     async def messages(request: Request) -> Any:
-        """Generate the next message of a conversation; with `stream`, as Anthropic's events."""
+        """Generate the next message of a conversation; with `stream`, respond with Anthropic's event stream."""
         model, (parsed, prompt) = await reader.read(request, with_prompt(MessagesRequest.parse))
         response = MessagesResponse(model, prompt.form, len(prompt.token_ids))
         prompts = [(prompt.token_ids, prompt.params)]

@@ -1,4 +1,4 @@
-"""The FastAPI app: routes, middleware, error handlers, and the engine client in its lifespan."""
+"""The FastAPI app: routes, middleware, error handlers, and a lifespan that connects the engine client."""
 
 import asyncio
 import logging
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
     from tapscope.engine.llm import LLM
 
 MoreMetrics = Callable[[str], Awaitable[bytes]]
-"""Returns further metrics in the format of an Accept header; empty if they are not available."""
+"""Function that returns additional metrics in the format of an Accept header; empty if unavailable."""
 _log = logging.getLogger(__name__)
-_DUMPER = ("/dumper/",)  # its routes check access themselves
+_DUMPER = ("/dumper/",)  # the dumper's routes check access themselves
 Connect = Callable[[LatencyMetrics], AbstractAsyncContextManager[EngineClient]]
 
 
 def make_app(llm: "LLM", routers: Sequence[APIRouter] = (), settings: ServerSettings | None = None) -> FastAPI:
-    """An app whose lifespan runs ``llm``'s engine in a thread; ``routers`` are mounted in addition to its routes.
+    """Create an app that runs ``llm``'s engine in a thread during its lifespan; ``routers`` add further routes.
 
-    The app does not close ``llm``. While the app runs nothing else may use ``llm``. Raises UsageError for dp > 1.
+    The app does not close ``llm``. While the app runs, no other code may use ``llm``. Raises UsageError for dp > 1.
     """
     if llm.config.dp > 1:
         raise UsageError(f"dp={llm.config.dp}: an app of an LLM has one engine; use `tapscope serve --dp N`")
@@ -64,9 +64,9 @@ def make_app(llm: "LLM", routers: Sequence[APIRouter] = (), settings: ServerSett
 def build_app(
     state: AppState, connect: Connect, routers: Sequence[APIRouter] = (), more_metrics: MoreMetrics | None = None
 ) -> FastAPI:
-    """The app; ``connect`` yields the engine client while the app runs.
+    """Create the app; ``connect`` is a context manager that provides the engine client during the app's lifespan.
 
-    Raises ConfigError, MissingExtraError if ``settings.otlp_traces_endpoint`` cannot be used.
+    Raises ConfigError or MissingExtraError if ``settings.otlp_traces_endpoint`` cannot be used.
     """
     endpoint = state.settings.otlp_traces_endpoint
     traces = None if endpoint is None else RequestTraces(endpoint, state.model_name)
@@ -104,7 +104,7 @@ def build_app(
         app.add_middleware(ApiKeyMiddleware, error_response=error_response, key=settings.api_key, exempt=exempt)
     if traces is not None:
         app.add_middleware(TraceMiddleware, traces=traces)
-    app.add_middleware(RequestIdMiddleware)  # the last one is the outermost
+    app.add_middleware(RequestIdMiddleware)  # the middleware added last is the outermost
     _add_metrics(app, state, more_metrics)
     reader = BodyReader(state)
     own = (
@@ -119,18 +119,18 @@ def build_app(
 
 
 async def _await_engine(state: AppState) -> None:
-    """Mark the app as ready once every replica has answered."""
+    """Mark the app as ready once every replica has responded."""
     try:
         await state.client.call_all("state")
         state.is_ready = True
-    except TapscopeError as error:  # /health reports it too, as client.failure
+    except TapscopeError as error:  # /health also reports this error, as client.failure
         _log.warning("the engine did not become ready: %s", error)
 
 
 def _add_metrics(app: FastAPI, state: AppState, more: MoreMetrics | None) -> None:
     @app.get("/metrics", response_class=Response)
     async def metrics(request: Request) -> Response:
-        """Metrics in Prometheus' text format, or in OpenMetrics if the Accept header requests it."""
+        """Return metrics in Prometheus' text format, or in OpenMetrics if the Accept header requests it."""
         accept = request.headers.get("accept", "")
         text = state.metrics.exposition(await state.client.call_all("state"), accept)
         text = joined([text] if more is None else [text, await more(accept)])
@@ -138,7 +138,7 @@ def _add_metrics(app: FastAPI, state: AppState, more: MoreMetrics | None) -> Non
 
 
 def error_response(path: str, status: int, text: str) -> JSONResponse:
-    """An error response in the format of ``path``."""
+    """Create an error response in the format of the API at ``path``."""
     return JSONResponse(error_body(path, status, text, request_id=request_id.get()), status_code=status)
 
 
@@ -149,7 +149,7 @@ async def _on_error(request: Request, error: Exception) -> JSONResponse:
 
 
 async def _on_bug(request: Request, error: Exception) -> JSONResponse:
-    """Handler of unexpected exceptions, whose traceback goes to stderr; it runs outside of all middleware."""
+    """Handle an unexpected exception, whose traceback goes to stderr; this handler runs outside of all middleware."""
     _log.error("the request %s failed: %s", request_id.get(), type(error).__name__)
     response = error_response(request.url.path, 500, f"the server failed: {type(error).__name__}; see its stderr")
     response.headers["Connection"] = "close"  # uvicorn closes the connection after an exception

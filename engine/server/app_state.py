@@ -11,7 +11,7 @@ from tapscope.engine.server.server_settings import ServerSettings
 
 @dataclass(slots=True, eq=False)
 class AppState:
-    """Created before the app runs; ``client`` exists while it runs."""
+    """Shared state of one app, created before the app runs; ``client`` is available while it runs."""
 
     model_path: str
     settings: ServerSettings
@@ -20,11 +20,12 @@ class AppState:
     metrics: ServerMetrics = field(init=False)
     weight_version: str = "default"
     is_ready: bool = False
-    """Whether every replica has answered."""
+    """Whether every replica has responded."""
     adapters: dict[str, str] = field(default_factory=dict)
-    """Names of the loaded LoRA adapters -> their directories."""
+    """Loaded LoRA adapters: name -> directory."""
     updating: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while weights change, so that all replicas apply updates in the same order."""
+    """Lock held during weight updates and other commands to all replicas, so that all execute them in the same order.
+    """
     _client: EngineClient | None = None
 
     def __post_init__(self) -> None:
@@ -32,12 +33,12 @@ class AppState:
 
     @property
     def model_name(self) -> str:
-        """The model's name for clients."""
+        """Model name that clients use."""
         return self.settings.model_name or self.model_path
 
     @property
     def client(self) -> EngineClient:
-        """The engine client; raises LiveError outside of the app's lifespan."""
+        """The engine client; raises LiveError outside the app's lifespan."""
         if self._client is None:
             raise LiveError("the server is starting or has ended")
         return self._client
@@ -47,7 +48,7 @@ class AppState:
         self._client = client
 
     def require_ready(self) -> None:
-        """Raise LiveError, with the reason, unless the engine is ready."""
+        """Raise LiveError with the reason unless the engine is ready."""
         self.client.require_usable()
         if not self.is_ready:
             raise LiveError("the engine is still loading")

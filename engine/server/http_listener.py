@@ -1,4 +1,4 @@
-"""Runs an app with uvicorn on a listening socket."""
+"""Run an app with uvicorn on a listening socket."""
 
 import resource
 import signal
@@ -15,10 +15,10 @@ from tapscope.engine.server.server_settings import ServerSettings
 from tapscope.http.connection import ConnectionLimits, bounded
 from tapscope.http.listen import listen, url_of
 
-_OTHER_FILES = 128  # open files that are not connections
+_OTHER_FILES = 128  # file descriptors reserved for purposes other than connections
 _ACCEPTED_AT_ONCE = 32
 BACKLOG = 1024
-"""Connections in the kernel's queue that wait to be accepted."""
+"""Length of the kernel's queue of connections that wait to be accepted."""
 
 
 def serve(
@@ -29,9 +29,9 @@ def serve(
     settings: ServerSettings | None = None,
     on_listen: Callable[[str], None] | None = None,
 ) -> None:
-    """Serve until SIGTERM (returns) or Ctrl-C (KeyboardInterrupt), finishing live requests.
+    """Serve until SIGTERM (returns) or Ctrl-C (raises KeyboardInterrupt), finishing live requests first.
 
-    ``on_listen`` is called with the address, which for port 0 is a free one. Raises ListenError.
+    ``on_listen`` is called with the server's URL; port 0 selects a free port. Raises ListenError.
     """
     listener = listen(host, port, backlog=BACKLOG)
     if on_listen is not None:
@@ -41,7 +41,7 @@ def serve(
 
 
 def make_server(app: ASGIApp, settings: ServerSettings) -> uvicorn.Server:
-    """A uvicorn server for ``app``, without uvicorn's logging, which would write to stdout."""
+    """Create a uvicorn server for ``app``, without uvicorn's logging, which would write to stdout."""
     limits = ConnectionLimits(
         max_connections=_max_connections(settings.max_connections), request_s=settings.request_timeout_s
     )
@@ -49,7 +49,7 @@ def make_server(app: ASGIApp, settings: ServerSettings) -> uvicorn.Server:
         app,
         http=bounded(limits),
         ws="none",
-        backlog=min(max(limits.max_connections // 2, 1), _ACCEPTED_AT_ONCE),  # too many would evict each other
+        backlog=min(max(limits.max_connections // 2, 1), _ACCEPTED_AT_ONCE),  # more would evict one another
         log_config=None,
         access_log=False,
         server_header=False,
@@ -59,17 +59,20 @@ def make_server(app: ASGIApp, settings: ServerSettings) -> uvicorn.Server:
 
 
 class Server(uvicorn.Server):
-    """Accepts a few connections at a time, so that a burst does not block the event loop; others wait in the kernel."""
+    """Uvicorn server that accepts only a few connections per event loop iteration.
+
+    A burst of connections then does not block the event loop: the rest wait in the kernel's queue.
+    """
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start with a small backlog, which is asyncio's number of accepts per iteration, then raise the kernel's."""
+        """Start with a small backlog, which limits asyncio's accepts per iteration, then raise the kernel's backlog."""
         await super().startup(sockets)
         for listener in sockets or ():
             listener.listen(BACKLOG)
 
 
 def _max_connections(connections: int) -> int:
-    """``connections``, or as many as the limit of open files allows, after raising the soft limit."""
+    """Return ``connections``, or fewer if the open file limit requires it; raises the soft limit as needed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = connections + _OTHER_FILES
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -81,7 +84,7 @@ def _max_connections(connections: int) -> int:
 
 @contextmanager
 def _quiet_sigterm() -> Iterator[None]:
-    """Ignore the SIGTERM that uvicorn raises again after draining."""
+    """Context manager: ignore the SIGTERM that uvicorn raises again after draining."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,8 +1,8 @@
 """The HTTP process: HTTP, tokenizer and detokenizer, without torch.
 
-Its parent, the engine's process, passes two descriptors: the listening socket, and a channel of JSON lines. The first
-line has the settings; later ones report a lost replica or request to drain. End of file means that the parent has
-ended.
+The parent, which is the engine process, passes two file descriptors: the listening socket, and a channel of JSON lines.
+The first line contains the settings; later lines report a lost replica or request a drain. End of file means that the
+parent has exited.
 """
 
 import asyncio
@@ -38,32 +38,32 @@ from tapscope.engine.server.server_settings import ServerSettings
 from tapscope.engine.text.tokenizer import Tokenizer
 
 ENGINE_LOST = 4
-"""Exit code if the engine's process has ended."""
+"""Exit code if the engine process has ended."""
 
 _ANSWER_S = 2.0
-"""Time for the errors of requests that the drain timeout has ended."""
-_SWITCH_S = 0.001  # GIL switch interval: the event loop's delay while a thread builds a large response
+"""Seconds for sending errors to the requests that the drain timeout has ended."""
+_SWITCH_S = 0.001  # GIL switch interval: bounds the event loop's delay while a thread builds a large response
 
 
 class Extras(NamedTuple):
-    """Routes and metrics that a host adds to the app."""
+    """Routes and metrics that a host program adds to the app."""
 
     routers: Sequence[APIRouter] = ()
     more_metrics: MoreMetrics | None = None
 
 
 MakeExtras = Callable[[dict[str, Any], AppState], Extras]
-"""Called with the ``extras`` of the parent and the app's state."""
+"""Function that creates the :class:`Extras` from the parent's ``extras`` (JSON values) and the app's state."""
 
 
 def http_server_main(make_extras: MakeExtras | None = None) -> int:
-    """Entry point: serve until drained or until the engine's process ends. Returns the exit code."""
+    """Entry point: serve until drained or until the engine process ends; return the exit code."""
     channel = socket.socket(fileno=int(sys.argv[1]))
     listener = socket.socket(fileno=int(sys.argv[2]))
     sys.setswitchinterval(_SWITCH_S)
     with channel, listener:
         welcome = json.loads(channel.makefile("rb").readline())
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent handles it
         try:
             return _run(welcome, listener, channel, make_extras)
         except TapscopeError as error:
@@ -148,12 +148,12 @@ async def _serve(
     finally:
         await asyncio.to_thread(watch.stop)
     if code == ENGINE_LOST:
-        shutil.rmtree(watched["folder"], ignore_errors=True)  # the process that made it has ended
+        shutil.rmtree(watched["folder"], ignore_errors=True)  # the process that created the folder has ended
     return code if server.started else 1
 
 
 def _watch_engine(state: AppState, watched: dict[str, Any]) -> WatchdogThread:
-    """Watch the process of replica 0: if it hangs, fail its requests, and kill it after ``LINGER_S``."""
+    """Watch the process of replica 0: if it hangs, fail its requests and kill the process after ``LINGER_S``."""
     loop, pid, folder = asyncio.get_running_loop(), watched["pid"], Path(watched["folder"])
 
     def on_hung(diagnosis: str) -> None:
@@ -189,7 +189,7 @@ def _without_cancel_traceback(app: ASGIApp) -> ASGIApp:
 
 
 def _read(channel: socket.socket) -> bytes:
-    """Received bytes; empty once the parent has ended."""
+    """Return the received bytes; empty once the parent has exited."""
     try:
         return channel.recv(4096)
     except ConnectionError:
@@ -203,26 +203,26 @@ class _Lines:
         self._rest = b""
 
     def push(self, received: bytes) -> list[dict[str, Any]]:
-        """The lines completed by ``received``."""
+        """Return the decoded lines that ``received`` completes."""
         *whole, self._rest = (self._rest + received).split(b"\n")
         return [json.loads(line) for line in whole]
 
 
 class _HttpServer(Server):
-    """A server whose main loop blocks while idle; uvicorn's wakes ten times per second."""
+    """A server whose main loop blocks while idle; uvicorn's own loop wakes up ten times per second."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self._ended = asyncio.Event()
 
     def drain(self) -> None:
-        """Accept no more connections, finish live requests, return."""
+        """Stop accepting connections and let the server exit once live requests have finished."""
         self.should_exit = True
         self._ended.set()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Do nothing: :func:`_serve` handles signals."""
+        """Install no signal handlers: :func:`_serve` handles signals."""
         yield
 
     async def main_loop(self) -> None:

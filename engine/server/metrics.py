@@ -1,4 +1,4 @@
-"""ServerMetrics: the engines' counters and request latencies, for Prometheus."""
+"""ServerMetrics: engine counters and request latencies for Prometheus."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
@@ -45,7 +45,7 @@ _BY_POSITION = {
     "accepted_by_position": "Draft tokens accepted, by their position after the last token.",
 }
 _OF_EACH_RANK = ("kv_bytes_total", "kv_bytes_per_token")
-"""Gauges that are equal on all ranks and must not be summed."""
+"""Per-rank gauges, equal on all ranks of all replicas, which must not be summed."""
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
@@ -53,10 +53,10 @@ _TOKENS = tuple(digit * 10**power for power in range(7) for digit in (1, 2, 5))
 
 
 class ServerMetrics:
-    """A listener of requests that exposes all metrics."""
+    """Request listener that records latencies and exposes all metrics of the server."""
 
     def __init__(self, model_name: str, dp: int = 1) -> None:
-        """``dp`` is the number of replicas; every metric has a label of its replica, and ``model_name``, as in vLLM."""
+        """``dp`` is the number of replicas; metrics have the labels ``dp_rank`` and, as in vLLM, ``model_name``."""
         self._labels = {"model_name": model_name}
         self._registry = registry = CollectorRegistry(auto_describe=False)
         self._requests = Counter(
@@ -77,7 +77,7 @@ class ServerMetrics:
                 histogram.labels(str(number))  # exposed from the start, with zero observations
 
     def on_output(self, timer: RequestTimer, output: Output) -> None:
-        """Record the latency of an output."""
+        """Record the latencies of an output: queue time, time to first token, or inter-token latency."""
         replica = str(timer.dp_rank)
         if output.queue_time_s is not None:
             self._queue_time.labels(replica).observe(output.queue_time_s)
@@ -91,7 +91,7 @@ class ServerMetrics:
             self._itl.labels(replica).observe(seconds / num_tokens)
 
     def ended(self, request: str, prompt_tokens: int, timer: RequestTimer) -> None:
-        """Record the end of a request."""
+        """Record the end of a request: finish reason, routing, latency and prompt length."""
         reason = "error" if timer.error is not None else timer.finish_reason or "gone"
         self._requests.labels(str(timer.dp_rank), reason).inc()
         self._routed.labels(str(timer.dp_rank), timer.routed_by).inc()
@@ -101,31 +101,34 @@ class ServerMetrics:
             self._prompt_tokens.labels(str(timer.dp_rank)).observe(prompt_tokens)
 
     def exposition(self, engines: Sequence[Mapping[str, Any]], accept: str = "") -> bytes:
-        """As :func:`tapscope.http.prometheus.exposition`; ``engines`` are the states of the DP replicas, in order."""
+        """Encode all metrics like :func:`tapscope.http.prometheus.exposition`.
+
+        ``engines`` are the states of the DP replicas, in order.
+        """
         return exposition([_Labelled(each, self._labels) for each in (_Engines(engines), self._registry)], accept)
 
 
 class _Labelled(Collector):
-    """The metrics of another collector with further labels on each sample."""
+    """Wrapper of a collector that adds labels to each sample."""
 
     def __init__(self, collector: Collector, labels: Mapping[str, str]) -> None:
         self._collector, self._labels = collector, labels
 
     def collect(self) -> Iterable[Metric]:
-        """All metrics."""
+        """Yield all metrics with the added labels."""
         for metric in self._collector.collect():
             metric.samples = [each._replace(labels={**each.labels, **self._labels}) for each in metric.samples]
             yield metric
 
 
 class _Engines(Collector):
-    """Counters and gauges of the engines at one moment."""
+    """Snapshot of the counters and gauges of all engines."""
 
     def __init__(self, engines: Sequence[Mapping[str, Any]]) -> None:
         self._engines = {str(number): state for number, state in enumerate(engines)}
 
     def collect(self) -> Iterable[Metric]:
-        """All counters and gauges."""
+        """Yield all counters and gauges."""
         for name, text in _COUNTERS.items():
             yield self._filled(CounterMetricFamily(_PREFIX + name, text, labels=["dp_rank"]), name)
         for name, text in _GAUGES.items():
@@ -135,7 +138,7 @@ class _Engines(Collector):
         yield self._staged("startup_bytes", "Growth of resident memory in each start-up stage.", "startup_bytes")
 
     def _speculation(self) -> Iterable[Metric]:
-        """Of engines that speculate; under ``spec_``, as in SGLang and vLLM."""
+        """Yield the metrics of engines with speculation, prefixed ``spec_`` as in SGLang and vLLM."""
         stats = {replica: state["speculation"] for replica, state in self._engines.items() if "speculation" in state}
         if not stats:
             return
@@ -182,9 +185,9 @@ def _histogram(name: str, text: str, registry: CollectorRegistry, buckets: Seque
 
 
 def info_of(engines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Settings and load of all replicas: counts are summed, start-up times are the maximum.
+    """Merge the settings and load of all replicas: counts are summed, start-up times are the maximum.
 
-    With several replicas the state of each is under ``replicas``.
+    With several replicas, ``replicas`` contains the state of each.
     """
     whole = dict(engines[0])
     if len(engines) == 1:
@@ -199,7 +202,7 @@ def info_of(engines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def summed_speculation(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The counters of several engines that speculate, added; the costs of drafts are left to each."""
+    """Sum the speculation counters of several engines; draft costs are per engine and left out."""
     summed: dict[str, Any] = {name: sum(state[name] for state in states) for name in _SPECULATION}
     for name in _BY_POSITION:
         summed[name] = [sum(counts) for counts in zip_longest(*(state[name] for state in states), fillvalue=0)]

@@ -47,7 +47,7 @@ _EXAMPLE = {"text": "def main():", "sampling_params": {"max_new_tokens": 16}}
 
 
 def make_router(state: AppState, reader: BodyReader) -> APIRouter:
-    """The routes; ``state.client`` exists once the app runs."""
+    """Create the routes; ``state.client`` is available once the app runs."""
     router = APIRouter(tags=["native"], responses=error_responses("/generate"))
     _add_generate(router, state, reader)
     _add_tokenizer_routes(router, reader)
@@ -66,7 +66,7 @@ def _add_generate(router: APIRouter, state: AppState, reader: BodyReader) -> Non
         response_model=None,
     )
     async def generate(request: Request) -> Any:
-        """Complete one prompt or a batch; with `stream`, as server-sent events with the cumulative output."""
+        """Complete one prompt or a batch; with `stream`, respond with server-sent events of the cumulative output."""
         _, (body, items) = await reader.read(request, _read_generate)
         jobs = [item.job for item in items]
         outputs = generate_all(state, jobs, request, capture=body.capture, dp_rank=body.replica)
@@ -86,12 +86,12 @@ def _read_generate(given: Any, model: ServedModel) -> tuple[GenerateBody, list[N
 def _add_tokenizer_routes(router: APIRouter, reader: BodyReader) -> None:
     @router.post("/tokenize", openapi_extra=openapi_body(TokenizeBody, {"prompt": "def main():"}, TokenizeAnswer))
     async def tokenize_route(request: Request) -> Response:
-        """Token ids of a prompt, or of messages rendered by the chat template; vLLM's fields."""
+        """Tokenize a prompt, or messages rendered with the chat template; the fields are vLLM's."""
         return json_response((await reader.read(request, tokenize))[1])
 
     @router.post("/detokenize", openapi_extra=openapi_body(DetokenizeBody, {"tokens": [5, 6]}, DetokenizeAnswer))
     async def detokenize_route(request: Request) -> Response:
-        """Text of token ids, special tokens included."""
+        """Decode token ids to text, special tokens included."""
         return json_response((await reader.read(request, detokenize))[1])
 
 
@@ -100,18 +100,18 @@ def _add_info_routes(router: APIRouter, state: AppState) -> None:
     @router.post("/ping")
     @router.get("/health")
     async def health() -> Response:
-        """200 while the engine can compute, 503 with the reason before and afterwards."""
+        """Respond with 200 while the engine can compute, otherwise with 503 and the reason."""
         state.require_ready()
         return JSONResponse({"status": "ok"})
 
     @router.get("/version")
     async def version() -> Response:
-        """Version of tapscope."""
+        """Return the version of tapscope."""
         return JSONResponse({"version": __version__})
 
     @router.get("/health_generate")
     async def health_generate(request: Request) -> Response:
-        """200 once every replica has generated a token; 503 while generation is paused."""
+        """Generate a token on every replica, then respond with 200; 503 while generation is paused."""
         state.require_ready()
         if (await state.client.call("state"))["is_paused"]:
             raise LiveError("generation is paused, see POST /continue_generation")
@@ -121,14 +121,14 @@ def _add_info_routes(router: APIRouter, state: AppState) -> None:
     @router.get("/model_info")
     @router.get("/get_model_info")
     async def get_model_info() -> Response:
-        """Name, path and weight version of the served model."""
+        """Return the name, path and weight version of the served model."""
         facts = {"model_path": state.model_path, "served_model_name": state.model_name, "is_generation": True}
         return JSONResponse(facts | {"tokenizer_path": state.model_path, "weight_version": state.weight_version})
 
     @router.get("/server_info")
     @router.get("/get_server_info")
     async def get_server_info() -> Response:
-        """Settings and load."""
+        """Return the settings and load of the engine."""
         engine = info_of(await state.client.call_all("state"))
         return JSONResponse({"version": __version__, "weight_version": state.weight_version} | engine)
 
@@ -136,7 +136,7 @@ def _add_info_routes(router: APIRouter, state: AppState) -> None:
 def _add_abort_route(router: APIRouter, state: AppState) -> None:
     @router.post("/abort_request", openapi_extra=openapi_body(AbortBody, {"rid": "mine"}))
     async def abort_request(request: Request) -> Response:
-        """Abort one live request, or all; they finish with their output so far and the reason `abort`."""
+        """Abort one live request, or all; aborted requests finish with the reason `abort` and their output so far."""
         body = AbortBody.parse(await read_json(request))
         state.client.abort(body.rid)
         return JSONResponse({"success": True})
@@ -157,10 +157,10 @@ def _add_adapter_routes(router: APIRouter, state: AppState, reader: BodyReader) 
         "/v1/load_lora_adapter", openapi_extra=openapi_body(LoadAdapterBody, _ADAPTER, AdaptersAnswer), tags=["openai"]
     )
     async def load_lora_adapter(request: Request) -> Response:
-        """Load a LoRA adapter in PEFT's format under a name that requests then select."""
+        """Load a LoRA adapter in PEFT's format; requests select it by `lora_name`."""
         body = LoadAdapterBody.parse(await read_json(request))
         async with state.updating:
-            await reader.model()  # lists the adapters that were loaded at start
+            await reader.model()  # adds the adapters loaded at startup to state.adapters
             await state.client.load_adapter(body.lora_name, body.lora_path)
             state.adapters[body.lora_name] = body.lora_path
         return JSONResponse({"success": True, "loaded_adapters": state.adapters})
@@ -172,7 +172,7 @@ def _add_adapter_routes(router: APIRouter, state: AppState, reader: BodyReader) 
         tags=["openai"],
     )
     async def unload_lora_adapter(request: Request) -> Response:
-        """Unload a LoRA adapter: new requests cannot select it, and live ones (`num_live`) finish with it."""
+        """Unload a LoRA adapter: new requests cannot select it, while live requests (`num_live`) finish with it."""
         body = UnloadAdapterBody.parse(await read_json(request))
         async with state.updating:
             await reader.model()
@@ -184,7 +184,7 @@ def _add_adapter_routes(router: APIRouter, state: AppState, reader: BodyReader) 
 def _add_profile_routes(router: APIRouter, state: AppState) -> None:
     @router.post("/start_profile", openapi_extra=openapi_body(ProfileBody, {}, required=False))
     async def start_profile(request: Request) -> Response:
-        """Record the coming steps of every rank with torch's profiler."""
+        """Start recording every rank with `torch.profiler`."""
         ProfileBody.parse(await read_json(request, if_empty={}))
         async with state.updating:
             await state.client.call_all("start_profile")
@@ -192,7 +192,7 @@ def _add_profile_routes(router: APIRouter, state: AppState) -> None:
 
     @router.post("/stop_profile")
     async def stop_profile() -> Response:
-        """Write what was recorded: `traces` are files in Chrome's trace format, one per rank, in `profile_dir`."""
+        """Stop profiling and write the `traces` to `profile_dir`: one file per rank, in Chrome's trace format."""
         name = time.strftime("%Y%m%d-%H%M%S")
         async with state.updating:
             written = await state.client.call_all("stop_profile", name=name)
@@ -213,7 +213,7 @@ def _event(index: int, whole: dict[str, Any], *, indexed: bool) -> str:
 
 
 async def _answers(wholes: AsyncGenerator[tuple[int, msgspec.Raw]], count: int) -> list[msgspec.Raw]:
-    """Responses of all items, in order; if one fails the others are aborted."""
+    """Collect the responses of all items in order; if one item fails, the others are aborted."""
     answers: dict[int, msgspec.Raw] = {}
     async with aclosing(wholes):
         async for index, whole in wholes:
@@ -222,7 +222,7 @@ async def _answers(wholes: AsyncGenerator[tuple[int, msgspec.Raw]], count: int) 
 
 
 async def _events(wholes: AsyncGenerator[tuple[int, str]]) -> AsyncGenerator[str]:
-    """``wholes`` without their indices, then SGLang's end; an error after the first event becomes an event."""
+    """Yield the events of ``wholes``, then SGLang's `[DONE]`; an error after the first event becomes an event."""
     began = False
     try:
         async for _, event in wholes:
@@ -246,7 +246,10 @@ async def _cumulative_responses(
     *,
     only_ends: bool,
 ) -> AsyncGenerator[tuple[int, T]]:
-    """(index, encoded cumulative response) after each output of an item, or with ``only_ends`` after its last."""
+    """Yield (index, encoded cumulative response) after each output of an item, or only after its last output.
+
+    ``only_ends`` selects the latter. Intermediate outputs are skipped according to the item's ``stream_interval``.
+    """
     started = time.perf_counter()
 
     def written(index: int, whole: Output, item: NativeGeneration, took_s: float) -> T:

@@ -35,7 +35,7 @@ Outputs = AsyncGenerator[tuple[int, Output]]
 
 
 def make_router(state: AppState, reader: BodyReader) -> APIRouter:
-    """The routes; ``state.client`` exists once the app runs."""
+    """Create the routes; ``state.client`` is available once the app runs."""
     router = APIRouter(prefix="/v1", tags=["openai"], responses=error_responses("/v1/"))
     _add_chat(router, state, reader)
     _add_responses(router, state, reader)
@@ -48,7 +48,7 @@ def make_router(state: AppState, reader: BodyReader) -> APIRouter:
 def _add_chat(router: APIRouter, state: AppState, reader: BodyReader) -> None:
     @router.post("/chat/completions", openapi_extra=openapi_body(ChatBody, _CHAT, ChatAnswer), response_model=None)
     async def chat_completions(request: Request) -> Any:
-        """Generate the next message of a conversation; with `stream`, as server-sent events."""
+        """Generate the next message of a conversation; with `stream`, respond with server-sent events."""
         model, (parsed, prompt) = await reader.read(request, with_prompt(ChatRequest.parse))
         response = ChatResponse(model, parsed, prompt)
         name, prompts = parsed.request_id or response.id, [(prompt.token_ids, prompt.params)]
@@ -59,7 +59,7 @@ def _add_chat(router: APIRouter, state: AppState, reader: BodyReader) -> None:
 def _add_responses(router: APIRouter, state: AppState, reader: BodyReader) -> None:
     @router.post("/responses", openapi_extra=openapi_body(ResponsesBody, _ITEMS, ResponsesAnswer), response_model=None)
     async def responses(request: Request) -> Any:
-        """Generate a response: reasoning, text and function calls; with `stream`, as server-sent events. Not stored."""
+        """Generate a response (reasoning, text, function calls), which is not stored; `stream`: server-sent events."""
         model, (parsed, prompt) = await reader.read(request, with_prompt(ResponsesRequest.parse))
         fields, prompts = parsed.fields, [(prompt.token_ids, prompt.params)]
         response = ResponsesResponse(model, fields, prompt)
@@ -72,7 +72,7 @@ def _add_completions(router: APIRouter, state: AppState, reader: BodyReader) -> 
         "/completions", openapi_extra=openapi_body(CompletionBody, _PROMPT, CompletionAnswer), response_model=None
     )
     async def completions(request: Request) -> Any:
-        """Complete one prompt or several; with `stream`, as server-sent events."""
+        """Complete one or several prompts; with `stream`, respond with server-sent events."""
         model, parsed = await reader.read(request, CompletionRequest.parse)
         response = CompletionResponse(model, parsed)
         prompts = list(zip(parsed.prompts, parsed.params, strict=True))
@@ -126,7 +126,7 @@ async def _reply(
 async def _collect(
     state: AppState, outputs: Outputs, response: ChatResponse | CompletionResponse | EmbeddingResponse
 ) -> int:
-    """Add all outputs to ``response``; returns the number of their values."""
+    """Add all outputs to ``response`` and return their total number of values."""
     num_values = 0
     try:
         async for index, output in outputs:

@@ -1,4 +1,4 @@
-"""Bodies of requests and responses: JSON, and weights as files."""
+"""Request and response bodies: JSON, and uploaded weights as files."""
 
 import asyncio
 from pathlib import Path
@@ -14,9 +14,9 @@ from tapscope.http.body import decode_json
 
 
 async def read_json(request: Request, *, if_empty: Any = None) -> Any:
-    """The body, decoded; ``if_empty``, where it is given, of an empty body. BodyLimitMiddleware bounds its length.
+    """Read and decode the JSON body; ``if_empty``, if given, is the result for an empty body.
 
-    Raises UsageError if it is not JSON.
+    BodyLimitMiddleware bounds the length of the body. Raises UsageError if the body is not JSON.
     """
     try:
         content = await request.body()
@@ -33,7 +33,7 @@ async def read_json(request: Request, *, if_empty: Any = None) -> Any:
 async def save_body(request: Request, path: Path) -> None:
     """Stream the body, a safetensors file, to ``path``.
 
-    Raises UsageError for a body without tensors, LiveError if it cannot be written.
+    Raises UsageError if the body contains no tensors, LiveError if the file cannot be written.
     """
     num_bytes = 0
     try:
@@ -54,5 +54,5 @@ async def save_body(request: Request, path: Path) -> None:
 
 
 def json_response(content: Any) -> Response:
-    """A JSON response, encoded by msgspec, which is ten times as fast as :mod:`json` for large ones."""
+    """Create a JSON response with msgspec, which encodes large responses ten times as fast as :mod:`json`."""
     return Response(msgspec.json.encode(content), media_type="application/json")

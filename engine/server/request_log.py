@@ -1,4 +1,4 @@
-"""RequestLog: one JSON line per finished request, without prompts and outputs."""
+"""RequestLog: a log with one JSON line per finished request, without prompts and outputs."""
 
 import json
 import logging
@@ -15,10 +15,13 @@ _log = logging.getLogger(__name__)
 
 
 class RequestLog:
-    """Appends to a file, one write per line, so that several servers may share it (POSIX O_APPEND)."""
+    """Request listener that appends to a log file, one write per line.
+
+    Several servers may share the file (POSIX O_APPEND).
+    """
 
     def __init__(self, path: str) -> None:
-        """Open the file, created with mode 0600 if it does not exist; raises ConfigError."""
+        """Open the file, creating it with mode 0600 if needed; raises ConfigError."""
         self._path = Path(path)
         try:
             self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -27,10 +30,10 @@ class RequestLog:
         self._is_failing = False
 
     def on_output(self, timer: RequestTimer, output: Output) -> None:
-        """Do nothing: a line is written at the end of the request."""
+        """Ignore the output: the line is written when the request ends."""
 
     def ended(self, request: str, prompt_tokens: int, timer: RequestTimer) -> None:
-        """Write the line. Errors, such as a full disk, are logged once and do not affect the request."""
+        """Write the request's line. Errors such as a full disk are logged once and do not affect the request."""
         line = {
             "time": time.time(),
             "id": request,

@@ -26,7 +26,7 @@ _OPERATIONS = {
     "/generate": "text_completion",
     "/v1/embeddings": "embeddings",
 }
-"""Routes that are traced -> ``gen_ai.operation.name``."""
+"""Traced routes: path -> ``gen_ai.operation.name``."""
 _PROTOCOL = "http/protobuf"
 _NS = 1e9
 _CLOSE_S = 2.0
@@ -38,26 +38,24 @@ class _Traced:
 
     operation: str
     context: Any
-    """OpenTelemetry's context, with the request's span."""
+    """OpenTelemetry context that contains the request's span."""
 
 
 _traced: ContextVar[_Traced] = ContextVar("traced")
 
 
 class RequestTraces:
-    """A listener of requests that records one span each, below the span of :class:`TraceMiddleware`.
+    """Request listener that records one span per generation, as a child of the span of :class:`TraceMiddleware`.
 
     Attributes follow OpenTelemetry's semantic conventions for generative AI (``gen_ai.*``) and HTTP (``http.*``,
     ``url.*``). Prompts and outputs are not recorded.
     """
 
     def __init__(self, endpoint: str, model: str) -> None:
-        """Send spans to ``endpoint`` in batches, from a thread; raises ConfigError, MissingExtraError.
+        """Start a thread that sends spans to ``endpoint`` in batches; raises ConfigError, MissingExtraError.
 
-        ``model``: the served model's name.
-
-        OpenTelemetry's environment variables apply: ``OTEL_SERVICE_NAME``, ``OTEL_TRACES_SAMPLER``,
-        ``OTEL_EXPORTER_OTLP_HEADERS`` and others.
+        ``model`` is the served model's name. OpenTelemetry's environment variables apply: ``OTEL_SERVICE_NAME``,
+        ``OTEL_TRACES_SAMPLER``, ``OTEL_EXPORTER_OTLP_HEADERS`` and others.
         """
         _check(endpoint)
         with requiring("otlp_traces_endpoint", "otel"):
@@ -74,10 +72,10 @@ class RequestTraces:
         self.tracer = self._provider.get_tracer("tapscope.engine", __version__)
 
     def on_output(self, timer: RequestTimer, output: Output) -> None:
-        """Do nothing: the span is recorded at the end of the request."""
+        """Ignore the output: the span is recorded when the request ends."""
 
     def ended(self, request: str, prompt_tokens: int, timer: RequestTimer) -> None:
-        """Record the span of a generation; it is a span without parent if no traced HTTP request sent it."""
+        """Record the span of a generation; it has no parent unless a traced HTTP request sent the generation."""
         from opentelemetry.trace import StatusCode
 
         traced = timer.context.get(_traced)
@@ -115,25 +113,25 @@ class RequestTraces:
         span.end(now)
 
     def close(self) -> None:
-        """Send what is left, for two seconds at most, and end the thread."""
-        timer = threading.Timer(_CLOSE_S, self._exporter.shutdown)  # ends the exporter's retries
+        """Flush the remaining spans for at most two seconds, and stop the thread."""
+        timer = threading.Timer(_CLOSE_S, self._exporter.shutdown)  # stops the exporter's retries
         timer.start()
         self._provider.shutdown()
         timer.cancel()
 
 
 class TraceMiddleware:
-    """Records a span for each HTTP request that generates or embeds.
+    """ASGI middleware that records a span for each HTTP request that generates or embeds.
 
-    It continues the caller's trace if the request has one (header ``traceparent``, W3C Trace Context). Other
-    propagators can be chosen with ``OTEL_PROPAGATORS``.
+    The span continues the caller's trace if the request has a ``traceparent`` header (W3C Trace Context).
+    ``OTEL_PROPAGATORS`` selects other propagators.
     """
 
     def __init__(self, app: ASGIApp, traces: RequestTraces) -> None:
         self._app, self._tracer = app, traces.tracer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on, with a span."""
+        """Handle a request (ASGI) within a span."""
         operation = _OPERATIONS.get(scope.get("path", "")) if scope["type"] == "http" else None
         if operation is None:
             await self._app(scope, receive, send)
@@ -159,7 +157,7 @@ class TraceMiddleware:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 span.set_attribute("http.response.status_code", status)
-                if status >= 500:  # the server's failures only, as the conventions ask
+                if status >= 500:  # the semantic conventions count only server failures as errors
                     span.set_attribute("error.type", str(status))
                     span.set_status(StatusCode.ERROR)
             await send(message)
@@ -173,7 +171,7 @@ class TraceMiddleware:
 
 
 def _sampling(timer: RequestTimer) -> dict[str, Any]:
-    """The request's parameters; those that have no value are left out."""
+    """Return the span attributes of the sampling parameters; unset parameters are left out."""
     params = timer.params
     values = {
         "gen_ai.request.max_tokens": params.max_new_tokens,
@@ -189,7 +187,7 @@ def _sampling(timer: RequestTimer) -> dict[str, Any]:
 
 
 def _check(endpoint: str) -> None:
-    """Raise ConfigError unless OTLP over HTTP can be sent to ``endpoint``."""
+    """Raise ConfigError unless ``endpoint`` is a URL and the configured protocol is OTLP over HTTP."""
     try:
         url = urlsplit(endpoint)
         is_valid = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0

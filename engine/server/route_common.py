@@ -1,4 +1,4 @@
-"""Shared by the routes: reading bodies, request headers, and streaming outputs of the engine."""
+"""Functions shared by the routes: read bodies and headers, submit generations, and stream their outputs."""
 
 import asyncio
 import uuid
@@ -28,20 +28,20 @@ from tapscope.engine.server.stream_responses import event_stream, unless_gone
 T = TypeVar("T")
 
 CAPTURE_HEADER = "x-tapscope-capture"
-REPLICA_HEADER = "x-data-parallel-rank"  # as vLLM's
-_LONG_BODY = 20_000  # bytes; a longer one is parsed and tokenized in a thread
+REPLICA_HEADER = "x-data-parallel-rank"  # same name as in vLLM
+_LONG_BODY = 20_000  # bytes; longer bodies are parsed and tokenized in a thread
 
 
 @dataclass(slots=True, eq=False)
 class BodyReader:
-    """Parses bodies for one app; the served model is read on first use."""
+    """Reader and parser of request bodies for one app; the served model is read on first use."""
 
     state: AppState
     _model: ServedModel | None = None
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def model(self) -> ServedModel:
-        """The served model; raises LiveError while the engine does not answer."""
+        """Return the served model; raises LiveError while the engine does not respond."""
         async with self._lock:
             if self._model is None:
                 engine = await self.state.client.call("state")
@@ -60,7 +60,10 @@ class BodyReader:
             return self._model
 
     async def read(self, request: Request, parse: Callable[[Any, ServedModel], T]) -> tuple[ServedModel, T]:
-        """(model, ``parse(body, model)``) for the model or adapter that the body names; raises UsageError."""
+        """Return (model, ``parse(body, model)``), where model is the model or adapter that the body selects.
+
+        Raises UsageError.
+        """
         body, model = await read_json(request), await self.model()
         if isinstance(body, dict) and not isinstance(body.get("lora_path"), list):
             model = model.selected(body.get("model"), body.get("lora_path"))
@@ -70,7 +73,7 @@ class BodyReader:
 
 
 def capture_level(request: Request) -> str:
-    """Capture level in the header x-tapscope-capture, empty without it; raises UsageError."""
+    """Return the capture level in the header x-tapscope-capture; empty without the header. Raises UsageError."""
     value = request.headers.get(CAPTURE_HEADER, "")
     if value not in ("", "stats", "full"):
         raise UsageError(f"header {CAPTURE_HEADER}: {value[:100]!r} must be 'stats' or 'full'")
@@ -78,7 +81,7 @@ def capture_level(request: Request) -> str:
 
 
 def requested_replica(request: Request) -> int | None:
-    """DP replica in the header x-data-parallel-rank; raises UsageError for an invalid number."""
+    """Return the DP replica in the header x-data-parallel-rank; raises UsageError for an invalid number."""
     value = request.headers.get(REPLICA_HEADER)
     if value is None:
         return None
@@ -95,10 +98,10 @@ def generate_all(
     capture: str | None = None,
     dp_rank: int | None = None,
 ) -> AsyncGenerator[tuple[int, Output]]:
-    """(index of the job, output) of all jobs as they arrive; closing the generator aborts unfinished jobs.
+    """Run all jobs and yield (index of the job, output) as outputs arrive; closing the generator aborts the rest.
 
-    Headers of ``request`` set the capture level and the replica that are None; raises UsageError for invalid ones. The
-    scheduler alternates the jobs of one HTTP request with those of others.
+    The headers of ``request`` supply ``capture`` and ``dp_rank`` where None; invalid headers raise UsageError. The
+    scheduler interleaves the jobs of one HTTP request with those of other requests.
     """
     capture = capture or capture_level(request)
     dp_rank = requested_replica(request) if dp_rank is None else dp_rank
@@ -121,7 +124,7 @@ def generate_all(
 
 
 async def _constraint_errors_named(stream: AsyncGenerator[Output], job: GenerationJob) -> AsyncGenerator[Output]:
-    """``stream``, with errors about the job's constraint that name the field of the body, not that of its params."""
+    """Yield from ``stream``; errors about the job's constraint name the body's field instead of that of ``params``."""
     label = constraint_label(*job.params.constraint) if job.params.constraint is not None else None
     async with aclosing(stream):
         try:
@@ -135,11 +138,11 @@ async def _constraint_errors_named(stream: AsyncGenerator[Output], job: Generati
 
 
 class ConversationRequest(Protocol):
-    """A validated body that has a conversation."""
+    """A validated body that contains a conversation."""
 
     @property
     def conversation(self) -> Conversation:
-        """The conversation."""
+        """The conversation to render as the prompt."""
         ...
 
 
@@ -147,7 +150,7 @@ R = TypeVar("R", bound=ConversationRequest)
 
 
 def with_prompt(parse: Callable[[Any, ServedModel], R]) -> Callable[[Any, ServedModel], tuple[R, Prompt]]:
-    """For :meth:`BodyReader.read`: parse a body, then render its conversation."""
+    """Return a parser for :meth:`BodyReader.read` that calls ``parse``, then renders the conversation as a prompt."""
 
     def parse_and_render(body: Any, model: ServedModel) -> tuple[R, Prompt]:
         parsed = parse(body, model)
@@ -157,21 +160,21 @@ def with_prompt(parse: Callable[[Any, ServedModel], R]) -> Callable[[Any, Served
 
 
 class SingleResponse(Protocol):
-    """Builds the response to a request for one generation."""
+    """Response builder for a request with one generation."""
 
     def events(self, output: Output) -> str:
-        """The server-sent events of an output; empty if there are none."""
+        """Return the server-sent events of an output; empty if there are none."""
         ...
 
     def answer(self, output: Output) -> dict[str, Any]:
-        """The whole response, from the sum of all outputs."""
+        """Return the complete response for the merged outputs."""
         ...
 
 
 async def respond(
     request: Request, outputs: AsyncGenerator[tuple[int, Output]], response: SingleResponse, *, stream: bool
 ) -> Response:
-    """The response to a request for one generation, or its events, of which an error is the last one."""
+    """Create the response to a request with one generation, or its event stream, where an error is the last event."""
     if stream:
         return await event_stream(
             with_error_event(request.url.path, each_event(outputs, response.events), name="error")
@@ -182,7 +185,7 @@ async def respond(
 async def each_event(
     outputs: AsyncGenerator[tuple[int, Output]], events: Callable[[Output], str]
 ) -> AsyncGenerator[str]:
-    """The non-empty server-sent events that ``events`` makes of each output of one generation."""
+    """Convert each output of one generation with ``events`` and yield the non-empty results."""
     try:
         async for _, output in outputs:
             text = events(output)
@@ -193,7 +196,7 @@ async def each_event(
 
 
 async def sum_outputs(outputs: AsyncGenerator[tuple[int, Output]]) -> Output:
-    """All outputs of one generation as one."""
+    """Merge all outputs of one generation into one."""
     whole: Output | None = None
     try:
         async for _, output in outputs:
@@ -205,9 +208,9 @@ async def sum_outputs(outputs: AsyncGenerator[tuple[int, Output]]) -> Output:
 
 
 async def with_error_event(path: str, events: AsyncGenerator[str], *, name: str | None = None) -> AsyncGenerator[str]:
-    """``events``, where an error after the first event becomes the last event, in the format of ``path``.
+    """Yield ``events``; an error after the first event becomes the last event, in the format of ``path``.
 
-    An error before the first event is raised, because it can still be a response with its own status.
+    An error before the first event is raised, because it can still become a response with its own status.
     """
     has_begun = False
     try:

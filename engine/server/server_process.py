@@ -1,4 +1,4 @@
-"""ServerProcess: the engine's process of a server; starts the HTTP process and further replicas, runs replica 0."""
+"""ServerProcess: the engine process of a server; starts the HTTP process and other replicas, and runs replica 0."""
 
 import json
 import os
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from tapscope.engine.runners.engine_service import EngineService
 
 LINGER_S = 10.0
-"""How long a server that has lost its engine responds with 503 and the reason before it exits."""
+"""Seconds during which a server that has lost its engine responds with 503 and the reason before it exits."""
 _KILL_S = 5.0
 
 
 class ServerProcess:
-    """On entering, starts the HTTP process and the other replicas, which load; then call :meth:`run`."""
+    """Context manager that starts the HTTP process and the other replicas; call :meth:`run` inside to serve."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class ServerProcess:
         http_module: str = "tapscope.engine.server",
         extras: Mapping[str, Any] | None = None,
     ) -> None:
-        """``http_module`` is run as the HTTP process by ``python -m``; ``extras`` are JSON values for it."""
+        """``python -m`` runs ``http_module`` as the HTTP process; ``extras`` are JSON values passed to this process."""
         self._config = config
         self._observer = observer
         self._listener = listener
@@ -56,7 +56,7 @@ class ServerProcess:
         self._is_running = self._is_draining = False
         self._lost: RankLostError | None = None
         self._signalled: socket.socket | None = None
-        """Becomes readable when a signal has come, within :meth:`signals`."""
+        """Socket that becomes readable when a signal arrives; only set within :meth:`signals`."""
 
     def __enter__(self) -> Self:
         self._replicas = Replicas(self._config, self._observer, self._settings.max_waiting)
@@ -76,25 +76,25 @@ class ServerProcess:
 
     def __exit__(self, *_: object) -> None:
         if not self._is_running:
-            self._http_process.kill()  # the model was not loaded, so that there are no requests
+            self._http_process.kill()  # the model was not loaded, so no requests are live
             self._replicas.abandon()
-        self._channel.close()  # an HTTP process that still serves exits
+        self._channel.close()  # makes an HTTP process that still serves exit
         with self._listener, suppress(subprocess.TimeoutExpired):
             self._http_process.wait(_KILL_S)
         if self._http_process.poll() is None:
             self._http_process.kill()
             self._http_process.wait()
-        self._socket.close(linger=0)  # the HTTP process has ended and reads nothing more
+        self._socket.close(linger=0)  # the HTTP process has ended and no longer reads
         self._context.term()
         self._replicas.close()
 
     def run(self, on_ready: Callable[[], None] | None = None) -> None:
-        """Load replica 0 and serve until SIGTERM or Ctrl-C has drained the server; a second one raises SystemExit.
+        """Load replica 0 and serve until SIGTERM or Ctrl-C has drained the server; a second signal raises SystemExit.
 
         ``on_ready`` is called when every replica is loaded. Raises the error of a replica that fails to load,
-        RankLostError if an engine was lost, LiveError if the HTTP process was.
+        RankLostError if an engine is lost, LiveError if the HTTP process is lost.
         """
-        from tapscope.engine.engine import Engine  # imports torch; the HTTP process has started before
+        from tapscope.engine.engine import Engine  # imports torch, after the HTTP process was started
 
         engine = Engine(self._config, self._observer, self._heartbeat)
         try:
@@ -104,7 +104,7 @@ class ServerProcess:
                 on_ready()
             self._serve(engine)
         finally:
-            # Observers of all replicas close at the same time: they may share a recorder.
+            # The observers of all replicas close at the same time, as they may share a recorder.
             self._replicas.request_close()
             engine.close()
 
@@ -125,21 +125,24 @@ class ServerProcess:
             self._drain()
         service.run()
         code = self._http_process.wait()
-        self._check_replicas(service)  # one may have been lost while the HTTP process ended
+        self._check_replicas(service)  # a replica may have been lost while the HTTP process was ending
         if self._lost is not None:
             raise self._lost
         if not self._is_draining or code:
-            how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-            raise LiveError(f"the HTTP process {how}; the engine ends with it")
+            cause = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+            raise LiveError(f"the HTTP process {cause}; the engine ends with it")
 
     @contextmanager
     def signals(self) -> Iterator[None]:
-        """SIGTERM and Ctrl-C drain; the second one, or one before the model is loaded, exits immediately."""
+        """Context manager: SIGTERM and Ctrl-C drain the server.
+
+        A second signal, or a signal before the model is loaded, exits immediately.
+        """
         names = (signal.SIGTERM, signal.SIGINT)
         self._signalled, wake = socket.socketpair()
         with self._signalled, wake:
-            # Python runs a handler between two of its instructions. A signal that comes right before the service polls
-            # would wait for the next message, so the service polls this socket as well.
+            # Python runs signal handlers only between bytecode instructions. The handler of a signal that arrives right
+            # before the service polls would wait for the next message, so the service polls this socket as well.
             wake.setblocking(False)
             before = signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
             previous = [signal.signal(name, self._on_signal) for name in names]
@@ -151,7 +154,7 @@ class ServerProcess:
                 signal.set_wakeup_fd(before)
 
     def _read_signals(self) -> None:
-        """Called once the service has stopped polling; the handlers have run by then."""
+        """Drain the signal socket; the service calls this after polling, when the signal handlers have already run."""
         assert self._signalled is not None
         self._signalled.recv(4096)
 
@@ -162,7 +165,7 @@ class ServerProcess:
         self._drain()
 
     def _check_replicas(self, service: "EngineService") -> None:
-        """Called when a replica has ended: new requests are refused, live ones of other replicas are finished."""
+        """Handle the end of a replica: new requests are rejected, live requests of other replicas finish."""
         try:
             self._replicas.check()
         except ReplicaLostError as error:
@@ -172,7 +175,7 @@ class ServerProcess:
             self._end_soon(error)
 
     def _on_failure(self, error: RankLostError) -> None:
-        """Called when the engine of this process is lost, after it has notified the HTTP process."""
+        """Handle the loss of this process's engine; the engine service has already notified the HTTP process."""
         self._end_soon(RankLostError(f"DP replica 0: {error}") if self._config.dp > 1 else error)
 
     def _end_soon(self, error: RankLostError) -> None:
@@ -202,7 +205,7 @@ class ServerProcess:
                 [sys.executable, "-m", self._module, *map(str, descriptors)],
                 pass_fds=descriptors,
                 stdin=subprocess.DEVNULL,
-                stdout=2,  # stdout is for data
+                stdout=2,  # to stderr: stdout is reserved for data
             )
         self._listener.close()  # only the HTTP process keeps it open
         welcome = {

@@ -1,4 +1,4 @@
-"""ServerSettings: every setting of the HTTP server with its type, its default and its rules."""
+"""ServerSettings: all settings of the HTTP server, with types, defaults and validation."""
 
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -14,37 +14,39 @@ _LIMITS = Limits()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """Settings of one server; raises ConfigError naming the field, the value and the rule."""
+    """Settings of one server. An invalid value raises ConfigError, which names the field, the value and the rule."""
 
     model_name: NonEmptyStr | None = None
-    """The model's name for clients; None: its path."""
+    """Model name that clients use; None: the model's path."""
     api_key: str | None = field(default=None, repr=False)
-    """Key that `Authorization: Bearer` or `x-api-key` must have on every path except /health and /ping; None: none."""
+    """Key required in `Authorization: Bearer` or `x-api-key` on every path except /health and /ping; None: no key."""
     max_body_bytes: PositiveInt = 8 * _MIB
-    """Maximum size of a request body; a larger one is a 413. Uploaded weights have their own limit."""
+    """Maximum size of a request body; larger bodies get status 413. Uploaded weights have their own limit."""
     max_weights_bytes: PositiveInt = 64 << 30
     """Maximum body size of POST /update_weights_from_tensor."""
     max_waiting: PositiveInt | None = 2048
-    """Maximum number of waiting requests; further ones are a 503. None: no limit."""
+    """Maximum number of waiting requests; requests beyond it get status 503. None: no limit."""
     max_generations: PositiveInt = _LIMITS.max_generations
-    """Maximum number of generations of one request (prompts times ``n``); more are a 400."""
+    """Maximum number of generations per request (prompts times ``n``); requests beyond it get status 400."""
     max_answer_values: PositiveInt = _LIMITS.max_answer_values
-    """Maximum number of log-probabilities and elements of hidden states in one response; more are a 400."""
+    """Maximum number of log-probabilities and hidden state elements per response; requests beyond it get status 400."""
     max_connections: PositiveInt = 4096
-    """Maximum number of open connections, within the limit of open files. For a further one, the oldest connection
-    with an incomplete request is closed; if there is none, the new one gets a 503."""
+    """Maximum number of open connections, within the open file limit. Beyond it, the oldest connection with an
+    incomplete request is closed; if there is none, the new connection gets status 503."""
     request_timeout_s: Positive = 10.0
-    """Seconds to receive a request's headers and body, or the time at 10 kB/s if that is longer; else it is a 408."""
+    """Seconds to receive a request's headers and body, or the transfer time at 10 kB/s if that is longer; on timeout
+    the request gets status 408."""
     tool_format: ToolFormatName = "auto"
-    """The model's tool call format; ``auto``: by its chat template, ``none``: tool calls are not parsed."""
+    """The model's tool call format; ``auto``: detected from the chat template, ``none``: tool calls are not parsed."""
     reasoning_format: ReasoningFormat = "auto"
-    """``think``: outputs may begin with `<think>`; ``gpt_oss``: they have channels; ``auto``: by the chat template."""
+    """``think``: outputs may start with `<think>`; ``gpt_oss``: outputs have channels; ``auto``: detected from the chat
+    template; ``none``: reasoning is not parsed."""
     request_log: NonEmptyStr | None = None
     """File to which one JSON line is appended for every finished request."""
     otlp_traces_endpoint: str | None = None
     """URL to which OpenTelemetry spans of requests are sent as OTLP over HTTP; None: no traces."""
     drain_timeout_s: NonNegative = 30.0
-    """Seconds that live requests have to finish after SIGTERM."""
+    """Seconds that live requests may take to finish after SIGTERM."""
 
     def __post_init__(self) -> None:
         convert_fields(self, ConfigError, secret=("api_key",))
@@ -55,9 +57,9 @@ class ServerSettings:
 
     @property
     def limits(self) -> Limits:
-        """Limits of one request."""
+        """Per-request limits."""
         return Limits(max_generations=self.max_generations, max_answer_values=self.max_answer_values)
 
     def plain(self) -> dict[str, Any]:
-        """Values for JSON; ``ServerSettings(**plain)`` is the inverse."""
+        """Return the settings as JSON values; ``ServerSettings(**plain)`` is the inverse."""
         return asdict(self)

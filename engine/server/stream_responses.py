@@ -14,9 +14,9 @@ T = TypeVar("T")
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of ``work``; if the client disconnects first, cancels it and raises UsageError.
+    """Return the result of ``work``; if the client disconnects first, cancel ``work`` and raise UsageError.
 
-    The request's body must have been read.
+    The request's body must have been read before.
     """
     result = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnect(request))
@@ -32,7 +32,7 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events whose source is always closed, even if the response never starts."""
+    """A response of server-sent events that always closes ``events``, even if the response never starts."""
 
     def __init__(self, events: AsyncGenerator[str], first: str | None, headers: dict[str, str]) -> None:
         self._events = events
@@ -47,10 +47,10 @@ class EventStream(StreamingResponse):
 
 
 async def event_stream(events: AsyncGenerator[str]) -> EventStream:
-    """Server-sent events from ``events``, each a complete ``data: ...`` block.
+    """Create a response from ``events``, each of which is a complete ``data: ...`` block.
 
-    Waits for the first event, so that an error before it is a response with its own status; closes ``events`` when the
-    client disconnects.
+    Waits for the first event, so that an earlier error can become a response with its own status. The response closes
+    ``events`` when the client disconnects.
     """
     return EventStream(events, await anext(events, None), {"Cache-Control": "no-cache"})
 

@@ -1,1 +1,1 @@
-"""Tokenizing, incremental detokenizing, chat templates and stop strings. Torch-free."""
+"""Tokenization, incremental detokenization, chat templates and stop strings. Torch-free."""

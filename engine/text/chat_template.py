@@ -1,4 +1,4 @@
-"""ChatTemplate: renders messages to a prompt with the checkpoint's Jinja template, as transformers does.
+"""ChatTemplate: render messages to a prompt with the checkpoint's Jinja template, as transformers does.
 
 Location of templates (Hugging Face's layout): ``chat_template.jinja`` and ``additional_chat_templates/NAME.jinja``, or
 ``chat_template`` in tokenizer_config.json, a string or a list of ``{"name": ..., "template": ...}``.
@@ -21,20 +21,24 @@ from tapscope.core.errors import CheckpointError, RequestError
 from tapscope.engine.params.json_file import read_object
 
 Message = dict[str, Any]
-"""``role``, ``content``, and for an assistant also ``tool_calls`` and ``reasoning_content``."""
+"""A chat message: ``role``, ``content``; an assistant message may have ``tool_calls`` and ``reasoning_content``."""
 
 _FILE = "chat_template.jinja"
 _MORE = "additional_chat_templates"
 _CONFIG = "tokenizer_config.json"
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_CUT = "\ue000tapscope cuts here\ue000"  # private-use characters: neither template nor user writes this
+_CUT = "\ue000tapscope cuts here\ue000"  # private-use characters, which neither templates nor users write
 
 
 class ChatTemplate:
     """The chat templates of one checkpoint; rendering is sandboxed because templates are untrusted code."""
 
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str], origin: str) -> None:
-        """``sources`` by name, including ``default``; raises CheckpointError for invalid Jinja."""
+        """Compile ``sources`` (template name -> Jinja source, including ``default``).
+
+        ``special_tokens`` are variables for all templates; ``origin`` names the checkpoint in errors. Raises
+        CheckpointError for invalid Jinja.
+        """
         self._special = dict(special_tokens)
         environment = _environment()
         self._templates: dict[str, jinja2.Template] = {}
@@ -50,7 +54,7 @@ class ChatTemplate:
 
     @classmethod
     def find(cls, folder: Path) -> "ChatTemplate | None":
-        """The templates of a checkpoint, or None when it has none; raises CheckpointError for unreadable ones."""
+        """Read the templates of a checkpoint; None without a default template. Raises CheckpointError if unreadable."""
         config = _read_config(folder / _CONFIG)
         sources = _sources(folder, config)
         if "default" not in sources:
@@ -58,7 +62,7 @@ class ChatTemplate:
         return cls(sources, _special_tokens(config), str(folder))
 
     def reads(self, name: str, *, tools: bool = False) -> bool:
-        """Whether the template uses the variable ``name``."""
+        """Return whether the template uses the variable ``name``; ``tools`` selects the template for tool use."""
         return name in self._variables[self._pick(tools)]
 
     def render(
@@ -70,7 +74,7 @@ class ChatTemplate:
         continue_final_message: bool = False,
         **variables: Any,
     ) -> str:
-        """The prompt with its special tokens as text; encode it without adding special tokens.
+        """Render the prompt, including special tokens as text; encode the result without adding special tokens.
 
         ``continue_final_message`` leaves the last message open for continuation. Raises RequestError if the template
         rejects the messages.
@@ -86,7 +90,7 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 **(self._special | variables),
             )
-        except Exception as error:  # noqa: BLE001  (a template may raise anything; it is this request's error)
+        except Exception as error:  # noqa: BLE001  (a template may raise any exception; report it as a request error)
             raise RequestError(f"the chat template rejects these messages: {error}", param="messages") from None
         return _cut(text) if continue_final_message else text
 
@@ -95,7 +99,7 @@ class ChatTemplate:
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """The environment that transformers provides (`_compile_jinja_template` of utils/chat_template_utils.py)."""
+    """Create the same environment as transformers (`_compile_jinja_template` in utils/chat_template_utils.py)."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
     )
@@ -106,12 +110,12 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """``{% generation %}...{% endgeneration %}``, which marks training targets; renders its body."""
+    """The tag ``{% generation %}...{% endgeneration %}``, which marks training targets; only its body is rendered."""
 
     tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        """The body in its own scope, as in transformers' call block."""
+        """Parse the body into its own scope, as in transformers' call block."""
         line = next(parser.stream).lineno
         return [jinja2.nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)]
 
@@ -123,7 +127,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Plain JSON; Jinja's own filter escapes HTML."""
+    """Encode plain JSON; Jinja's built-in filter would escape HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -132,13 +136,16 @@ def _raise_exception(message: str) -> None:
 
 
 def _with_reasoning(message: Message) -> Message:
-    """``message`` with its reasoning under both names that templates use."""
+    """Return ``message`` with its reasoning under both keys that templates use: ``reasoning_content``, ``thinking``."""
     reasoning = message.get("reasoning_content")
     return message if reasoning is None else {"thinking": reasoning, **message}
 
 
 def _cut(text: str) -> str:
-    """The text before the mark; without trailing whitespace if the template strips messages."""
+    """Return the text before the cut mark, without trailing whitespace if the template strips messages.
+
+    Raises RequestError if the template does not render the last message unchanged.
+    """
     head, mark, tail = text.rpartition(_CUT)
     if not mark:
         raise RequestError(
@@ -148,7 +155,7 @@ def _cut(text: str) -> str:
 
 
 def _sources(folder: Path, config: dict[str, Any]) -> dict[str, str]:
-    """Templates by name; files take precedence over tokenizer_config.json."""
+    """Read the template sources by name; files take precedence over tokenizer_config.json. Raises CheckpointError."""
     stored = config.get("chat_template")
     if isinstance(stored, str):
         stored = [{"name": "default", "template": stored}]
@@ -167,7 +174,7 @@ def _sources(folder: Path, config: dict[str, Any]) -> dict[str, str]:
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """Special tokens by name, such as ``bos_token``; a config has each as a string or as ``{"content": string}``."""
+    """Return special tokens by name, such as ``bos_token``; config values are strings or ``{"content": string}``."""
     values = {name: config.get(name) for name in _SPECIAL}
     tokens = {name: value.get("content") if isinstance(value, dict) else value for name, value in values.items()}
     return {name: value for name, value in tokens.items() if isinstance(value, str)}

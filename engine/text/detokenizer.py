@@ -1,7 +1,7 @@
-"""Detokenizer: incremental text of one request, cut at its stop condition. Torch-free: the HTTP process uses it too.
+"""Detokenizer: incremental detokenization of one request, with stop strings. Torch-free, for the HTTP process.
 
-Two kinds of text are held back: an incomplete UTF-8 character, and text that may be the beginning of a stop string or
-a match of a stop expression. Emitted text never changes.
+Two kinds of text are held back: an incomplete UTF-8 character, and text that may be the start of a stop string or of a
+match of a stop expression. Emitted text never changes.
 """
 
 from collections.abc import Sequence
@@ -12,27 +12,27 @@ from tapscope.engine.text.stop_text import StopText
 from tapscope.engine.text.tokenizer import Tokenizer
 
 _UNKNOWN = "\ufffd"
-_MAX_HALF = 4  # tokens without a complete character; UTF-8 characters have at most four bytes
-_NUM_PROMPT_TOKENS = 5  # before the output, as in vLLM and SGLang
+_MAX_HALF = 4  # maximum number of tokens per incomplete character, as UTF-8 characters have at most four bytes
+_NUM_PROMPT_TOKENS = 5  # prompt tokens used as decoding context, as in vLLM and SGLang
 
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """Text that new tokens add."""
+    """Text added by new tokens."""
 
     text: str
-    """New text, without text that is held back."""
+    """New text, without held-back text."""
     num_tokens: int
-    """Number of tokens used; less than were given if the text ended before the last one."""
+    """Number of tokens used; smaller than the number of pushed tokens if a stop condition ended the text."""
     matched: str | None = None
-    """The stop string or expression that ended the text."""
+    """The stop string or stop expression that ended the text."""
 
 
 class Detokenizer:
-    """Detokenizer of one request; ``params`` has its stop conditions and whether special tokens are skipped.
+    """Incremental detokenizer of one request; ``params`` sets stop conditions and the handling of special tokens.
 
-    The text continues that of ``prompt_ids``: a decoder that strips the space in front of the first word, such as
-    Llama 2's, keeps it before the first word of the output.
+    The text continues the text of ``prompt_ids``. Decoders that strip the space before the first word, such as Llama
+    2's, therefore keep the space before the first word of the output.
     """
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt_ids: Sequence[int] = ()) -> None:
@@ -43,10 +43,10 @@ class Detokenizer:
         self._done = False
 
     def push(self, ids: Sequence[int], *, final: bool = False, end_token: int | None = None) -> TextDelta:
-        """Add tokens; ``final`` emits text that is held back. Nothing follows a match or a final push.
+        """Add tokens and return the new text; ``final`` also emits held-back text.
 
-        ``end_token``: the last token, if it ended the generation; it is shown only with
-        ``include_stop_str_in_output``.
+        Pushes after a match or a final push return no text. ``end_token`` is the last token if it ended the generation;
+        its text is emitted only with ``include_stop_str_in_output``.
         """
         if self._done:
             return TextDelta("", 0)
@@ -62,7 +62,7 @@ class Detokenizer:
         return TextDelta("".join(pieces), len(ids), matched)
 
     def _take(self, new: str, pieces: list[str], *, final: bool = False) -> str | None:
-        """Add ``new`` and append the emitted text to ``pieces``; returns the stop string that matched, or None."""
+        """Add ``new`` text, append the emitted text to ``pieces``, and return the matched stop condition, if any."""
         self._num_tokens += 1
         if self._stops is None:
             text, matched = new, None
@@ -76,45 +76,45 @@ class Detokenizer:
 
 
 class _Decoder:
-    """Incremental decoding: decodes the last few tokens with and without the newest.
+    """Incremental decoder that decodes the last few tokens with and without the newest tokens.
 
-    Tokens are decoded after the preceding ones, because a decoder may treat the first token differently (SentencePiece
-    strips a space). Text that ends in U+FFFD is held back: the next token may complete the character.
+    New tokens are decoded after a context of preceding tokens, because a decoder may treat the first token differently
+    (SentencePiece strips a space). Text that ends in U+FFFD is held back: the next token may complete the character.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, prompt_ids: Sequence[int]) -> None:
         self._tokenizer, self._skip = tokenizer, skip_special_tokens
         self._context = self._tail(list(prompt_ids[-_NUM_PROMPT_TOKENS:]))
-        """Tokens of the last emitted text, at first of the prompt's end."""
+        """Tokens of the last emitted text; initially, the end of the prompt."""
         self._open: list[int] = []
-        """Tokens after these; their text is empty or ends in an incomplete character."""
+        """Tokens after the context whose text is empty or ends in an incomplete character."""
         self._num_given = 0
-        """Characters of the open tokens' text that were emitted."""
+        """Number of emitted characters of the open tokens' text."""
         self._num_half = 0
-        """Tokens since the text ended in a complete character."""
+        """Number of tokens since the text last ended in a complete character."""
 
     def push(self, token: int) -> str:
-        """The text that ``token`` completes."""
+        """Add a token and return the text that it completes."""
         self._open.append(token)
         text = self._text()
         if not text.endswith(_UNKNOWN):
             self._num_half = 0
             return self._give(text, len(text))
         self._num_half += 1
-        # Up to this many tokens a byte-fallback decoder may still replace every U+FFFD; later only the last one.
+        # Within _MAX_HALF tokens a byte-fallback decoder may still replace every U+FFFD; later only the last one.
         return self._give(text, len(text) - 1) if self._num_half > _MAX_HALF else ""
 
     def flush(self) -> str:
-        """The text that is held back, with U+FFFD for an incomplete character."""
+        """Return the held-back text, with U+FFFD for an incomplete character."""
         text = self._text()
         return self._give(text, len(text))
 
     def _tail(self, ids: list[int]) -> list[int]:
-        """The longest end of ``ids`` that consists of complete characters."""
+        """Return the longest suffix of ``ids`` that decodes to complete characters."""
         return next((ids[start:] for start in range(len(ids)) if _UNKNOWN not in self._decode(ids[start:])), [])
 
     def _text(self) -> str:
-        """Text of the open tokens."""
+        """Decode the open tokens in their context."""
         before = self._decode(self._context)
         return self._decode(self._context + self._open)[len(before) :]
 

@@ -1,4 +1,4 @@
-"""StopText: finds stop strings and stop expressions in streamed text. Torch-free: the HTTP process uses it too."""
+"""StopText: find stop strings and stop expressions in streamed text. Torch-free, for the HTTP process."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,7 @@ from tapscope.engine.params.stop_regex import StopRegex
 
 
 class StopText:
-    """The stop conditions of one request. Text is held back while it may be the beginning of a match."""
+    """Streaming matcher for the stop conditions of one request; text that may start a match is held back."""
 
     def __init__(self, params: SamplingParams) -> None:
         self._stops = params.stop
@@ -18,16 +18,16 @@ class StopText:
         """Number of emitted characters."""
 
     def skip(self, new: str) -> str:
-        """Emit ``new`` and the held-back text without searching them."""
+        """Emit the held-back text and ``new`` without searching ``new`` for stop conditions."""
         for search in self._searches:
             search.skip(new)
         self._held += new
         return self._give(len(self._held))
 
     def take(self, new: str, *, final: bool = False) -> tuple[str, str | None]:
-        """Add ``new``; returns (emitted text, the stop string or expression that ended the text, or None).
+        """Add ``new``; return the emitted text and the stop string or expression that ended the text, or None.
 
-        The match that ends first wins; of several, the longest. ``final``: no more text follows.
+        The match that ends first wins; among several, the longest. ``final``: no more text follows.
         """
         self._held += new
         if ends := list(self._ends(new, final)):
@@ -36,7 +36,7 @@ class StopText:
         return self._give(len(self._held) if final else min(self._starts(), default=len(self._held))), None
 
     def _ends(self, new: str, final: bool) -> Iterator[tuple[int, int, str]]:
-        """(end, start, stop condition) of the first complete match of each, relative to the held-back text."""
+        """Yield (end, start, condition) of each condition's first complete match, relative to the held-back text."""
         for stop in self._stops:
             if (start := self._held.find(stop)) >= 0:
                 yield start + len(stop), start, stop
@@ -48,7 +48,7 @@ class StopText:
                 yield match[1] - self._num_given, match[0] - self._num_given, search.text
 
     def _starts(self) -> Iterator[int]:
-        """Starts of possible incomplete matches, relative to the held-back text."""
+        """Yield the starts of possible incomplete matches, relative to the held-back text."""
         for stop in self._stops:
             sizes = range(min(len(self._held), len(stop) - 1), 0, -1)
             yield from (len(self._held) - size for size in sizes if self._held.endswith(stop[:size]))

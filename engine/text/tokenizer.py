@@ -1,4 +1,4 @@
-"""Tokenizer: text to ids and back, through a checkpoint's tokenizer.json."""
+"""Tokenizer: encode text to token ids and decode ids to text with a checkpoint's tokenizer.json."""
 
 import json
 import re
@@ -15,7 +15,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Tokenizer:
-    """A Hugging Face fast tokenizer; raises CheckpointError when its file cannot be read."""
+    """A Hugging Face fast tokenizer; raises CheckpointError if its file cannot be read."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -26,30 +26,30 @@ class Tokenizer:
 
     @classmethod
     def find(cls, folder: Path) -> "Tokenizer | None":
-        """The tokenizer of a checkpoint, or None when it has no tokenizer.json."""
+        """Read the tokenizer of a checkpoint; None if the checkpoint has no tokenizer.json."""
         path = folder / "tokenizer.json"
         return cls(path) if path.exists() else None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids; by default with the special tokens that the file's post-processor adds."""
+        """Return the token ids of ``text``, by default with the special tokens that the post-processor adds."""
         if len(text) < _LONG_TEXT_CHARACTERS:
             return list(self._inner.encode(text, add_special_tokens=add_special_tokens).ids)
         # encode holds the GIL, encode_batch releases it
         return list(self._inner.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids)
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of ``ids``; by default without special tokens. An id beyond the vocabulary has no text."""
+        """Return the text of ``ids``, by default without special tokens; ids outside the vocabulary have no text."""
         try:
             return str(self._inner.decode(ids, skip_special_tokens=skip_special_tokens))
-        except OverflowError:  # the library takes ids of 32 bits without sign
+        except OverflowError:  # the library accepts unsigned 32-bit ids only
             ids = [each for each in ids if 0 <= each < 1 << 32]
             return str(self._inner.decode(ids, skip_special_tokens=skip_special_tokens))
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Bytes of one token, independent of its neighbours; they may be part of a UTF-8 character.
+        """Return the bytes of one token, regardless of its neighbors; they may be a part of a UTF-8 character.
 
-        Byte-level vocabularies (GPT-2's byte-to-character table) and SentencePiece's (``▁``, ``<0xE2>``) are decoded
-        like by their decoders; an id beyond the vocabulary has no bytes.
+        Byte-level vocabularies (GPT-2's byte-to-character table) and SentencePiece vocabularies (``▁``, ``<0xE2>``) are
+        decoded as by their decoders; an id outside the vocabulary has no bytes.
         """
         token = self._inner.id_to_token(token_id)
         if token is None:
@@ -62,12 +62,12 @@ class Tokenizer:
         return bytes([int(byte[1], 16)]) if byte else token.replace("▁", " ").encode()
 
     def token_string(self, token_id: int) -> str:
-        """The token as tokenizer.json writes it, such as ``Ġthe``; an id beyond the vocabulary is empty."""
+        """Return the token as spelled in tokenizer.json, such as ``Ġthe``; empty for an id outside the vocabulary."""
         return self._inner.id_to_token(token_id) or ""
 
     @cached_property
     def longest_token(self) -> int:
-        """Maximum number of characters of a token."""
+        """Number of characters of the longest token."""
         return max(map(len, self._inner.get_vocab()), default=1)
 
     @cached_property
@@ -90,7 +90,7 @@ class Tokenizer:
 
 
 def _byte_table() -> dict[str, int]:
-    """Character -> byte of GPT-2's mapping, where unprintable bytes become characters from U+0100 on."""
+    """Return GPT-2's table from character to byte, where unprintable bytes are characters from U+0100 on."""
     prints = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     table = {chr(byte): byte for byte in prints}
     others = (byte for byte in range(0x100) if byte not in set(prints))

@@ -1,1 +1,1 @@
-"""What the HTTP servers of the engine and of the recorder share."""
+"""Code shared by the HTTP servers of the engine and the recorder."""

@@ -1,7 +1,7 @@
-"""Who may send requests: checks of a request's headers that every HTTP server of tapscope makes.
+"""Access control: header checks that every HTTP server of tapscope applies to requests.
 
-A server on loopback needs no token, but a browser on this host would forward requests of web pages to it: pages of
-another origin are refused, and so are names made to point here (DNS rebinding).
+A server on loopback requires no token, but a browser on the same host would forward requests of arbitrary web pages.
+Requests from other origins are therefore rejected, and so are host names that resolve to this host (DNS rebinding).
 """
 
 import hmac
@@ -12,7 +12,7 @@ from tapscope.http.listen import is_loopback
 
 
 class RequestRefused(Exception):
-    """A request that is rejected immediately with an HTTP status, one sentence, and headers."""
+    """Raised to reject a request with an HTTP status, a one-sentence error message, and response headers."""
 
     def __init__(self, status: int, error: str, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(error)
@@ -22,14 +22,14 @@ class RequestRefused(Exception):
 
 
 def check_origin(headers: Mapping[str, str]) -> None:
-    """Raise RequestRefused (403) for a request of a web page that comes from another origin."""
+    """Raise RequestRefused (403) for a request that a web page of another origin sends."""
     origin, host = headers.get("origin"), headers.get("host", "").lower()
     if origin is not None and (not host or origin.lower().partition("://")[2] != host):
         raise RequestRefused(403, f"cross-origin request from {origin[:200]!r} refused; use a program such as curl")
 
 
 def check_loopback_host(headers: Mapping[str, str]) -> None:
-    """Raise RequestRefused (403) for a request that was meant for a name other than this host's loopback."""
+    """Raise RequestRefused (403) if the Host header names a host other than loopback."""
     asked = headers.get("host", "").lower()
     if asked and not is_loopback(_hostname(asked)):
         raise RequestRefused(403, f"only programs of this host may use this server; ask for 127.0.0.1, not {asked!r}")
@@ -38,7 +38,10 @@ def check_loopback_host(headers: Mapping[str, str]) -> None:
 def check_token(
     headers: Mapping[str, str], token: str, *, names: tuple[str, ...] = (), what: str = "token", hint: str
 ) -> None:
-    """Raise RequestRefused (401) unless ``Authorization: Bearer`` or one of the headers ``names`` carries the token."""
+    """Raise RequestRefused (401) unless ``Authorization: Bearer`` or one of the headers ``names`` has the token.
+
+    ``what`` and ``hint`` describe the token in the error message.
+    """
     scheme, _, bearer = headers.get("authorization", "").partition(" ")
     given = next((value for name in names if (value := headers.get(name))), "")
     given = given or (bearer.strip() if scheme.lower() == "bearer" else "")

@@ -8,16 +8,16 @@ import msgspec
 from starlette.types import Message, Receive
 
 MAX_DEPTH = 16
-"""Nesting of a configuration body."""
-_MAX_DISCARDED = 1 << 30  # bytes of a too long body that are read, so that its sender sees the response
+"""Maximum nesting depth of a configuration body."""
+_MAX_DISCARDED = 1 << 30  # bytes to read and discard from a too long body, so that its sender receives the response
 
 
 class BodyTooLongError(Exception):
-    """More bytes arrived than are allowed; raised where the body is read."""
+    """Raised while reading a body that exceeds the length limit."""
 
 
 def announced_length(headers: Mapping[str, str]) -> int:
-    """``Content-Length``, 0 where there is none; more than any limit where it is not a number."""
+    """Return ``Content-Length``: 0 if it is missing, and a value above any limit if it is not a number."""
     text = headers.get("content-length", "0")
     return int(text) if text.isascii() and text.isdigit() and len(text) < 20 else 1 << 64
 
@@ -30,7 +30,7 @@ class LimitedReceive:
         self._left = limit
 
     async def __call__(self) -> Message:
-        """The next message."""
+        """Return the next ASGI message."""
         message = await self._receive()
         self._left -= len(message.get("body", b""))
         if self._left < 0:
@@ -39,7 +39,10 @@ class LimitedReceive:
 
 
 async def discard_body(receive: Receive) -> None:
-    """Read on, up to a limit: a client that is disconnected while sending does not see the response."""
+    """Read and discard the rest of the body, up to 1 GiB.
+
+    A client that is disconnected while it still sends would not receive the response.
+    """
     num_bytes = 0
     while num_bytes < _MAX_DISCARDED:
         message = await receive()
@@ -49,7 +52,7 @@ async def discard_body(receive: Receive) -> None:
 
 
 def decode_json(content: bytes) -> Any:
-    """The JSON value of a body: no NaN, no number beyond a double, valid Unicode; raises ValueError."""
+    """Decode a JSON body strictly; raises ValueError for NaN, numbers beyond a double's range and invalid Unicode."""
     try:
         return msgspec.json.decode(content)
     except RecursionError:
@@ -59,9 +62,9 @@ def decode_json(content: bytes) -> Any:
 
 
 def decode_object(content: bytes) -> dict[str, Any]:
-    """The JSON object of a short body, an empty one where there is no body; raises ValueError.
+    """Decode the JSON object of a short body; an empty body yields an empty object.
 
-    Duplicate members are refused, and so is nesting deeper than ``MAX_DEPTH``.
+    Raises ValueError, also for duplicate keys and for nesting deeper than ``MAX_DEPTH``.
     """
     if not content.strip():
         return {}

@@ -1,4 +1,4 @@
-"""Connection: uvicorn's HTTP protocol with deadlines for sending and reading, and a limit of open connections."""
+"""BoundedConnection: uvicorn's HTTP protocol with send and receive deadlines and a limit on open connections."""
 
 import asyncio
 from collections.abc import Callable
@@ -11,32 +11,35 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionLimits:
-    """Limits for the clients of one server."""
+    """Connection limits and deadlines of one server."""
 
     max_connections: int
-    """Maximum open connections. Beyond it, the oldest idle connection is closed."""
+    """Maximum number of open connections. Beyond it, the oldest connection with an incomplete request is closed."""
     request_s: float = 10.0
-    """Deadline for a whole request, headers and body; extended according to ``min_rate``."""
+    """Deadline in seconds for receiving a whole request (headers and body); extended according to ``min_rate``."""
     min_rate: float = 10_000.0
-    """Bytes per second that extend the deadline of a long body."""
+    """Bytes per second at which a client must send to extend the deadline of a long body."""
     answer_s: float | None = None
-    """Deadline for the response; None: a response may be streamed for any time."""
+    """Deadline in seconds for sending the response; None: a response may be streamed indefinitely."""
     read_s: float = 60.0
-    """Deadline for reading the rest of a complete response."""
+    """Deadline in seconds for the client to read the rest of a complete response."""
 
 
 class BoundedConnection(H11Protocol):
-    """One client. All limits apply before authentication; :func:`bounded` makes the class of a server."""
+    """Connection of one client. All limits apply before authentication; :func:`bounded` creates a server's subclass."""
 
     limits: ClassVar[ConnectionLimits]
     unanswered: "ClassVar[dict[BoundedConnection, None]]"
-    """Connections whose request is incomplete, the oldest first."""
+    """Connections that wait for a complete request, oldest first."""
     _deadline: asyncio.TimerHandle | None = None
     _is_refused = False
     _num_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Accept the connection; if there are too many, close the oldest idle one."""
+        """Accept the connection; at the limit, close the oldest connection with an incomplete request.
+
+        If there is no such connection, the new one is refused with 503.
+        """
         if len(self.connections) >= self.limits.max_connections:
             if not self.unanswered:
                 self._is_refused = True
@@ -48,30 +51,33 @@ class BoundedConnection(H11Protocol):
         self._wait_for_request()
 
     def data_received(self, data: bytes) -> None:
-        """A part of a request."""
+        """Process a part of a request."""
         if not self._is_refused:
             self._num_bytes += len(data)
             super().data_received(data)
-            self._look()
+            self._update_deadline()
 
     def on_response_complete(self) -> None:
-        """A response was sent; the next request may have arrived already."""
+        """Handle the end of a response; the next request may have arrived already."""
         super().on_response_complete()
-        if self.transport.get_write_buffer_size():  # the client sends nothing before it has read that
+        if self.transport.get_write_buffer_size():  # the client sends no request before it has read the response
             self._wait(self.limits.read_s)
         else:
             self._wait(None)
-            self._look()
+            self._update_deadline()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The client disconnected, or was disconnected."""
+        """Handle a disconnect by either side."""
         self._wait(None)
         self.unanswered.pop(self, None)
         if not self._is_refused:
             super().connection_lost(exc)
 
     def give_up(self) -> None:
-        """The deadline passed, or the connection limit was reached."""
+        """Close the connection, with a 408 if no response has started.
+
+        Called when a deadline has passed or the connection limit is reached.
+        """
         self.connections.discard(self)
         self.unanswered.pop(self, None)
         if self.cycle is not None and self.cycle.response_started and self.transport.get_write_buffer_size():
@@ -81,8 +87,8 @@ class BoundedConnection(H11Protocol):
         else:
             _refuse(self.transport, b"408 Request Timeout", b"the request did not come in time")
 
-    def _look(self) -> None:
-        """Whether the server waits for the client to send the rest of its request."""
+    def _update_deadline(self) -> None:
+        """Update :attr:`unanswered` and the deadline: either the rest of a request or the response is awaited."""
         if self.transport.is_closing():
             return
         state = self.conn.their_state
@@ -91,7 +97,7 @@ class BoundedConnection(H11Protocol):
                 self.unanswered[self] = None
                 self._wait(None)
             has_begun = state is h11.SEND_BODY or bool(self.conn.trailing_data[0])
-            if has_begun and self._deadline is None:  # uvicorn itself closes silent connections
+            if has_begun and self._deadline is None:  # uvicorn itself closes idle keep-alive connections
                 self._wait_for_request()
         elif self in self.unanswered:
             del self.unanswered[self]
@@ -99,15 +105,15 @@ class BoundedConnection(H11Protocol):
 
     def _wait_for_request(self) -> None:
         self._num_bytes = 0
-        self._wait(self.limits.request_s, self._look_at_progress)
+        self._wait(self.limits.request_s, self._check_progress)
 
-    def _look_at_progress(self) -> None:
-        """The deadline passed, apart from the extension that the client earned by sending."""
+    def _check_progress(self) -> None:
+        """Extend the expired deadline by the time that the received bytes take at ``min_rate``; below 1 s, give up."""
         earned, self._num_bytes = self._num_bytes / self.limits.min_rate, 0
         if earned < 1:
             self.give_up()
         else:
-            self._wait(earned, self._look_at_progress)
+            self._wait(earned, self._check_progress)
 
     def _wait(self, time_s: float | None, then: Callable[[], None] | None = None) -> None:
         if self._deadline is not None:
@@ -116,12 +122,12 @@ class BoundedConnection(H11Protocol):
 
 
 def bounded(limits: ConnectionLimits) -> type[BoundedConnection]:
-    """The protocol of one server, for ``uvicorn.Config(http=...)``."""
+    """Create the protocol class of one server, for ``uvicorn.Config(http=...)``."""
     return type("BoundedConnection", (BoundedConnection,), {"limits": limits, "unanswered": {}})
 
 
 def _refuse(transport: asyncio.Transport, status: bytes, reason: bytes) -> None:
-    """Answer with ``status`` and close, whether the client reads it or not."""
+    """Respond with ``status`` and close the connection, whether or not the client reads the response."""
     if transport.is_closing():
         return
     body = b'{"error":"%s"}' % reason

@@ -7,7 +7,7 @@ from tapscope.core.errors import ConfigError, ListenError
 
 
 def is_loopback(host: str) -> bool:
-    """Whether ``host`` is reachable only from this host."""
+    """Return whether ``host`` is a loopback address, which is reachable only from the same host."""
     if host == "localhost":
         return True
     try:
@@ -17,7 +17,7 @@ def is_loopback(host: str) -> bool:
 
 
 def parse_address(text: str, *, flag: str = "address") -> tuple[str, int]:
-    """``HOST:PORT`` or ``PORT`` (of loopback); raises ConfigError, which names the ``flag`` that gave it."""
+    """Parse ``HOST:PORT`` or ``PORT`` (on 127.0.0.1) to (host, port); the ConfigError names ``flag``."""
     host, _, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]") or "127.0.0.1"
     if not (port.isascii() and port.isdigit() and int(port) <= 65535):
@@ -26,7 +26,7 @@ def parse_address(text: str, *, flag: str = "address") -> tuple[str, int]:
 
 
 def listen(host: str, port: int, *, backlog: int = 128) -> socket.socket:
-    """A listening TCP socket; raises ListenError that names the address."""
+    """Open a listening TCP socket; the ListenError names the address."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -40,6 +40,6 @@ def listen(host: str, port: int, *, backlog: int = 128) -> socket.socket:
 
 
 def url_of(listener: socket.socket) -> str:
-    """The URL at which a listening socket is reached."""
+    """Return the URL of a listening socket."""
     name, bound = listener.getsockname()[:2]
     return f"http://[{name}]:{bound}" if ":" in name else f"http://{name}:{bound}"

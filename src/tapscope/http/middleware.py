@@ -1,4 +1,4 @@
-"""ASGI middleware: who may send requests, and how much. Streams and disconnects pass through untouched."""
+"""ASGI middleware for access control and body limits. Streams and disconnects pass through unchanged."""
 
 from collections.abc import Callable, Mapping
 
@@ -10,21 +10,21 @@ from tapscope.http.access import RequestRefused, check_origin, check_token
 from tapscope.http.body import BodyTooLongError, LimitedReceive, announced_length, discard_body
 
 ErrorResponse = Callable[[str, int, str], Response]
-"""(path, status, message) -> the response, in the error format of the path's API."""
+"""Function (path, status, message) -> error response in the format of the API at that path."""
 
 
 class AccessMiddleware:
-    """Refuses requests by their headers."""
+    """Base class of middleware that rejects requests based on their headers."""
 
     def __init__(self, app: ASGIApp, error_response: ErrorResponse, exempt: tuple[str, ...] = ()) -> None:
-        """``exempt``: paths that pass unchecked; with a slash at the end, all paths below."""
+        """``exempt``: paths that pass unchecked; a trailing slash exempts all paths below."""
         self._app = app
         self._error_response = error_response
         self._exempt = exempt
         self._exempt_below = tuple(path for path in exempt if path.endswith("/"))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on, or respond with 401 or 403."""
+        """Forward the request (ASGI), or respond with 401 or 403."""
         path = scope.get("path", "")
         if scope["type"] == "http" and path not in self._exempt and not path.startswith(self._exempt_below):
             try:
@@ -37,53 +37,53 @@ class AccessMiddleware:
         await self._app(scope, receive, send)
 
     def check_scope(self, scope: Scope) -> None:
-        """Raise RequestRefused where the request may not pass; by default :meth:`check` decides."""
+        """Raise RequestRefused if the request is not allowed; by default, :meth:`check` decides."""
         self.check(Headers(scope=scope))
 
     def check(self, headers: Mapping[str, str]) -> None:
-        """Raise RequestRefused where a request with these headers may not pass."""
+        """Raise RequestRefused if a request with these headers is not allowed."""
         raise NotImplementedError
 
 
 class CrossOriginMiddleware(AccessMiddleware):
-    """Refuses requests of web pages that come from other origins."""
+    """Middleware that rejects requests from web pages of other origins."""
 
     def check(self, headers: Mapping[str, str]) -> None:
-        """Raise RequestRefused for another origin."""
+        """Raise RequestRefused for a request from another origin."""
         check_origin(headers)
 
 
 class ApiKeyMiddleware(AccessMiddleware):
-    """Requires an API key."""
+    """Middleware that requires an API key."""
 
     def __init__(self, app: ASGIApp, error_response: ErrorResponse, key: str, exempt: tuple[str, ...] = ()) -> None:
         super().__init__(app, error_response, exempt)
         self._key = key
 
     def check(self, headers: Mapping[str, str]) -> None:
-        """Raise RequestRefused without the key."""
+        """Raise RequestRefused unless the headers contain the key."""
         hint = "'Authorization: Bearer KEY' or 'x-api-key: KEY'"
         check_token(headers, self._key, names=("x-api-key",), hint=hint, what="API key")
 
 
 class BodyLimitMiddleware:
-    """Refuses bodies that are too long, without buffering them, and bodies with two lengths.
+    """Middleware that rejects bodies that are too long, without buffering them, and bodies with ambiguous length.
 
-    A proxy may use Content-Length where this server uses Transfer-Encoding, and take part of a body for another
-    client's request (request smuggling, RFC 9112, 6.1).
+    If a request has both headers, a proxy may use Content-Length where this server uses Transfer-Encoding, and treat
+    part of the body as another client's request (request smuggling, RFC 9112, 6.1).
     """
 
     def __init__(
         self, app: ASGIApp, error_response: ErrorResponse, max_bytes: int, path_limits: Mapping[str, int] | None = None
     ) -> None:
-        """``path_limits``: limits of paths other than ``max_bytes``."""
+        """``path_limits`` overrides ``max_bytes`` for individual paths."""
         self._app = app
         self._error_response = error_response
         self._max_bytes = max_bytes
         self._path_limits = path_limits or {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on, or respond with 413 or 400."""
+        """Forward the request (ASGI), or respond with 413 or 400."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

@@ -1,4 +1,4 @@
-"""Readiness: wait until a server answers, and notice when its process has died."""
+"""Readiness: wait until a server responds, and detect when its process has died."""
 
 import http.client
 import signal
@@ -14,13 +14,13 @@ _REQUEST_TIMEOUT_S = 2.0
 
 
 def wait_for_ready(url: str, process: Any = None, timeout_s: float = 60.0) -> None:
-    """Wait until a GET of ``url`` is answered with a 2xx status.
+    """Wait until GET ``url`` returns a 2xx status.
 
     ``url`` may be ``HOST:PORT``, which means ``http://HOST:PORT/health``, or ``HOST:PORT/PATH``. ``process`` is the
-    server's, a ``subprocess.Popen`` or a ``multiprocessing.Process``. If it ends, the wait ends immediately, even if
-    another server answers.
+    server process, a ``subprocess.Popen`` or a ``multiprocessing.Process``. If the process ends, the wait fails
+    immediately, even if another server responds at ``url``.
 
-    Raises UnreachableError, with the exit code of a process that has ended or the last answer within ``timeout_s``.
+    Raises UnreachableError with the exit code of the ended process, or after ``timeout_s`` with the last response.
     """
     if "://" not in url:
         url = f"http://{url}" if "/" in url else f"http://{url}/health"
