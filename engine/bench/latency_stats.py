@@ -1,4 +1,4 @@
-"""Latency statistics: percentiles, and the summary of a load test."""
+"""Latency statistics: percentiles and the summary of a load test."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -12,32 +12,35 @@ PERCENTILES = (50, 90, 95, 99)
 
 @dataclass(slots=True)
 class RequestTiming:
-    """Times of one request as its client measured them, in seconds of time.perf_counter."""
+    """Client-side timing of one request, in seconds of ``time.perf_counter``."""
 
     began: float
-    """When it was sent."""
+    """Time at which the request was sent."""
     ended: float = 0.0
     first: float | None = None
-    """When the first text arrived."""
+    """Arrival time of the first text."""
     gaps: list[float] = field(default_factory=list)
-    """Times between pieces of text; a piece may contain several tokens."""
+    """Seconds between consecutive chunks with text; a chunk may contain several tokens."""
     num_prompt: int = 0
     num_output: int = 0
     num_cached: int = 0
     text: str = ""
-    """The reply."""
+    """Text of the reply."""
     error: str | None = None
 
     @property
     def tpot_s(self) -> float | None:
-        """Time per output token after the first; None for fewer than two tokens."""
+        """Mean seconds per output token after the first; None for fewer than two tokens."""
         if self.first is None or self.num_output < 2:
             return None
         return (self.ended - self.first) / (self.num_output - 1)
 
 
 def spread(values: Sequence[float]) -> dict[str, float] | None:
-    """Mean, standard deviation, percentiles and maximum in milliseconds, of seconds; None for no values."""
+    """Return mean, standard deviation, percentiles and maximum, in milliseconds, of ``values`` in seconds.
+
+    None if ``values`` is empty.
+    """
     if not values:
         return None
     array = 1000 * np.asarray(values)
@@ -46,7 +49,7 @@ def spread(values: Sequence[float]) -> dict[str, float] | None:
 
 
 def summary(timings: Sequence[RequestTiming], duration_s: float, peak: int) -> dict[str, Any]:
-    """Result of a load test as JSON values; times are in milliseconds."""
+    """Summarize a load test as JSON values; times are in milliseconds."""
     done = [timing for timing in timings if timing.error is None]
     prompt, output = sum(t.num_prompt for t in done), sum(t.num_output for t in done)
     errors = Counter(timing.error for timing in timings if timing.error is not None)

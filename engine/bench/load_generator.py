@@ -1,4 +1,4 @@
-"""Load generator: sends requests to an OpenAI-compatible server at a given rate and times every token."""
+"""Load generator: send requests to an OpenAI-compatible server at a given rate and measure token latencies."""
 
 import asyncio
 import json
@@ -25,16 +25,16 @@ class LoadSettings:
     """Base URL of the server, without ``/v1``."""
     model: str
     adapter_models: Mapping[str, str] = field(default_factory=dict)
-    """Name of a LoRA adapter -> model name of its requests."""
+    """Name of a LoRA adapter -> model name that selects it in requests."""
     is_chat: bool = False
     """Whether to use /v1/chat/completions instead of /v1/completions."""
     rate: float = float("inf")
-    """Requests per second, arriving as a Poisson process; infinite sends all immediately."""
+    """Mean requests per second of a Poisson arrival process; infinite: send all requests immediately."""
     max_concurrency: int | None = None
-    """Maximum number of concurrent requests; the times of the others start when they are sent."""
+    """Maximum number of concurrent requests; further requests are delayed, and timed from when they are sent."""
     seed: int = 0
     turn_delay_s: float = 0.0
-    """Time between an answer and the next turn of its conversation."""
+    """Seconds between a response and the next turn of the conversation."""
     timeout_s: float = 600.0
     headers: Mapping[str, str] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
@@ -44,8 +44,11 @@ class LoadSettings:
 async def run_load(
     load: LoadSettings, items: Sequence[BenchmarkRequest], on_done: Callable[[], None]
 ) -> tuple[list[RequestTiming], float, int]:
-    """(timings in the order of ``items`` and their turns, duration in seconds, peak number of concurrent requests)."""
-    # One connection per request: httpx assigns an idle connection to several waiting requests.
+    """Run a load test; return (timings, duration in seconds, peak number of concurrent requests).
+
+    The timings are in the order of ``items`` and their turns; ``on_done`` is called after each request.
+    """
+    # One connection per request: httpx may assign an idle connection to several waiting requests.
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     timeout = httpx.Timeout(load.timeout_s, connect=30.0)
     async with httpx.AsyncClient(base_url=load.url, limits=limits, timeout=timeout, headers=load.headers) as client:
@@ -63,7 +66,7 @@ async def run_load(
 async def profile(url: str, action: Literal["start", "stop"], headers: Mapping[str, str]) -> dict[str, Any]:
     """Start or stop the server's torch profiler (SGLang's and vLLM's routes); raises UnreachableError."""
     try:
-        async with httpx.AsyncClient(headers=headers, timeout=600) as client:  # writing a trace takes a while
+        async with httpx.AsyncClient(headers=headers, timeout=600) as client:  # writing a trace takes long
             answer = await client.post(f"{url}/{action}_profile")
     except httpx.HTTPError as error:
         raise UnreachableError(f"{url}/{action}_profile did not respond: {error!r}") from None
@@ -71,13 +74,13 @@ async def profile(url: str, action: Literal["start", "stop"], headers: Mapping[s
         raise UnreachableError(f"{url}/{action}_profile returned {answer.status_code}: {answer.text[:300]}")
     try:
         body = answer.json()
-    except ValueError:  # SGLang answers with a sentence
+    except ValueError:  # SGLang responds with plain text
         return {}
     return body if isinstance(body, dict) else {}
 
 
 async def model_names(url: str, headers: Mapping[str, str]) -> list[str]:
-    """Names of the server's models, at least one; raises UnreachableError."""
+    """Return the names of the server's models, at least one; raises UnreachableError."""
     answer = await _get(f"{url}/v1/models", headers)
     try:
         names = [str(each["id"]) for each in answer["data"]]
@@ -89,7 +92,7 @@ async def model_names(url: str, headers: Mapping[str, str]) -> list[str]:
 
 
 async def server_info(url: str, headers: Mapping[str, str]) -> dict[str, Any]:
-    """/get_server_info of a tapscope server; empty for other servers."""
+    """Return the response of /get_server_info; empty if the server does not have this route."""
     try:
         return await _get(f"{url}/get_server_info", headers)
     except UnreachableError:
@@ -113,7 +116,7 @@ async def _get(url: str, headers: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _arrivals(load: LoadSettings, items: Sequence[BenchmarkRequest]) -> list[float]:
-    """Seconds after the start at which each item is sent: its own, or those of a Poisson process."""
+    """Return the send time of each item in seconds after the start: ``at_s``, or drawn from a Poisson process."""
     if any(item.at_s is not None for item in items):
         return [item.at_s or 0.0 for item in items]
     drawn = random.Random(load.seed)
@@ -131,7 +134,7 @@ class _Runner:
         self.peak = 0
 
     async def converse(self, item: BenchmarkRequest) -> list[RequestTiming]:
-        """Send a request, then its further turns; a failed one ends the conversation."""
+        """Send a request and its further turns; a failed request ends the conversation."""
         history: list[tuple[str, str]] = []
         timings: list[RequestTiming] = []
         for index, turn in enumerate((item, *item.followups)):
@@ -144,7 +147,7 @@ class _Runner:
         return timings
 
     async def _run(self, item: BenchmarkRequest, adapter: str | None, history: list[tuple[str, str]]) -> RequestTiming:
-        """Send one request; errors are recorded in its timing."""
+        """Send one request and return its timing, in which errors are recorded."""
         async with self._room:
             self._live += 1
             self.peak = max(self.peak, self._live)
@@ -176,7 +179,7 @@ class _Runner:
     def _body(self, item: BenchmarkRequest, adapter: str | None, history: list[tuple[str, str]]) -> dict[str, Any]:
         model = self._load.model if adapter is None else self._load.adapter_models.get(adapter, adapter)
         body: dict[str, Any] = {"max_tokens": item.num_output, "temperature": 0} | dict(self._load.extra)
-        if item.body.get("max_completion_tokens") is not None:  # OpenAI refuses both
+        if item.body.get("max_completion_tokens") is not None:  # OpenAI rejects bodies with both fields
             del body["max_tokens"]
         body |= dict(item.body) | {"model": model, "stream": True, "stream_options": {"include_usage": True}}
         if item.body:
@@ -191,7 +194,7 @@ class _Runner:
 
 
 def _note(timing: RequestTiming, chunk: dict[str, Any], last: float | None) -> float | None:
-    """Record a chunk's arrival and token counts in ``timing``; returns when the last text arrived."""
+    """Record a chunk's arrival and token counts in ``timing``; return the arrival time of the last text."""
     if "error" in chunk:
         timing.error = str(chunk["error"].get("message", chunk["error"]))[:300]
     if usage := chunk.get("usage"):
@@ -215,6 +218,6 @@ def _has_text(choice: dict[str, Any]) -> bool:
 
 
 def _text(choice: dict[str, Any]) -> str:
-    """Text of the reply itself, which further turns contain."""
+    """Return the text of the reply without reasoning, as included in further turns."""
     delta = choice.get("delta") or choice
     return delta.get("text") or delta.get("content") or ""

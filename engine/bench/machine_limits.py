@@ -1,4 +1,4 @@
-"""Limits: memory bandwidth and matrix-multiplication throughput of this machine, as measured in this process."""
+"""MachineLimits: memory bandwidth and matrix multiplication throughput of this machine, measured in this process."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,10 +13,10 @@ _REPEATS = 7
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineLimits:
-    """Best of several measurements; other programs on the machine lower them."""
+    """Hardware limits, as the best of several measurements; load from other programs lowers them."""
 
     read_bytes_per_s: float
-    """Read bandwidth: sum of a buffer much larger than the caches."""
+    """Read bandwidth, measured by summing a buffer much larger than the caches."""
     flops_per_s: float
     """Throughput of a square matrix multiplication in the model's dtype."""
     dtype: str
@@ -45,7 +45,7 @@ def _flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _best(function: Callable[[], object], device: torch.device) -> float:
-    """Seconds of the fastest of several calls, after synchronising."""
+    """Return the seconds of the fastest of several calls, including device synchronization."""
     seconds = []
     for _ in range(_REPEATS):
         _wait(device)

@@ -1,4 +1,4 @@
-"""Cost: FLOPs and bytes per token of a model, from the shapes in its checkpoint."""
+"""ModelCost: FLOPs and bytes per token of a model, from the tensor shapes in its checkpoint."""
 
 import math
 from collections.abc import Iterator
@@ -18,24 +18,24 @@ _COMPUTE_DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCost:
-    """Cost of a whole model; each token is multiplied with every active weight once."""
+    """Cost of a whole model, assuming that each token is multiplied with every active weight once."""
 
     dtype: str
-    """dtype of most weights, by torch's name."""
+    """Torch name of the dtype of most weights."""
     active_weights: int
-    """Weights that one token is multiplied with: without the embedding table and experts that are not chosen."""
+    """Number of weights that one token is multiplied with, without the embedding table and unselected experts."""
     weight_bytes: int
-    """Bytes read by a step of many tokens, which choose all experts."""
+    """Bytes of weights read by a step with many tokens, which together select all experts."""
     kv_bytes: int
-    """Bytes of the keys and values of one token, in all layers."""
+    """Bytes of one token's keys and values over all layers."""
     attention_flops: int
-    """FLOPs of one token for each token that it attends to, in all layers; windows are not considered."""
+    """FLOPs of one token for each token that it attends to, over all layers; windows are ignored."""
 
     @classmethod
     def read(cls, folder: Path, *, kv_bytes: int = 0) -> "ModelCost":
-        """From config.json and the headers of the weight files; raises CheckpointError.
+        """Compute the cost from config.json and the headers of the weight files; raises CheckpointError.
 
-        ``kv_bytes``: as the engine reports them; without, :meth:`bytes_read` counts the weights only.
+        ``kv_bytes`` is the value that the engine reports; without it, :meth:`bytes_read` counts only weights.
         """
         config, sizes = ModelConfig.read(folder), _sizes(folder)
         kinds = {kind for _, kind in sizes.values()}
@@ -53,16 +53,16 @@ class ModelCost:
         )
 
     def flops(self, num_tokens: float, num_pairs: float) -> float:
-        """FLOPs of ``num_tokens`` tokens that attend to ``num_pairs`` tokens in total."""
+        """Return the FLOPs of ``num_tokens`` tokens with ``num_pairs`` attended (query, key) pairs in total."""
         return 2 * self.active_weights * num_tokens + self.attention_flops * num_pairs
 
     def bytes_read(self, num_steps: float, num_pairs: float) -> float:
-        """Bytes read by ``num_steps`` steps that read the keys and values of ``num_pairs`` tokens in total."""
+        """Return the bytes read by ``num_steps`` steps that read the KV cache of ``num_pairs`` tokens in total."""
         return self.weight_bytes * num_steps + self.kv_bytes * num_pairs
 
 
 def _head_features(config: ModelConfig) -> Iterator[int]:
-    """Features of a head's key and value together, of each layer with attention."""
+    """Yield, for each layer with attention, the sum of one head's key and value dimensions."""
     for layer, kind in enumerate(config.layer_types):
         if kind not in (LINEAR, MLP, EXPERTS):
             mla = config.mla
@@ -70,7 +70,7 @@ def _head_features(config: ModelConfig) -> Iterator[int]:
 
 
 def _sizes(folder: Path) -> dict[str, tuple[int, str]]:
-    """Name -> (elements, dtype) of every tensor."""
+    """Return (number of elements, dtype) of every tensor in the checkpoint by name."""
     sizes: dict[str, tuple[int, str]] = {}
     for path in sorted(folder.glob("*.safetensors")):
         try:

@@ -15,7 +15,7 @@ from tapscope.engine.params.sampling_params import SamplingParams
 def run_batch(
     llm: LLM, items: Sequence[BenchmarkRequest], cost: ModelCost, limits: MachineLimits, on_done: Callable[[], None]
 ) -> dict[str, Any]:
-    """Submit all ``items`` and run them to completion; returns the throughput as JSON values."""
+    """Submit all ``items``, run them to completion and return the throughput as JSON values."""
     before = llm.engine.state()["num_steps"]
     begun = perf_counter()
     prompts = outputs = cached = 0
@@ -31,7 +31,7 @@ def run_batch(
                 on_done()
     seconds = perf_counter() - begun
     steps = llm.engine.state()["num_steps"] - before
-    pairs = sum((item.num_prompt + item.num_output) ** 2 / 2 for item in items)  # causal: half of all pairs
+    pairs = sum((item.num_prompt + item.num_output) ** 2 / 2 for item in items)  # a causal mask keeps half of all pairs
     computed = prompts - cached + outputs
     return {
         "duration_s": seconds,
@@ -53,9 +53,9 @@ def run_latency(
     limits: MachineLimits,
     on_done: Callable[[], None],
 ) -> dict[str, Any]:
-    """Run batches of equal size and length in sequence; returns prefill and decode latencies as JSON values.
+    """Run batches of equal size and length one after another; return prefill and decode latencies as JSON values.
 
-    The first batch is a warm-up and is not counted.
+    The first batch is a warm-up and does not count.
     """
     runs = []
     for batch in batches:
@@ -86,7 +86,7 @@ def run_latency(
 
 
 def against(limits: MachineLimits, flops: float, num_bytes: float, seconds: float) -> dict[str, float]:
-    """FLOPs and bytes per second, and their fractions of the machine's limits."""
+    """Return FLOPs and bytes per second, and their fractions of the machine's limits."""
     return {
         "tflops_per_s": flops / seconds / 1e12,
         "flops_share": flops / seconds / limits.flops_per_s,
@@ -96,7 +96,7 @@ def against(limits: MachineLimits, flops: float, num_bytes: float, seconds: floa
 
 
 def _one_batch(llm: LLM, batch: Sequence[BenchmarkRequest]) -> list[float]:
-    """Seconds until every request has its first token, then of each further step."""
+    """Run one batch; return the seconds until every request has its first token, then of each further step."""
     names = {
         llm.submit(
             item.prompt, SamplingParams(max_new_tokens=item.num_output, ignore_eos=True), adapter=item.adapter or ""
@@ -116,7 +116,7 @@ def _one_batch(llm: LLM, batch: Sequence[BenchmarkRequest]) -> list[float]:
 
 
 def _decode_pairs(items: Sequence[BenchmarkRequest]) -> float:
-    """Number of tokens whose keys and values decode steps read, over all requests."""
+    """Return the number of cached tokens read by all decode steps, summed over requests."""
     return sum(item.num_output * (item.num_prompt + item.num_output / 2) for item in items)
 
 

@@ -1,4 +1,4 @@
-"""Requests from files of JSON lines: traces of arrival times, and bodies of OpenAI's API."""
+"""Benchmark requests from JSON lines files: traces with arrival times, and request bodies of OpenAI's API."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -19,19 +19,19 @@ class TraceEntry(msgspec.Struct, frozen=True):
     """A line of a trace in Mooncake's format (github.com/kvcache-ai/Mooncake, FAST25-release/traces)."""
 
     timestamp: float
-    """Milliseconds."""
+    """Arrival time in milliseconds."""
     input_length: int
     output_length: int
     hash_ids: list[int] = []
-    """One id per block of the prompt; a block depends on all before it, so equal ids are a shared prefix."""
+    """One id per prompt block, which depends on all earlier blocks: prompts with equal ids share a prefix."""
 
 
 def trace_items(
     path: Path, count: int | None, writer: PromptGenerator, *, block_size: int, slowdown: float
 ) -> list[BenchmarkRequest]:
-    """The first ``count`` requests of a trace (None: all), in the order of their timestamps.
+    """Read the first ``count`` requests of a trace (None: all), in timestamp order.
 
-    The tokens of a block of ``block_size`` are random and a function of its id. Arrival times are multiplied with
+    The ``block_size`` tokens of a block are random, but equal for equal block ids. Arrival times are multiplied by
     ``slowdown``. Raises DataError.
     """
     entries = sorted(_entries(path), key=lambda entry: entry.timestamp)[:count]
@@ -65,10 +65,10 @@ def _entries(path: Path) -> Iterator[TraceEntry]:
 def openai_items(
     path: Path, count: int | None, *, tokenizer: Tokenizer | None, num_output: int
 ) -> list[BenchmarkRequest]:
-    """``count`` requests (None: all) with the bodies in ``path``, repeated if there are fewer.
+    """Read ``count`` request bodies (None: all) from ``path``, repeating them if the file has fewer.
 
-    A line is the body of a completion or chat completion, or a line of OpenAI's Batch API that has it as ``body``.
-    Bodies without a maximum generate ``num_output`` tokens. Raises DataError.
+    Each line is the body of a completion or chat completion, or a line in the format of OpenAI's Batch API, with the
+    field ``body``. Requests without ``max_tokens`` generate ``num_output`` tokens. Raises DataError.
     """
     items = [_openai_item(where, line, tokenizer, num_output) for where, line in _lines(path)]
     return items if count is None else list(islice(cycle(items), count))
@@ -95,13 +95,13 @@ def _openai_item(where: str, line: bytes, tokenizer: Tokenizer | None, num_outpu
 
 
 def _text(messages: Any) -> str:
-    """All text in the contents of messages; other values count as their JSON."""
+    """Join the contents of all messages; contents other than strings are encoded as JSON."""
     contents = (message.get("content") if isinstance(message, dict) else message for message in messages)
     return "\n".join(one if isinstance(one, str) else json.dumps(one) for one in contents)
 
 
 def _lines(path: Path) -> list[tuple[str, bytes]]:
-    """(position for messages, line) of each line that is not empty; raises DataError."""
+    """Read the non-empty lines as (``PATH:LINE`` for error messages, content); raises DataError."""
     try:
         content = path.read_bytes()
     except OSError as error:

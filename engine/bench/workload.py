@@ -1,4 +1,4 @@
-"""Workloads: prompts of a benchmark and the number of tokens to generate for each."""
+"""Workloads: the prompts of a benchmark and the number of tokens to generate for each."""
 
 import json
 import random
@@ -25,21 +25,21 @@ class BenchmarkRequest:
     prompt: str | tuple[int, ...]
     """A string, or token ids."""
     num_prompt: int
-    """Tokens in the prompt; words without a tokenizer."""
+    """Number of tokens in the prompt; without a tokenizer, number of words."""
     num_output: int
-    """Tokens to generate."""
+    """Number of tokens to generate."""
     at_s: float | None = None
-    """When it is sent, in seconds after the first; None: as the load's rate says."""
+    """Send time in seconds after the first request; None: determined by :attr:`.LoadSettings.rate`."""
     body: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of the request's body besides the prompt; one with ``messages`` is a chat."""
+    """Fields of the request body in place of ``prompt``; a body with ``messages`` is a chat request."""
     followups: "tuple[BenchmarkRequest, ...]" = ()
-    """Further turns of a conversation: each is sent with all before it, once the previous one has been answered."""
+    """Further turns of a conversation: each is sent with all earlier turns, after the response to the previous turn."""
     adapter: str | None = None
-    """LoRA adapter."""
+    """Name of the LoRA adapter; None: the base model."""
 
 
 class PromptGenerator:
-    """Makes prompts of a given length from random token ids, or without a tokenizer from random words."""
+    """Generator of prompts of a given length from random token ids, or from random words without a tokenizer."""
 
     def __init__(self, seed: int, tokenizer: Tokenizer | None, *, as_text: bool) -> None:
         self._random = random.Random(seed)
@@ -47,18 +47,18 @@ class PromptGenerator:
         self._as_text = as_text
 
     def length(self, middle: int, spread: float) -> int:
-        """A length drawn uniformly from ``middle`` · (1 ± ``spread``)."""
+        """Draw a length uniformly from ``middle`` · (1 ± ``spread``), at least 1."""
         return max(1, self._random.randint(round(middle * (1 - spread)), round(middle * (1 + spread))))
 
     def pieces(self, count: int) -> list[Any]:
-        """``count`` random tokens, or words."""
+        """Draw ``count`` random token ids, or words without a tokenizer."""
         if self._tokenizer is None:
             return self._random.choices(_WORDS, k=count)
         ids = self._tokenizer.plain_ids
         return self._random.choices(ids, k=count)
 
     def item(self, pieces: Sequence[Any], num_output: int, at_s: float | None = None) -> BenchmarkRequest:
-        """A request whose prompt consists of ``pieces``."""
+        """Create a request whose prompt consists of ``pieces`` (token ids or words)."""
         prompt: str | tuple[int, ...] = tuple(pieces)
         if self._tokenizer is None:
             prompt = " ".join(pieces)
@@ -74,7 +74,7 @@ class PromptGenerator:
 def random_items(
     writer: PromptGenerator, count: int, *, num_prompt: int, num_output: int, spread: float
 ) -> list[BenchmarkRequest]:
-    """Independent prompts; prompt and output lengths vary by ``spread``."""
+    """Create requests with independent random prompts; prompt and output lengths vary by ``spread``."""
     return [
         writer.item(writer.pieces(writer.length(num_prompt, spread)), writer.length(num_output, spread))
         for _ in range(count)
@@ -91,7 +91,7 @@ def shared_prefix_items(
     num_output: int,
     spread: float,
 ) -> list[BenchmarkRequest]:
-    """Prompts in ``groups`` that share a prefix (a system prompt) each, in random order."""
+    """Create requests in random order, in ``groups`` whose prompts share a prefix (a system prompt)."""
     prefixes = [writer.pieces(num_prefix) for _ in range(groups)]
     items = [
         writer.item(
@@ -114,7 +114,7 @@ def multi_turn_items(
     num_output: int,
     spread: float,
 ) -> list[BenchmarkRequest]:
-    """Conversations of ``num_turns`` turns of ``num_prompt`` tokens; the first turn also has a prefix of its own."""
+    """Create conversations of ``num_turns`` turns with ``num_prompt`` tokens each, plus ``num_prefix`` in the first."""
 
     def turn(num_more: int) -> BenchmarkRequest:
         pieces = writer.pieces(num_more + writer.length(num_prompt, spread))
@@ -125,7 +125,7 @@ def multi_turn_items(
 
 
 def with_adapters(items: Sequence[BenchmarkRequest], adapters: Sequence[str], seed: int) -> list[BenchmarkRequest]:
-    """``items``, each with one of ``adapters`` drawn uniformly."""
+    """Return ``items`` with an adapter for each, drawn uniformly from ``adapters``."""
     drawn = random.Random(seed)
     return [replace(item, adapter=drawn.choice(adapters)) for item in items]
 
@@ -133,10 +133,11 @@ def with_adapters(items: Sequence[BenchmarkRequest], adapters: Sequence[str], se
 def sharegpt_items(
     path: Path, count: int, *, tokenizer: Tokenizer | None, seed: int, num_output: int | None, max_tokens: int
 ) -> tuple[list[BenchmarkRequest], int]:
-    """(requests, number of skipped conversations) of a ShareGPT file: first turns, with the length of the stored reply.
+    """Read ``count`` requests from a ShareGPT file; return (requests, number of skipped conversations).
 
-    Conversations with fewer than two turns, with a turn of fewer than 4 tokens, or with more than ``max_tokens`` tokens
-    are skipped; if too few remain they are repeated. Raises DataError.
+    A request is the first turn of a conversation, with the length of the stored reply or ``num_output``. Conversations
+    with fewer than two turns, with a turn of fewer than 4 tokens, or with more than ``max_tokens`` tokens are skipped;
+    if too few remain, they are repeated. Raises DataError, and UsageError if none remains.
     """
     pairs = _first_turns(path)
     random.Random(seed).shuffle(pairs)
@@ -168,5 +169,5 @@ def _first_turns(path: Path) -> list[tuple[str, str]]:
 
 
 def count_tokens(text: str, tokenizer: Tokenizer | None) -> int:
-    """Tokens of ``text``; words without a tokenizer."""
+    """Return the number of tokens in ``text``; without a tokenizer, the number of words."""
     return len(text.split()) if tokenizer is None else len(tokenizer.encode(text))

@@ -1,1 +1,1 @@
-"""Constrained decoding: JSON schemas, regular expressions, grammars and structural tags, by llguidance."""
+"""Constrained decoding with llguidance: JSON schemas, regular expressions, grammars and structural tags."""

@@ -1,16 +1,17 @@
-"""Converts EBNF of llama.cpp (GBNF) and XGrammar to the formats of llguidance.
+"""Convert the EBNF of llama.cpp (GBNF) and XGrammar to llguidance's formats.
 
-llguidance ships a converter (``gbnf_to_lark``) that turns rules into greedy lexemes. EBNF is defined on characters:
-`x "b"` with `x ::= [a-z]+` contains "ab", but the lexeme of x would consume the b. Therefore a grammar without
-recursion becomes one regular expression, and any other one a grammar whose lexemes are single characters: both have
-exactly the language of the grammar. ``tests/engine/structured_output/test_grammar.py`` compares the two.
+llguidance ships a converter (``gbnf_to_lark``) that turns rules into greedy lexemes. EBNF, however, is defined on
+characters: `x "b"` with `x ::= [a-z]+` matches "ab", but the lexeme of x would consume the b. Therefore a grammar
+without recursion becomes one regular expression, and a recursive grammar becomes one whose lexemes are single
+characters. Both accept exactly the language of the original grammar;
+``tests/engine/structured_output/test_grammar.py`` compares them.
 """
 
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-_MAX_REGEX = 20_000  # characters; a longer expression takes longer to compile than a grammar
+_MAX_REGEX = 20_000  # characters; a longer expression compiles more slowly than a grammar
 _MAX_TEXT = 100_000
 _MAX_DEPTH = 100
 _TOP = 0x10FFFF
@@ -23,7 +24,7 @@ _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "f": "\f", "v": "\v", "a": "\a", "b
 
 @dataclass(frozen=True, slots=True)
 class Characters:
-    """One character in (or, negated, outside of) [low, high] ranges of code points."""
+    """One character within (if negated, outside of) the inclusive code point ranges [low, high]."""
 
     ranges: tuple[tuple[int, int], ...]
     is_negated: bool = False
@@ -38,21 +39,21 @@ class Reference:
 
 @dataclass(frozen=True, slots=True)
 class Sequence:
-    """Concatenation of items; the empty string if there are none."""
+    """Concatenation of items; without items, the empty string."""
 
     items: "tuple[Node, ...]"
 
 
 @dataclass(frozen=True, slots=True)
 class Alternatives:
-    """Alternatives, of which one must match."""
+    """A choice between alternatives, one of which must match."""
 
     options: "tuple[Node, ...]"
 
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """An item repeated ``low`` to ``high`` times; None: without upper limit."""
+    """An item repeated ``low`` to ``high`` times; None: no upper limit."""
 
     item: "Node"
     low: int
@@ -63,7 +64,7 @@ Node = Characters | Reference | Sequence | Alternatives | Repeat
 
 
 def ending(rules: dict[str, Node]) -> set[str]:
-    """Names of the rules that match some finite string."""
+    """Return the names of the rules that match at least one finite string."""
     known: set[str] = set()
 
     def ends(node: Node) -> bool:
@@ -85,7 +86,7 @@ def ending(rules: dict[str, Node]) -> set[str]:
 
 
 def names(node: Node) -> Iterator[str]:
-    """Names of the rules that ``node`` refers to, in order, with repetitions."""
+    """Yield the names of the rules that ``node`` refers to, in order and with repetitions."""
     match node:
         case Reference(name):
             yield name
@@ -106,7 +107,7 @@ class GuidanceGrammar:
 
 
 def translate(text: str) -> GuidanceGrammar:
-    """Convert an EBNF grammar; raises ValueError, with line and column, for an invalid one."""
+    """Convert an EBNF grammar; raises ValueError with line and column if it is invalid."""
     rules = read(text)
     regex = _regex(rules)
     if regex is not None:
@@ -118,11 +119,11 @@ def translate(text: str) -> GuidanceGrammar:
 
 
 class _NotRegularError(Exception):
-    """The grammar is recursive, or its expression would be too long."""
+    """Raised if a grammar is recursive or its regular expression would be too long."""
 
 
 def _regex(rules: Mapping[str, Node]) -> str | None:
-    """The grammar as one regular expression; None if it is recursive or the expression would be too long."""
+    """Convert the grammar to one regular expression; None if it is recursive or the expression would be too long."""
     written: dict[str, str] = {}
     under_way: set[str] = set()
 
@@ -146,16 +147,16 @@ def _regex(rules: Mapping[str, Node]) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class _Writer:
-    """Writes nodes in one of the two formats."""
+    """Writer of nodes as a regular expression or in Lark syntax, depending on the fields."""
 
     characters: Callable[[Characters], str]
     refer: Callable[[str], str]
     opening: str
-    """Opening of a group."""
+    """Text that opens a group."""
     space: str
-    """Separator of concatenated items."""
+    """Separator between concatenated items."""
     empty: str
-    """The empty string."""
+    """Text that matches the empty string."""
 
     def write(self, node: Node) -> str:
         match node:
@@ -184,7 +185,7 @@ def _code(point: int) -> str:
 
 
 def read(text: str) -> dict[str, Node]:
-    """Parse every rule, by name; raises ValueError with line, column and what is valid there."""
+    """Parse an EBNF grammar to a node per rule name; the ValueError has line, column and the expected input."""
     if len(text) > _MAX_TEXT:
         raise ValueError(f"it has {len(text)} characters; at most {_MAX_TEXT}")
     rules = _Reader(text).rules()
@@ -199,7 +200,7 @@ def read(text: str) -> dict[str, Node]:
 
 
 class _Reader:
-    """Recursive-descent parser."""
+    """Recursive-descent parser of EBNF."""
 
     def __init__(self, text: str) -> None:
         self._text, self._at, self._depth = text, 0, 0
@@ -228,7 +229,7 @@ class _Reader:
         return items[0] if len(items) == 1 else Sequence(tuple(items))
 
     def _item(self) -> Node | None:
-        """The next item with its repetitions; None at the end of an alternative, a group or a rule."""
+        """Parse the next item with its repetitions; None at the end of an alternative, a group or a rule."""
         item = self._atom()
         while item is not None:
             if (bounds := _BOUNDS.match(self._text, self._at)) is not None:
@@ -265,7 +266,7 @@ class _Reader:
             return self._group()
         begin = self._at
         name = self._name('a literal "…", a class […], a group (…) or the name of a rule')
-        if self._text.startswith("::=", self._at):  # the next rule
+        if self._text.startswith("::=", self._at):  # the name starts the next rule
             self._at = begin
             return None
         return Reference(name)
@@ -310,7 +311,7 @@ class _Reader:
         return Characters(tuple(ranges), is_negated)
 
     def _character(self) -> int:
-        """The code point of the next character, which may be escaped."""
+        """Parse the next character, which may be escaped, to its code point."""
         sign = self._text[self._at]
         self._at += 1
         if sign != "\\":

@@ -1,7 +1,7 @@
-"""Grammars: constrained decoding by JSON schemas, regular expressions and grammars, with llguidance.
+"""Grammars: constrained decoding with JSON schemas, regular expressions and grammars, by llguidance.
 
-llguidance computes which tokens may follow, as bit masks that the sampler applies; a matcher per request follows its
-tokens. Rank 0 only.
+For each request, a matcher consumes the generated tokens and computes a bit mask of the allowed next tokens, which the
+sampler applies. Rank 0 only.
 """
 
 import functools
@@ -23,29 +23,29 @@ from tapscope.engine.structured_output.grammar_trial import GrammarCompilerProce
 if TYPE_CHECKING:
     import llguidance
 
-_CACHED = 256  # cached compilation results, including errors
-_THREADS = 4  # grammars compiled in parallel
+_CACHED = 256  # number of cached compilation results, including errors
+_THREADS = 4  # number of grammars compiled in parallel
 
 
 class Constraint:
-    """One request's state in its grammar, determined by its tokens."""
+    """The state of one request's grammar after the request's tokens so far."""
 
     def __init__(self, matcher: "llguidance.LLMatcher", mask_words: int) -> None:
         self._matcher = matcher
         self._mask = np.zeros(mask_words, dtype=np.int32)
         self._matcher_ahead: llguidance.LLMatcher | None = None
-        """The state after the drafts that :meth:`mask_after` was last called with."""
+        """Matcher state after the drafts ``_ahead``, from the last call of :meth:`mask_after`."""
         self._ahead: list[int] = []
         self.error = ""
-        """Why no token can follow; empty otherwise."""
+        """Reason why the grammar allows no token; empty: no error."""
 
     @property
     def finished(self) -> bool:
-        """Whether the output is complete and nothing may follow."""
+        """Whether the output is complete, so that no token may follow."""
         return not self.error and self._matcher.is_stopped()
 
     def mask(self) -> NDArray[np.int32]:
-        """Bit mask of the tokens that may follow, least significant bit first; all zero after an error."""
+        """Compute the bit mask of the allowed next tokens, least significant bit first; all zero after an error."""
         if not self.error:
             self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
             if self._matcher.is_error() or not self._mask.any():
@@ -53,7 +53,10 @@ class Constraint:
         return self._mask
 
     def mask_after(self, drafts: Sequence[int]) -> NDArray[np.int32] | None:
-        """:meth:`mask` as if ``drafts`` had been accepted; None if they may not follow or nothing may follow them."""
+        """Compute :meth:`mask` as if ``drafts`` had been accepted, without changing the state.
+
+        None if the grammar does not allow ``drafts``, or allows no token after them.
+        """
         if not drafts:
             return self.mask()
         if self.error:
@@ -74,21 +77,24 @@ class Constraint:
         return None if matcher.is_error() or not mask.any() else mask
 
     def num_valid(self, drafts: Sequence[int]) -> int:
-        """How many of ``drafts`` may follow."""
+        """Return the length of the longest prefix of ``drafts`` that the grammar allows."""
         return 0 if self.error else self._matcher.validate_tokens(list(drafts))
 
     def accept(self, token: int) -> None:
-        """Advance by one token."""
+        """Advance the state by one token; sets :attr:`error` if the grammar does not allow it."""
         self._matcher_ahead = None
         if not self.error and not self._matcher.consume_token(token):
             self.error = f"token {token} cannot follow: {first_line(self._matcher.get_error())}"
 
 
 class Grammars:
-    """Compiles constraints for one tokenizer in threads, and caches the results."""
+    """Compiler and cache of constraints for one tokenizer; grammars are compiled in threads."""
 
     def __init__(self, tokenizer: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        """``vocab_size``: columns of the logits, which may exceed the tokenizer's vocabulary."""
+        """``tokenizer`` is the path of tokenizer.json.
+
+        ``vocab_size`` is the number of columns of the logits, which may exceed the tokenizer's vocabulary.
+        """
         self._path = tokenizer
         self._vocab_size = vocab_size
         self._eos = list(eos_token_ids)
@@ -107,22 +113,23 @@ class Grammars:
         return len(self._compiling)
 
     def prepare(self, params: SamplingParams) -> "Future[llguidance.LLMatcher] | None":
-        """Start compiling; returns a future after which :meth:`start` does not block, or None if it is done."""
+        """Start compiling; return a future after which :meth:`start` does not block, or None if compilation is done."""
         if params.constraint is None or (future := self._future(*params.constraint)).done():
             return None
         return future
 
     def start(self, params: SamplingParams) -> Constraint | None:
-        """Initial state of the constraint in ``params``, None without one; waits until it is compiled.
+        """Return the initial state of the constraint in ``params``; None without a constraint.
 
-        Raises UsageError for a constraint that is invalid, unsatisfiable or too expensive to compile.
+        Blocks until the constraint is compiled. Raises UsageError if the constraint is invalid, unsatisfiable or too
+        expensive to compile.
         """
         if params.constraint is None:
             return None
         return Constraint(self._future(*params.constraint).result().deep_copy(), self._mask_words)
 
     def close(self) -> None:
-        """End the threads and their processes."""
+        """Stop the compiler threads and their subprocesses."""
         self._threads.shutdown(cancel_futures=True)
         for trial in self._trials:
             trial.close()
@@ -144,7 +151,7 @@ class Grammars:
 
     @functools.cached_property
     def _made_tokenizer(self) -> "llguidance.LLTokenizer":
-        """Made on first use, because a large vocabulary takes a second."""
+        """The tokenizer, created on first use, as a large vocabulary takes a second."""
         if not self._path.exists():
             raise UsageError(f"{self._path.parent} has no tokenizer.json; a constrained output needs one")
         library = _llguidance()
@@ -156,7 +163,7 @@ class Grammars:
             made: llguidance.LLTokenizer = library.LLTokenizer(text, n_vocab=size, eos_token=self._eos or None)
         except ValueError as error:
             raise UsageError(f"{self._path}: llguidance cannot use this tokenizer: {error}") from None
-        for token in added:  # llguidance treats tokens that look like tags as special, even if they are not
+        for token in added:  # llguidance treats any token that looks like a tag as special
             if made.is_special_token(token["id"]):
                 kind = self._special if token.get("special") else self._marks
                 kind[token["content"]] = token["id"]
@@ -188,7 +195,7 @@ class Grammars:
 
 
 def _llguidance() -> Any:
-    """llguidance, imported on first use: engines without constraints run without it."""
+    """Import llguidance on first use, as engines without constraints run without the package."""
     try:
         return importlib.import_module("llguidance")
     except ImportError:

@@ -1,9 +1,9 @@
-"""GrammarCompilerProcess: compiles a grammar in a subprocess with limits, before the engine compiles it.
+"""GrammarCompilerProcess: compile a grammar in a subprocess with resource limits before the engine compiles it.
 
-llguidance bounds the work of its lexers and parsers, but not of a JSON schema with overlapping patternProperties (400
-of them take 20 s, growing faster than n⁴). A thread cannot be interrupted, so that the first attempt runs in a process
-with resource limits. The same process converts the grammar to llguidance's own format, which for a long grammar would
-hold the engine's GIL.
+llguidance bounds the work of its lexers and parsers, but not that of a JSON schema with overlapping patternProperties
+(400 of them take 20 s, growing faster than n⁴). A thread cannot be interrupted, so the first attempt runs in a
+subprocess with resource limits. The subprocess also converts the grammar to llguidance's own format, which would hold
+the engine's GIL for long grammars.
 """
 
 import json
@@ -18,28 +18,31 @@ from typing import Any
 from tapscope.core.errors import UsageError
 
 MAX_CPU_S = 3
-"""CPU time limit of one grammar in seconds; most take a few milliseconds."""
+"""CPU time limit per grammar in seconds; most grammars take a few milliseconds."""
 MAX_MEMORY = 2 << 30
-"""Memory limit of the process in bytes."""
+"""Memory limit of the subprocess in bytes."""
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
-"""Whitespace between JSON tokens; bounded, so that a model cannot generate it endlessly."""
+"""Regular expression for whitespace between JSON tokens; bounded, so that a model cannot generate it endlessly."""
 
 
 class GrammarCompilerProcess:
-    """The process; started on first use, and again after a grammar has exceeded a limit. Used by one thread."""
+    """Subprocess that compiles grammars for one thread.
+
+    The subprocess is started on first use, and restarted after a grammar has exceeded a limit.
+    """
 
     def __init__(self, max_cpu_s: int = MAX_CPU_S, max_memory: int = MAX_MEMORY) -> None:
         self._max_cpu_s, self._max_memory = max_cpu_s, max_memory
         self._process: subprocess.Popen[bytes] | None = None
 
     def form_of(self, kind: str, text: str, special: dict[str, int], marks: dict[str, int]) -> str:
-        """The grammar in llguidance's own format; ``special`` and ``marks`` are ids of added tokens.
+        """Convert a grammar to llguidance's own format; ``special`` and ``marks`` map added tokens to ids.
 
-        Raises UsageError if it is invalid, exceeds a limit, or crashes the process.
+        Raises UsageError if the grammar is invalid, exceeds a limit, or crashes the subprocess.
         """
         question = [kind, text, special, marks]
         line, code = self._ask(question)
-        if not line and code not in (-signal.SIGXCPU, -signal.SIGABRT):  # killed for another reason: try again
+        if not line and code not in (-signal.SIGXCPU, -signal.SIGABRT):  # killed for another reason: retry once
             line, code = self._ask(question)
         if not line:
             limits = {
@@ -54,7 +57,7 @@ class GrammarCompilerProcess:
         return str(answer["form"])
 
     def _ask(self, question: list[Any]) -> tuple[bytes, int]:
-        """(answer, 0), or (b"", exit code) if the process ended without an answer."""
+        """Send a grammar; return (response line, 0), or (b"", exit code) if the subprocess ended without a response."""
         process = self._process or self._start()
         assert process.stdin is not None
         assert process.stdout is not None
@@ -71,7 +74,7 @@ class GrammarCompilerProcess:
         return b"", code
 
     def close(self) -> None:
-        """End the process."""
+        """Kill the subprocess, if any."""
         if self._process is not None:
             _end(self._process)
             self._process = None
@@ -112,7 +115,7 @@ def _llguidance_form(kind: str, text: str, special: dict[str, int], marks: dict[
 
 
 def first_line(text: str) -> str:
-    """First line of an error message; for multi-line regex errors also the line with the reason."""
+    """Return the first line of an error message; for multi-line regex errors, append the line with the reason."""
     first, *rest = text.strip().split("\n")
     return " ".join([first, *(line.removeprefix("error: ") for line in rest if line.startswith("error: "))])
 
@@ -133,17 +136,17 @@ def _try(max_cpu_s: int, question: list[Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Entry point of the process: reads a grammar per line and writes an answer per line, until stdin closes."""
+    """Entry point of the subprocess: read one grammar per line and write one response per line until stdin closes."""
     max_cpu_s, max_memory = map(int, sys.argv[1:])
     os.nice(10)  # lower priority than the engine's steps
     resource.setrlimit(resource.RLIMIT_AS, (max_memory, max_memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent handles it
     for line in sys.stdin.buffer:
         try:
             print(json.dumps(_try(max_cpu_s, json.loads(line))), flush=True)
         except MemoryError:
-            os.abort()  # as llguidance does
+            os.abort()  # same exit code as when llguidance runs out of memory
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""StructuralTag: converts structural tags (free text with constrained parts) to llguidance's Lark syntax.
+"""StructuralTag: convert structural tags (free text with constrained parts) to llguidance's Lark syntax.
 
 The formats are those of XGrammar, which SGLang and vLLM accept (https://xgrammar.mlc.ai, "Structural Tag"):
 ``{"format": {"type": ..., ...}}`` and the older ``{"structures": [...], "triggers": [...]}``.
@@ -16,7 +16,7 @@ from tapscope.engine.structured_output.ebnf import translate
 from tapscope.engine.structured_output.lark_writer import LarkWriter, one_of
 
 Ends = tuple[str, ...] | None
-"""Strings of which one must end a part; (): another format follows; None: the output ends there."""
+"""Strings, one of which must follow a format; (): another format follows; None: the output ends after the format."""
 
 _DEPTH = 32  # maximum nesting of formats
 _SIZE = 4096  # maximum number of formats
@@ -25,7 +25,7 @@ JsonSchema = Annotated[dict[str, Any] | bool, must_be("a JSON object or true")]
 
 
 class ConstString(Struct, kw_only=True, forbid_unknown_fields=True, tag="const_string"):
-    """One string."""
+    """A fixed string."""
 
     value: NonEmptyStr
 
@@ -44,13 +44,13 @@ class Regex(Struct, kw_only=True, forbid_unknown_fields=True, tag="regex"):
 
 
 class Grammar(Struct, kw_only=True, forbid_unknown_fields=True, tag="grammar"):
-    """A string of an EBNF grammar."""
+    """A string that matches an EBNF grammar."""
 
     grammar: NonEmptyStr
 
 
 class AnyText(Struct, kw_only=True, forbid_unknown_fields=True, tag="any_text"):
-    """Any text up to the first of the ends."""
+    """Any text up to the first end string."""
 
 
 class SequenceFormat(Struct, kw_only=True, forbid_unknown_fields=True, tag="sequence"):
@@ -60,13 +60,13 @@ class SequenceFormat(Struct, kw_only=True, forbid_unknown_fields=True, tag="sequ
 
 
 class Or(Struct, kw_only=True, forbid_unknown_fields=True, tag="or"):
-    """Formats of which one must match."""
+    """A choice between formats, one of which must match."""
 
     elements: Annotated[list["Format"], Meta(min_length=1)]
 
 
 class Tag(Struct, kw_only=True, forbid_unknown_fields=True, tag="tag"):
-    """A begin string, a content, and an end string or one of several."""
+    """A begin string, a content format, and an end string or one of several end strings."""
 
     content: "Format"
     begin: str = ""
@@ -74,12 +74,12 @@ class Tag(Struct, kw_only=True, forbid_unknown_fields=True, tag="tag"):
 
     @property
     def ends(self) -> tuple[str, ...]:
-        """The end strings; empty if the tag ends with its content."""
+        """All end strings; empty if the tag ends with its content."""
         return ((self.end,) if self.end else ()) if isinstance(self.end, str) else tuple(self.end or ())
 
 
 class TriggeredTags(Struct, kw_only=True, forbid_unknown_fields=True, tag="triggered_tags"):
-    """Free text in which a trigger starts one of the tags."""
+    """Free text in which each trigger string starts one of the tags."""
 
     triggers: Annotated[list[NonEmptyStr], Meta(min_length=1)]
     tags: Annotated[list[Tag], Meta(min_length=1)]
@@ -125,10 +125,10 @@ class OlderStructuralTag(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 def structural_tag_to_lark(tag: Any, special: Mapping[str, int], marks: Mapping[str, int], whitespace: str) -> str:
-    """Lark grammar of a decoded structural tag.
+    """Convert a decoded structural tag to a Lark grammar.
 
-    ``special`` and ``marks`` are those of :class:`LarkWriter`; ``whitespace`` is a regular expression for whitespace
-    between JSON tokens. Raises RequestError, naming the field.
+    ``special`` and ``marks`` are the arguments of :class:`LarkWriter`; ``whitespace`` is a regular expression for
+    whitespace between JSON tokens. The RequestError names the field.
     """
     root = "structural_tag"
     try:
@@ -154,7 +154,7 @@ def _tag_of(structure: Structure) -> Tag:
 
 
 class _FormatWriter:
-    """Writes formats as expressions over rules that a :class:`LarkWriter` collects."""
+    """Writer of formats as Lark expressions; a :class:`LarkWriter` collects their rules."""
 
     def __init__(self, rules: LarkWriter, whitespace: str) -> None:
         self._rules = rules
@@ -162,7 +162,10 @@ class _FormatWriter:
         self._depth = self._size = 0
 
     def write(self, form: Format, ends: Ends, where: str) -> str:
-        """``form`` followed by one of ``ends``; ``where`` is its path in the tag. Raises RequestError."""
+        """Return an expression for ``form`` followed by one of ``ends``; ``where`` is the path of ``form``, for errors.
+
+        Raises RequestError.
+        """
         self._size += 1
         self._depth += 1
         if self._depth > _DEPTH or self._size > _SIZE:
@@ -238,7 +241,10 @@ class _FormatWriter:
         return self._rules.closed(written if form.at_least_one else f"({written})?", ends or ())
 
     def _triggered(self, form: TriggeredTags, stops: Sequence[str], ends: Ends, where: str) -> str:
-        """Free text up to a trigger and its tags; triggers that contain an earlier-ending trigger cannot occur."""
+        """Return an expression for free text up to a trigger, followed by one of the trigger's tags.
+
+        A trigger that contains another trigger which ends earlier cannot occur, and is left out.
+        """
         options = []
         for trigger in dict.fromkeys(form.triggers):
             mine = [tag for tag in form.tags if tag.begin.startswith(trigger)]
@@ -253,13 +259,16 @@ class _FormatWriter:
         return one_of(options)
 
     def _tag(self, tag: Tag, begin: str, ends: Ends, where: str) -> str:
-        """``tag`` with ``begin``, the rest of its begin string."""
+        """Return an expression for ``tag``; ``begin`` is the remaining part of its begin string."""
         content = self.write(tag.content, tag.ends or ends, f"{where}.content")
         written = f"{self._rules.text(begin)} {content}".strip()
         return self._rules.closed(written, ends or ()) if tag.ends else written
 
     def _until(self, ends: Ends, stops: Sequence[str], where: str) -> str:
-        """Free text followed by one of ``ends``, or to the end of the output; it stops at any of ``stops``."""
+        """Return an expression for free text up to one of ``ends``, or up to the end of the output if None.
+
+        Marks that overlap one of ``stops`` are excluded. Raises RequestError if another format follows directly.
+        """
         if ends == ():
             rule = "put it last, or into a tag with an end; otherwise the end of its text is ambiguous"
             raise RequestError(f"{where}: {rule}", param=where)
