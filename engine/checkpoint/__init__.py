@@ -1,1 +1,1 @@
-"""Reads safetensors checkpoints: weight mapping, sharded loading, dequantization, dummy weights."""
+"""Checkpoint loading from safetensors: weight mapping, sharded reads, dequantization, dummy weights."""

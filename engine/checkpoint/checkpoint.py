@@ -1,4 +1,4 @@
-"""Checkpoint: reads slices of a model's weights, which may be quantized."""
+"""Checkpoint: read slices of a model's weights, which may be quantized."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -32,11 +32,11 @@ _CODES = tuple(CODES.values())
 
 
 class Checkpoint:
-    """An opened checkpoint; made by :func:`open_checkpoint`, valid inside its ``with``."""
+    """An open checkpoint, created by :func:`open_checkpoint` and valid within its ``with`` block."""
 
     def __init__(self, tensors: StoredTensors, quantization: Quantization | None = None) -> None:
         self.shape_source = "config.json requires"
-        """Subject and verb of the message on a tensor of another shape."""
+        """Subject and verb of the error message for a tensor of the wrong shape."""
         self.quantization = quantization
         self._tensors = tensors
         self._int4: Int4Weights | None = None
@@ -50,9 +50,9 @@ class Checkpoint:
 
     @cached_property
     def names(self) -> list[str]:
-        """Names of all weights, without their scales, in the order of the index or file.
+        """Names of all weights, without scales, in the order of the index or file.
 
-        4-bit weights have the name ``PATH.weight`` instead of those of their tensors.
+        A 4-bit weight is named ``PATH.weight``, whatever the names of its tensors.
         """
         if self.quantization is None:
             return [name for name in self._tensors if not is_cache_scale(name)]
@@ -61,16 +61,16 @@ class Checkpoint:
 
     @property
     def stored_names(self) -> list[str]:
-        """Names of all tensors, as they are stored."""
+        """Names of all tensors, including scales, as stored."""
         return list(self._tensors)
 
     def file_of(self, name: str) -> str:
-        """Path of the file that contains ``name``, for messages."""
+        """Return the path of the file that contains ``name``, for messages."""
         int4 = self._int4_of(name)
         return self._tensors.file_of(name if int4 is None else int4.codes_of(name))
 
     def is_empty_bias(self, name: str) -> bool:
-        """Whether ``name`` is a bias of zeros of a 4-bit weight, which GPTQ checkpoints have for layers without one."""
+        """Return whether ``name`` is an all-zero bias of a 4-bit weight; GPTQ stores one for layers without a bias."""
         is_bias = name.endswith(".bias") and self._int4_of(f"{name.removesuffix('.bias')}.weight") is not None
         return is_bias and not self._tensors.get_tensor(name).any()
 
@@ -85,10 +85,10 @@ class Checkpoint:
         *,
         is_raw: bool = False,
     ) -> Tensor:
-        """Slice [start, start + count) along ``dim`` of tensor ``name``, whose full shape must be ``shape``.
+        """Read the slice [start, start + count) along ``dim`` of tensor ``name``, whose full shape must be ``shape``.
 
-        With ``index`` the tensor is a stack of matrices and ``dim`` an axis of matrix ``index``. Quantized weights are
-        dequantized to fp32, unless ``is_raw``. Raises CheckpointError naming the tensor and the file.
+        With ``index`` the tensor is a stack of matrices, and ``dim`` is an axis of matrix ``index``. Quantized weights
+        are dequantized to fp32 unless ``is_raw``. The CheckpointError names the tensor and the file.
         """
         if (int4 := self._int4_of(name)) is not None:
             return int4.read(name, shape, dim, start, count, is_raw=is_raw)
@@ -112,7 +112,7 @@ class Checkpoint:
         return dequantize(piece, scales, block, (start, 0) if dim == 0 else (0, start))
 
     def integers(self, name: str) -> Tensor:
-        """The whole tensor ``name`` as int64; raises CheckpointError for one of floats."""
+        """Read the whole tensor ``name`` as int64; raises CheckpointError if its dtype is floating point."""
         tensor = self._tensors.get_tensor(name)
         if tensor.is_floating_point():
             raise CheckpointError(f"{self._tensors.where(name)} has dtype {_dtype(tensor)}; expected integers")
@@ -120,11 +120,11 @@ class Checkpoint:
 
     @cached_property
     def cache_scales(self) -> list[str]:
-        """Names of the scales of an FP8 KV cache."""
+        """Names of the tensors with scales of an FP8 KV cache."""
         return [name for name in self._tensors if is_cache_scale(name)]
 
     def number(self, name: str) -> float:
-        """Value of the one-element tensor ``name``; raises CheckpointError if it is anything else."""
+        """Read the one-element float tensor ``name``; raises CheckpointError for any other shape or dtype."""
         tensor = self._tensors.get_tensor(name)
         if tensor.numel() != 1 or not tensor.dtype.is_floating_point:
             shape = f"{_dtype(tensor)} of shape {list(tensor.shape)}"
@@ -132,18 +132,18 @@ class Checkpoint:
         return float(tensor)
 
     def check_unchanged(self) -> None:
-        """Raise CheckpointError if a file has changed since it was opened, so that old and new weights may be mixed."""
+        """Raise CheckpointError if a file has changed since it was opened, as old and new weights may then be mixed."""
         self._tensors.check_unchanged()
 
     def kind(self, name: str) -> str:
-        """dtype of tensor ``name`` by its safetensors name, ``I4`` for 4-bit weights; raises CheckpointError."""
+        """Return the safetensors dtype of tensor ``name``, ``I4`` for 4-bit weights; raises CheckpointError."""
         return KINDS[INT4] if self._int4_of(name) is not None else str(self._tensors.get_slice(name).get_dtype())
 
     def scales(self, name: str, shape: tuple[int, ...], index: int | None = None) -> tuple[Tensor, tuple[int, int]]:
-        """Scales of the quantized weight ``name`` of ``shape``: ([blocks, blocks], rows and columns of a block).
+        """Read the scales of the quantized weight ``name`` of ``shape``; return ([blocks, blocks], block shape).
 
-        They are fp32, those of 4-bit weights as they are stored. ``index`` is that of :meth:`read`.
-        Raises CheckpointError naming the tensor and the file.
+        Scales are fp32, except for 4-bit weights, whose scales keep the stored dtype. ``index`` selects a matrix of a
+        stack, as in :meth:`read`. The CheckpointError names the tensor and the file.
         """
         where = f"{name} in {self.file_of(name)}"
         if len(shape if index is None else shape[1:]) != 2:
@@ -166,12 +166,12 @@ class Checkpoint:
         return scales.float().reshape(scales.shape[0] if scales.ndim else 1, -1), block
 
     def zeros(self, name: str, outs: int) -> Tensor | None:
-        """Zero points [outs, groups] uint8 of a 4-bit weight; None if all are 8. Raises CheckpointError."""
+        """Read the zero points of a 4-bit weight, [outs, groups] uint8; None if all are 8. Raises CheckpointError."""
         int4 = self._int4_of(name)
         return None if int4 is None else int4.zeros(name, outs)
 
     def feature_groups(self, name: str, ins: int) -> Tensor | None:
-        """Group of each input feature [ins] of a 4-bit weight; None where consecutive features share a group.
+        """Read the group of each input feature [ins] of a 4-bit weight; None if groups are consecutive features.
 
         Raises CheckpointError.
         """
@@ -179,7 +179,7 @@ class Checkpoint:
         return None if int4 is None else int4.feature_groups(name, ins)
 
     def input_scale(self, name: str) -> float | None:
-        """The static scale of the input of weight ``name``; None if there is none. Raises CheckpointError."""
+        """Read the static input scale of the layer with weight ``name``; None without one. Raises CheckpointError."""
         scale_name = name.removesuffix(".weight") + ".input_scale"
         if scale_name not in self._tensors:
             return None
@@ -190,11 +190,11 @@ class Checkpoint:
         return scale
 
     def _int4_of(self, name: str) -> Int4Weights | None:
-        """The 4-bit weights, if ``name`` is one of them."""
+        """Return the reader of 4-bit weights if ``name`` is one of them; otherwise None."""
         return self._int4 if self._int4 is not None and name in self._int4 else None
 
     def _read_mxfp4(self, name: str, dim: int, start: int, count: int, index: int | None) -> Tensor:
-        """Rows or columns [start, start + count) of a matrix in MXFP4; columns need not begin with a block."""
+        """Read and dequantize rows or columns [start, start + count) of an MXFP4 matrix; columns need no alignment."""
         names = name, name.removesuffix(mxfp4.BLOCKS) + mxfp4.SCALES
         first, last = (start, start + count) if dim == 0 else (start // mxfp4.BLOCK, -(-(start + count) // mxfp4.BLOCK))
         blocks, exponents = (self._tensors.part(each, dim, first, last - first, index) for each in names)
@@ -206,9 +206,9 @@ class Checkpoint:
 def open_checkpoint(
     source: WeightSource, prefixes: Mapping[str, str] | None = None, *, file: str | None = None
 ) -> Iterator[Checkpoint]:
-    """Open a checkpoint as :func:`.open_tensors` does; tensors in memory and those of ``file`` are not quantized.
+    """Context manager: open a checkpoint; the arguments are those of :func:`.open_tensors`.
 
-    Raises CheckpointError naming file and tensor.
+    Tensors in memory, and those of ``file``, are never quantized. The CheckpointError names file and tensor.
     """
     with open_tensors(source, prefixes, file=file) as tensors:
         is_checkpoint = isinstance(source, Path) and file is None

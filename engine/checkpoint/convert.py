@@ -1,16 +1,16 @@
-"""Converts a checkpoint to FP8, int8 or int4: weights are rounded to nearest, without calibration data.
+"""Convert a checkpoint to FP8, int8 or int4: weights are rounded to nearest, without calibration data.
 
-The formats are those that transformers, vLLM and SGLang read:
+The formats are readable by transformers, vLLM and SGLang:
 
-- ``fp8-block``: e4m3, a scale of each 128 x 128 block, inputs quantized per token and 128 features (DeepSeek-V3,
+- ``fp8-block``: e4m3, one scale per 128 x 128 block, inputs quantized per token and 128 features (DeepSeek-V3,
   arXiv:2412.19437, section 3.3; ``quant_method`` ``fp8``);
-- ``fp8-channel``: e4m3, a scale of each output channel, inputs quantized per token (compressed-tensors);
-- ``int8``: as ``fp8-channel`` in int8 (W8A8);
-- ``int4``: a scale of each output channel and group of input features, weight-only (compressed-tensors
+- ``fp8-channel``: e4m3, one scale per output channel, inputs quantized per token (compressed-tensors);
+- ``int8``: like ``fp8-channel``, in int8 (W8A8);
+- ``int4``: one scale per output channel and group of input features, weight-only (compressed-tensors
   ``pack-quantized``; scales are absmax / 7.5, as in its quantization/utils/helpers.py).
 
-One shard is mapped at a time; its rows are read, rounded and written in chunks. The output directory appears at the
-end, complete.
+One shard is memory-mapped at a time, and its rows are read, rounded and written in chunks. The output directory is
+renamed into place when complete.
 """
 
 import fnmatch
@@ -40,62 +40,63 @@ IGNORED = (
     "lm_head", "*.lm_head", "*embed*", "*.wte", "*.wpe", "*.gate", "*.router", "*router.*", "*shared_expert_gate",
     "*vision*", "*visual*", "*audio*", "*multi_modal_projector*",
 )  # fmt: skip
-"""Modules that are never quantized: embeddings, heads, routers, and what is not the text model."""
+"""Globs of modules that are never quantized: embeddings, heads, routers, and modules outside the text model."""
 _STEP = 1 << 23
-"""Elements of a chunk."""
+"""Maximum number of elements in a chunk."""
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pth", "*.pt", "*.gguf", "*.index.json", "config.json")
-"""Files that are not copied."""
+"""Globs of files that are not copied to the output."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConvertedTensor:
-    """One weight after its conversion."""
+    """One quantized weight and its rounding error."""
 
     name: str
     rel_l2: float
-    """Norm of its error / its norm."""
+    """Relative L2 error: norm of the error divided by the norm of the weight."""
 
 
 @dataclass(slots=True)
 class Conversion:
-    """The written checkpoint: sizes and counts."""
+    """Summary of a written checkpoint: tensors, errors and sizes."""
 
     tensors: list[ConvertedTensor] = field(default_factory=list)
-    """The quantized weights, in the order of the files."""
+    """The quantized weights, in file order."""
     kept: list[str] = field(default_factory=list)
-    """Names of the tensors that were copied."""
+    """Names of the tensors that were copied unchanged."""
     stacked: list[str] = field(default_factory=list)
-    """Those of them that are stacks of experts: these formats store each expert on its own."""
+    """Copied tensors that are stacks of experts, as these formats require separate experts."""
     nbytes: tuple[int, int] = (0, 0)
-    """Bytes of all tensors, before and after."""
+    """Total bytes of all tensors, before and after the conversion."""
 
 
 @dataclass(frozen=True, slots=True)
 class Converter:
-    """Rounds the weights of linear layers to one format."""
+    """Converter of checkpoints that rounds the weights of linear layers to one format."""
 
     to: str
     group: int = 128
-    """Input features that share a scale of ``int4``."""
+    """Number of input features that share a scale, for ``int4``."""
     ignore: tuple[str, ...] = ()
-    """Globs of module paths that are kept, in addition to :data:`IGNORED`."""
+    """Globs of module paths that are not quantized, in addition to :data:`IGNORED`."""
 
     @property
     def quantizer(self) -> WeightQuantizer:
-        """Rounds one weight."""
+        """Quantizer of single weights."""
         return WeightQuantizer(self.to, self.group)
 
     @staticmethod
     def count(source: Path) -> int:
-        """Number of tensors of a checkpoint; raises CheckpointError."""
+        """Return the number of tensors in a checkpoint; raises CheckpointError."""
         with open_checkpoint(source) as checkpoint:
             return len(checkpoint.stored_names)
 
     def convert(self, source: Path, out: Path, advance: Callable[[int], None] = lambda count: None) -> Conversion:
-        """Write the checkpoint ``source`` to the new or empty directory ``out``; ``advance`` counts tensors.
+        """Convert the checkpoint ``source`` to the new or empty directory ``out``.
 
-        Raises CheckpointError for a checkpoint that cannot be read or is quantized, ConfigError for a glob that matches
-        nothing or a group size that does not fit, RunExistsError and OutputError for ``out``.
+        ``advance`` is called with the number of newly processed tensors. Raises CheckpointError if the checkpoint is
+        unreadable or already quantized, ConfigError if a glob matches no module or the group size does not divide the
+        input features, RunExistsError if ``out`` is not empty, and OutputError if ``out`` cannot be written.
         """
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise RunExistsError(f"{out} exists and is not an empty directory; choose another path")
@@ -127,7 +128,7 @@ class Converter:
             remove_tempdir(folder)
 
     def covers(self, name: str, shape: Sequence[int], dtype: str) -> bool:
-        """Whether tensor ``name`` is the weight of a linear layer that is quantized."""
+        """Return whether tensor ``name`` is the weight of a linear layer to be quantized."""
         path = name.removesuffix(".weight")
         is_weight = path != name and len(shape) == 2 and dtype in ("F32", "BF16", "F16") and 0 not in shape
         return is_weight and not any(fnmatch.fnmatchcase(path, glob) for glob in (*IGNORED, *self.ignore))
@@ -167,7 +168,7 @@ class Converter:
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """One tensor of the source."""
+    """One tensor of the source checkpoint."""
 
     name: str
     dtype: str
@@ -180,22 +181,22 @@ class _Tensor:
 
     @property
     def is_linear(self) -> bool:
-        """Whether config.json must list it if it is kept: readers expect every linear layer to be quantized."""
+        """Whether config.json must list the tensor if it is kept: readers expect all linear layers to be quantized."""
         return self.path != self.name and len(self.shape) == 2 and "embed" not in self.path
 
 
 @dataclass(frozen=True, slots=True)
 class _FilePlan:
-    """The tensors of one output file, known from the headers of the source."""
+    """The contents of one output file, derived from the headers of the source."""
 
     file: str
     tensors: tuple[_Tensor, ...]
     outputs: tuple[tuple[str, str, tuple[int, ...]], ...]
-    """(name, dtype, shape) in the order of their bytes."""
+    """(name, dtype, shape) of each output tensor, in file order."""
 
     @classmethod
     def of(cls, converter: Converter, source: Path, file: str, names: Sequence[str]) -> "_FilePlan":
-        """Raises CheckpointError, ConfigError."""
+        """Plan the file from the header of ``source / file``; raises CheckpointError, ConfigError."""
         tensors: list[_Tensor] = []
         outputs: list[tuple[str, str, tuple[int, ...]]] = []
         try:
@@ -218,7 +219,7 @@ class _FilePlan:
     def write(
         self, converter: Converter, source: Path, path: Path, advance: Callable[[int], None]
     ) -> Iterator[ConvertedTensor]:
-        """Write the file; yields the quantized tensors. Raises OSError, CheckpointError."""
+        """Write the file, yielding the quantized tensors. Raises OSError, CheckpointError."""
         with ExitStack() as stack:
             out = _SafetensorsWriter(stack.enter_context(path.open("wb")), self.outputs)
             stored = stack.enter_context(safe_open(source, framework="pt"))
@@ -233,10 +234,10 @@ class _FilePlan:
 
 
 class _SafetensorsWriter:
-    """A safetensors file whose tensors are written in parts, in any order."""
+    """Writer of a safetensors file that accepts parts of tensors in any order."""
 
     def __init__(self, file: BinaryIO, tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> None:
-        """``tensors``: (name, dtype, shape) in the order of their bytes."""
+        """Write the header; ``tensors`` are (name, dtype, shape) in file order."""
         self._file, self._entries, end = file, dict[str, dict[str, Any]](), 0
         for name, dtype, shape in tensors:
             begin, end = end, end + _nbytes(dtype, shape)
@@ -248,7 +249,7 @@ class _SafetensorsWriter:
         file.truncate(self._data + end)
 
     def put(self, name: str, row: int, part: Tensor) -> None:
-        """Write ``part``, the rows from ``row`` on of a tensor."""
+        """Write ``part``, rows of tensor ``name`` that begin at ``row``."""
         if part.numel():
             entry = self._entries[name]
             per_row = math.prod(entry["shape"][1:]) * part.element_size()
@@ -256,7 +257,7 @@ class _SafetensorsWriter:
             self._file.write(part.contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
     def sync(self) -> None:
-        """Wait until the bytes are on disk."""
+        """Flush the file to disk (fsync)."""
         self._file.flush()
         os.fsync(self._file.fileno())
 
@@ -264,16 +265,16 @@ class _SafetensorsWriter:
 def _quantize(
     converter: Converter, source: Path, stored: Any, tensor: _Tensor, out: _SafetensorsWriter
 ) -> ConvertedTensor:
-    """Round a weight and write its codes and scales; raises CheckpointError for a value that is not finite."""
+    """Quantize a weight and write its codes and scales; raises CheckpointError if it has non-finite values."""
     signal = noise = 0.0
     for row, part in _rows(stored, tensor):
         if not part.isfinite().all():
             raise CheckpointError(f"{tensor.name} in {source} has values that are not finite")
-        pieces, meant = converter.quantizer.quantize(part)
+        pieces, dequantized = converter.quantizer.quantize(part)
         for suffix, piece in pieces.items():
             out.put(tensor.name + suffix, row // BLOCK if suffix == "_scale_inv" else row, piece)
         signal += float(part.double().square().sum())
-        noise += float((part.double() - meant).square().sum())
+        noise += float((part.double() - dequantized).square().sum())
     if converter.to == "int4":
         out.put(f"{tensor.name}_shape", 0, torch.tensor(tensor.shape))
     return ConvertedTensor(tensor.name, math.sqrt(noise / signal) if signal else 0.0)
@@ -282,7 +283,7 @@ def _quantize(
 def _outputs(
     converter: Converter, name: str, dtype: str, shape: tuple[int, ...]
 ) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """(name, dtype, shape) of the tensors of a quantized weight; raises ConfigError."""
+    """Yield (name, dtype, shape) of each tensor that represents a quantized weight; raises ConfigError."""
     if converter.to == "int4" and shape[1] % converter.group:
         raise ConfigError(
             f"{name} has {shape[1]} input features, not a multiple of --group-size {converter.group}: choose another, "
@@ -297,7 +298,7 @@ def _outputs(
 
 
 def _rows(stored: Any, tensor: _Tensor) -> Iterator[tuple[int, Tensor]]:
-    """(first row, rows) of a tensor, in chunks of whole blocks; raises CheckpointError."""
+    """Yield (first row, rows) of a tensor in chunks of whole blocks; raises CheckpointError."""
     try:
         part = stored.get_slice(tensor.name)
         if not tensor.shape:

@@ -1,4 +1,4 @@
-"""Dummy weights: random weights seeded by their names, to run a model's shape without its checkpoint."""
+"""Dummy weights: random weights seeded by name, to run a model architecture without a checkpoint."""
 
 import zlib
 from collections.abc import Iterable
@@ -10,19 +10,22 @@ from torch import Tensor
 from tapscope.engine.checkpoint.weight_loader import WeightSlice
 
 _STD = 0.02
-_ROWS = 1024  # rows drawn at a time
+_ROWS = 1024  # rows per block, each drawn with its own seed
 
 
 def fill_with_dummy_weights(weight_slices: Iterable[WeightSlice]) -> None:
-    """Fill matrices and biases from N(0, 0.02), norms and scales with ones, on all cores; ranks share the values."""
+    """Fill matrices and biases from N(0, 0.02²), norms and scales with ones; the full weights do not depend on tp.
+
+    Uses all cores.
+    """
     blocks = [(part, block) for part in weight_slices for block in _blocks(part)]
     with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:
-        for _ in pool.map(lambda about: _fill(*about), blocks):
+        for _ in pool.map(lambda args: _fill(*args), blocks):
             pass
 
 
 def _blocks(part: WeightSlice) -> range:
-    """The blocks of rows that this rank has a part of."""
+    """Return the indices of the row blocks that overlap this rank's slice."""
     if not part.is_matrix:
         return range(1)
     first, last = _rows(part)
@@ -35,7 +38,7 @@ def _rows(part: WeightSlice) -> tuple[int, int]:
 
 @torch.no_grad()
 def _fill(part: WeightSlice, block: int) -> None:
-    """Fill this rank's part of one block."""
+    """Fill this rank's part of one row block."""
     if part.is_matrix:
         rows, columns = part.shape[-2:]
         first, last = _rows(part)

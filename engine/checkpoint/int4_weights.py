@@ -1,4 +1,4 @@
-"""Int4Weights: the 4-bit weights of a checkpoint, each of which consists of several tensors."""
+"""Int4Weights: the 4-bit weights of a checkpoint, each of which is stored as several tensors."""
 
 from collections.abc import Sequence
 
@@ -13,10 +13,10 @@ from tapscope.tensor_files.int4 import INT4_ZERO_POINT, PER_WORD, Int4Format
 
 
 class Int4Weights:
-    """Reads them as ``PATH.weight``, whatever their tensors are called."""
+    """Reader of 4-bit weights under the name ``PATH.weight``, whatever the names of their tensors."""
 
     def __init__(self, tensors: StoredTensors, format: Int4Format, group_sizes: Sequence[int | None]) -> None:
-        """``group_sizes``: input features that may share a scale, by config.json; None: all."""
+        """``group_sizes``: possible group sizes (input features per scale) from config.json; None: all features."""
         self._tensors, self._format, self._group_sizes = tensors, format, group_sizes
         suffix = f".{format.codes}"
         codes = [name for name in tensors if name.endswith(suffix)]
@@ -29,19 +29,22 @@ class Int4Weights:
         return weight in self._codes
 
     def codes_of(self, weight: str) -> str:
-        """Name of the tensor with the codes of ``weight``."""
+        """Return the name of the tensor with the codes of ``weight``."""
         return self._codes[weight]
 
     def weight_of(self, name: str) -> str | None:
-        """The weight whose codes ``name`` has; ``name`` if it is not packed; None if it belongs to a weight."""
+        """Return the weight name for the stored tensor ``name``.
+
+        Codes map to their weight, tensors unrelated to 4-bit weights to themselves, and scales or zero points to None.
+        """
         return None if name in self._others else self._weights.get(name, name)
 
     def read(
         self, weight: str, shape: tuple[int, ...], dim: int, start: int, count: int, *, is_raw: bool = False
     ) -> Tensor:
-        """[start, start + count) along ``dim``: two codes in a byte if ``is_raw``, else dequantized to fp32.
+        """Read [start, start + count) along ``dim``, dequantized to fp32, or as two codes per byte if ``is_raw``.
 
-        Raises CheckpointError for another shape than ``shape``.
+        Raises CheckpointError if the weight's shape is not ``shape``.
         """
         codes_name, format = self._codes[weight], self._format
         stored = self._tensors.get_slice(codes_name)
@@ -72,7 +75,7 @@ class Int4Weights:
         )  # fmt: skip
 
     def scales(self, weight: str, shape: tuple[int, int]) -> tuple[Tensor, tuple[int, int]]:
-        """([outs, groups] in the stored dtype, rows and columns of a block); raises CheckpointError."""
+        """Read the scales; return ([outs, groups] in the stored dtype, block shape). Raises CheckpointError."""
         name, where = _sibling(weight, self._format.scales), self._where(weight)
         if name not in self._tensors:
             raise CheckpointError(f"{where} is quantized but has no scales: {name}")
@@ -90,7 +93,7 @@ class Int4Weights:
         )
 
     def zeros(self, weight: str, outs: int) -> Tensor | None:
-        """Zero points [outs, groups] uint8; None if all are 8. Raises CheckpointError."""
+        """Read the zero points, [outs, groups] uint8; None if all are 8. Raises CheckpointError."""
         name, format = _sibling(weight, self._format.zeros), self._format
         if name not in self._tensors:
             if format.is_transposed:
@@ -107,9 +110,9 @@ class Int4Weights:
         return None if (zeros == INT4_ZERO_POINT).all() else zeros
 
     def feature_groups(self, weight: str, ins: int) -> Tensor | None:
-        """Group of each input feature [ins]; None where consecutive features share a group.
+        """Read the group of each input feature [ins]; None if groups are consecutive features.
 
-        GPTQ's ``desc_act`` quantizes features in another order. Raises CheckpointError.
+        With GPTQ's ``desc_act``, features are quantized in another order. Raises CheckpointError.
         """
         name = _sibling(weight, self._format.groups)
         if name not in self._tensors:
@@ -128,5 +131,5 @@ class Int4Weights:
 
 
 def _sibling(weight: str, last: str) -> str:
-    """Name of another tensor of the weight's module."""
+    """Return the name of tensor ``last`` in the module of ``weight``."""
     return f"{weight.removesuffix('.weight')}.{last}"

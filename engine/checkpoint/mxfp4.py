@@ -8,24 +8,30 @@ import torch
 from torch import Tensor
 
 BLOCK = 32
-"""Values that share a scale."""
+"""Number of values that share a scale."""
 BLOCKS, SCALES = "_blocks", "_scales"
-"""Suffixes of the tensors' names."""
+"""Suffixes of the tensor names."""
 _BIAS = 127
 _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _VALUES = (*_POSITIVE, *(-value for value in _POSITIVE))
 
 
 def dequantize_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """[..., rows, n, 16] and [..., rows, n] uint8 -> [..., rows, 32 n] in ``dtype``; exact where it has the range."""
+    """Dequantize blocks [..., rows, n, 16] and scales [..., rows, n], both uint8, to [..., rows, 32 n] in ``dtype``.
+
+    The result is exact if ``dtype`` has the range.
+    """
     values = torch.tensor(_VALUES, dtype=dtype, device=blocks.device)
-    pairs = torch.stack((values.repeat(16), values.repeat_interleave(16)), dim=-1)  # of every byte
+    pairs = torch.stack((values.repeat(16), values.repeat_interleave(16)), dim=-1)  # the two values of every byte
     wide = torch.nn.functional.embedding(blocks.int(), pairs).flatten(-2)
     return torch.ldexp(wide, (scales.int() - _BIAS).unsqueeze(-1)).to(dtype).flatten(-2)
 
 
 def quantize_mxfp4(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """[..., rows, 32 n] -> blocks and scales; the largest value of a block gets the exponent 2 of E2M1's 4 to 6."""
+    """Quantize a matrix [..., rows, 32 n]; return its blocks and scales.
+
+    The scale maps the largest value of each block to exponent 2, the largest exponent of E2M1 (values 4 to 6).
+    """
     wide = matrix.float().reshape(*matrix.shape[:-1], -1, BLOCK)
     largest = wide.abs().amax(-1).clamp(min=2.0**-_BIAS)
     exponent = (torch.floor(torch.log2(largest)) - 2).clamp(-_BIAS, _BIAS)

@@ -1,4 +1,4 @@
-"""PeftAdapter: a LoRA adapter as PEFT saves it (adapter_config.json and adapter_model.safetensors)."""
+"""PeftAdapter: a LoRA adapter in PEFT's format (adapter_config.json and adapter_model.safetensors)."""
 
 import math
 import re
@@ -18,37 +18,37 @@ _PREFIX = "base_model.model."
 _DOWN, _UP = ".lora_A.weight", ".lora_B.weight"
 _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "bias": ("none",),
-    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),  # others change the base model's weights
+    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),  # other values change the base model's weights
 }
 _REFUSED = (
     *("use_dora", "fan_in_fan_out", "modules_to_save", "lora_bias", "use_qalora", "trainable_token_indices"),
     *("alora_invocation_tokens", "arrow_config", "layer_replication", "use_bdlora", "kasa_config", "velora_config"),
     "monteclora_config",
 )
-"""Options that change the result, and are supported only where they are off."""
+"""Options that change the result and must be off."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeftAdapter:
-    """The configuration of an adapter; reading it loads no weights."""
+    """Configuration of a LoRA adapter, read without its weights."""
 
     folder: Path
     rank: int
-    """The largest rank of any layer."""
+    """Largest rank of any layer."""
     default_rank: int
     alpha: float
     is_rank_stabilized: bool
     """Whether updates are scaled by alpha / sqrt(rank) (rsLoRA, arXiv:2312.03732) instead of alpha / rank."""
     rank_pattern: Mapping[str, int] = field(default_factory=dict)
-    """Regular expression for the end of a module's path -> its rank."""
+    """Regular expression for the end of a module's path -> rank of the module."""
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
-    """The same for its alpha."""
+    """Regular expression for the end of a module's path -> alpha of the module."""
     target_parameters: tuple[str, ...] = ()
-    """Ends of the paths of parameters that are adapted themselves, such as stacks of experts' matrices."""
+    """Path suffixes of parameters that are adapted directly, such as stacked expert matrices."""
 
     @classmethod
     def read(cls, folder: Path) -> "PeftAdapter":
-        """From ``adapter_config.json``; raises CheckpointError for what is missing, malformed or unsupported."""
+        """Read ``adapter_config.json``; raises CheckpointError if it is missing, malformed or unsupported."""
         path = folder / CONFIG
         try:
             values = read_object(path)
@@ -68,31 +68,31 @@ class PeftAdapter:
         )
 
     def rank_of(self, module: str) -> int:
-        """Rank of the module with this path."""
+        """Return the rank of the module with this path."""
         return int(_match(self.rank_pattern, module, self.default_rank))
 
     def scaling_of(self, module: str) -> float:
-        """Factor of the module's update."""
+        """Return the scaling factor of the module's low-rank update."""
         alpha, rank = _match(self.alpha_pattern, module, self.alpha), self.rank_of(module)
         return alpha / (math.sqrt(rank) if self.is_rank_stabilized else rank)
 
     def targets_parameter(self, path: str) -> bool:
-        """Whether the parameter with this path is adapted itself."""
+        """Return whether the parameter with this path is adapted directly."""
         return any(path == end or path.endswith(f".{end}") for end in self.target_parameters)
 
     @contextmanager
     def open(self) -> Iterator["AdapterWeights"]:
-        """Open its weights; raises CheckpointError naming the file and tensor at fault."""
+        """Context manager: open the adapter's weights; the CheckpointError names the file and tensor."""
         with open_checkpoint(self.folder, file=WEIGHTS) as checkpoint:
             yield AdapterWeights(checkpoint)
             checkpoint.check_unchanged()
 
 
 class AdapterWeights:
-    """The opened weights of an adapter, by the module that they adapt."""
+    """Open weights of an adapter, by adapted module."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        """Raises CheckpointError for a tensor that is not half of a low-rank update, and for a missing half."""
+        """Raise CheckpointError for a tensor other than lora_A and lora_B, and if one of a pair is missing."""
         self.checkpoint = checkpoint
         checkpoint.shape_source = "the model and the rank in adapter_config.json require"
         halves: dict[str, dict[str, str]] = {}
@@ -111,16 +111,16 @@ class AdapterWeights:
                 lost = "lora_B" if name.endswith(_DOWN) else "lora_A"
                 raise CheckpointError(f"{checkpoint.file_of(name)} has no {lost}.weight of {path}")
         self.names = {path: (held[_DOWN], held[_UP]) for path, held in halves.items()}
-        """Path of an adapted module -> names of its two matrices, [rank, ins] and [outs, rank]."""
+        """Path of an adapted module -> names of lora_A [rank, ins] and lora_B [outs, rank]."""
 
     def where(self, path: str) -> str:
-        """The first matrix of the adapted module and its file, for messages."""
+        """Return the name and file of the adapted module's lora_A, for messages."""
         name = self.names[path][0]
         return f"{name} in {self.checkpoint.file_of(name)}"
 
 
 def _check_supported(path: Path, values: Mapping[str, Any]) -> None:
-    """Raise CheckpointError for another method than LoRA, and for an option that is not supported."""
+    """Raise CheckpointError for a method other than LoRA or an unsupported option."""
     method = values.get("peft_type", "LORA")
     if method != "LORA":
         raise CheckpointError(f"{path}: peft_type={method!r} is not supported; expected 'LORA'")
@@ -162,5 +162,5 @@ def _parameters(path: Path, values: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _match(patterns: Mapping[str, float], module: str, default: float) -> float:
-    """Value of the first pattern that matches the end of ``module``, as PEFT chooses it."""
+    """Return the value of the first pattern that matches the end of ``module``, as PEFT does; else ``default``."""
     return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)

@@ -1,14 +1,14 @@
-"""Quantized checkpoints: finding the scales of each weight, and dequantization.
+"""Quantized checkpoints: formats, the scales of each weight, and dequantization.
 
-Reference dequantization: a weight is multiplied by its scales in fp32 when it is read, and rounded to the engine's
-dtype; activations are not quantized. The formats, by `quantization_config` of config.json:
+Reference dequantization multiplies a weight by its scales in fp32 when the weight is read, and rounds the result to the
+engine's dtype; activations are not quantized. Formats, by `quantization_config` in config.json:
 
 - ``fp8``: block-wise e4m3 with `NAME_scale_inv` [ceil(out / block), ceil(in / block)] (DeepSeek-V3, arXiv:2412.19437;
   transformers' integrations/finegrained_fp8.py);
-- ``compressed-tensors``: int8 (W8A8) or e4m3 with `NAME_scale`, one per tensor or one per output channel, or int4;
-- ``gptq`` and ``awq``: int4, with a scale and a zero point of each output and group of input features
+- ``compressed-tensors``: int8 (W8A8) or e4m3 with `NAME_scale`, one per tensor or per output channel, or int4;
+- ``gptq`` and ``awq``: int4 with a scale and a zero point per output and group of input features
   (:mod:`tapscope.tensor_files.int4`);
-- ``modelopt``: e4m3 with `NAME_scale`, one per tensor (also in hf_quant_config.json);
+- ``modelopt``: e4m3 with one `NAME_scale` per tensor (the section may be in hf_quant_config.json);
 - ``mxfp4``: experts of gpt-oss as `NAME_blocks` and `NAME_scales` (:mod:`tapscope.engine.checkpoint.mxfp4`).
 """
 
@@ -29,11 +29,11 @@ from tapscope.tensor_files import int4
 from tapscope.tensor_files.int4 import Int4Format
 
 CODES = {torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.int8: "I8"}
-"""dtypes of 8-bit weights, and their names in safetensors."""
+"""Dtypes of 8-bit weights -> safetensors names."""
 INT4 = torch.uint8
-"""dtype of 4-bit weights in memory: two codes in a byte, the even input feature in the low bits."""
+"""Dtype of 4-bit weights in memory: two codes per byte, with the even input feature in the low bits."""
 KINDS = CODES | {INT4: "I4"}
-"""dtypes of weights that stay quantized, and their names in messages."""
+"""Dtypes of weights that stay quantized -> names in messages."""
 _METHODS = ("fp8", "compressed-tensors", "modelopt", "mxfp4", "gptq", "awq")
 _PACKED = "pack-quantized"
 _FORMATS = ("int-quantized", "float-quantized", "naive-quantized", _PACKED, "mixed-precision", "dense", None)
@@ -51,7 +51,7 @@ _VALUES: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
 }
 """Supported values of a quantization section, by method."""
 _FORMER_KEYS = {"w_bit": "bits", "q_group_size": "group_size"}
-"""As AutoAWQ wrote them first."""
+"""Key names of early AutoAWQ versions -> current names."""
 _SUFFIXES = ("_scale_inv", "_scale")
 _METADATA = re.compile(r"\.(input_scale|output_scale|k_scale|v_scale|q_scale|kv_scale|weight_zero_point)$")
 _CACHE_SCALE = re.compile(r"\.self_attn\.((attn\.|[kv]_proj\.)?(k_scale|v_scale)|kv_scale|[kv]_proj\.output_scale)$")
@@ -60,13 +60,13 @@ _FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 
 @dataclass(frozen=True, slots=True)
 class ActivationScheme:
-    """How a checkpoint's config.json asks for the quantization of a layer's input."""
+    """Quantization of a layer's input, as specified in config.json."""
 
     dtype: torch.dtype
     group: int | None
-    """Features of a token that share a scale; None: all."""
+    """Number of features of a token that share a scale; None: all features."""
     is_static: bool = False
-    """Whether the one scale is in the checkpoint (``NAME.input_scale``)."""
+    """Whether a single static scale is stored in the checkpoint (``NAME.input_scale``)."""
     is_ue8m0: bool = False
     """Whether dynamic scales are rounded up to powers of two (``scale_fmt``, DeepSeek-V3.1)."""
 
@@ -77,19 +77,19 @@ class Quantization:
 
     method: str
     block: tuple[int, int] | None = None
-    """Rows and columns that share a scale, if config.json has a weight_block_size."""
+    """Rows and columns of a scale's block (``weight_block_size`` in config.json), if any."""
     inputs: tuple[tuple[tuple[str, ...], ActivationScheme], ...] = ()
-    """Targets of compressed-tensors' groups (class names, module paths, ``re:`` and an expression) and their schemes;
-    no targets: every quantized layer."""
+    """Input schemes by targets: class names, module paths, or ``re:`` and a regular expression, as in the groups of
+    compressed-tensors; no targets: every quantized layer."""
     int4: Int4Format | None = None
-    """How 4-bit weights are packed."""
+    """Packing format of 4-bit weights."""
     groups: tuple[int | None, ...] = ()
-    """Input features that share a scale of a 4-bit weight, of each of compressed-tensors' groups; None: all."""
+    """Group sizes (input features per scale) of 4-bit weights, one for each config group; None: all features."""
 
     def activations(self, tensor: str, dtype: torch.dtype) -> ActivationScheme | None:
-        """How the input of the layer with weight ``tensor``, quantized to ``dtype``, is quantized; None: not at all.
+        """Return the input scheme of the layer whose weight ``tensor`` is quantized to ``dtype``.
 
-        Inputs of another dtype than the weight stay as they are.
+        None if the input is not quantized; schemes of a dtype other than that of the weight are ignored.
         """
         path = tensor.removesuffix(".weight")
         for targets, scheme in self.inputs:
@@ -99,7 +99,7 @@ class Quantization:
 
     @classmethod
     def read(cls, folder: Path) -> "Quantization | None":
-        """From config.json or hf_quant_config.json; None if the checkpoint is not quantized.
+        """Read the format of a checkpoint from its config files (see :func:`sections`); None if it is not quantized.
 
         Raises CheckpointError for an unsupported format.
         """
@@ -125,7 +125,7 @@ class Quantization:
 
 
 def sections(folder: Path) -> Iterator[tuple[Path, Mapping[str, Any]]]:
-    """(file, quantization section) of config.json, hf_quant_config.json and GPTQ's quantize_config.json.
+    """Yield (file, quantization section) of config.json, hf_quant_config.json and GPTQ's quantize_config.json.
 
     Raises CheckpointError.
     """
@@ -141,24 +141,24 @@ def sections(folder: Path) -> Iterator[tuple[Path, Mapping[str, Any]]]:
 
 
 def is_cache_scale(name: str) -> bool:
-    """Whether a tensor is a KV cache scale, which checkpoints without quantized weights may have too."""
+    """Return whether a tensor is a KV cache scale; checkpoints with unquantized weights may have them too."""
     return _CACHE_SCALE.search(name) is not None
 
 
 def scale_of(name: str, names: Container[str]) -> str | None:
-    """Name of the tensor with the scales of weight ``name``; None if there is none."""
+    """Return the name of the tensor with the scales of weight ``name``; None if there is none in ``names``."""
     return next((name + suffix for suffix in _SUFFIXES if name + suffix in names), None)
 
 
 def is_quantization_metadata(name: str, names: Container[str]) -> bool:
-    """Whether a tensor of a quantized checkpoint is a scale or a zero point of another."""
+    """Return whether a tensor of a quantized checkpoint is a scale or zero point rather than a weight."""
     if _METADATA.search(name):
         return True
     return any(name.endswith(suffix) and name.removesuffix(suffix) in names for suffix in _SUFFIXES)
 
 
 def check_scales(scales: Tensor, where: str) -> None:
-    """Raise CheckpointError unless ``scales`` are finite floats: others would make every output garbage."""
+    """Raise CheckpointError unless ``scales`` are finite floats; other scales would make every output garbage."""
     if not scales.is_floating_point():
         kind = str(scales.dtype).removeprefix("torch.")
         raise CheckpointError(f"{where} has dtype {kind}; the scales of a quantized weight must be floats")
@@ -167,7 +167,10 @@ def check_scales(scales: Tensor, where: str) -> None:
 
 
 def block_of(shape: tuple[int, int], scales: tuple[int, ...], block: tuple[int, int] | None) -> tuple[int, int] | None:
-    """Rows and columns of a weight of ``shape`` that share a scale, by the shape ``scales``; None if they mismatch."""
+    """Return the block shape (rows, columns per scale) of a weight of ``shape`` with scales of shape ``scales``.
+
+    ``block`` is the configured block shape, by default 128 x 128. None if the shapes do not match.
+    """
     rows, columns = shape
     if scales in ((), (1,), (1, 1)):
         return shape
@@ -178,7 +181,7 @@ def block_of(shape: tuple[int, int], scales: tuple[int, ...], block: tuple[int, 
 
 
 def block_spans(start: Sequence[int], counts: Sequence[int], block: tuple[int, int]) -> tuple[slice, slice]:
-    """Rows and columns of the scales of elements [start, start + count) of each axis."""
+    """Return the rows and columns of the scales that cover elements [start, start + count) of each axis."""
     rows, columns = (
         slice(first // size, (first + count - 1) // size + 1 if count else first // size)
         for first, count, size in zip(start, counts, block, strict=True)
@@ -195,10 +198,11 @@ def dequantize(
     zeros: Tensor | None = None,
     groups: Tensor | None = None,
 ) -> Tensor:
-    """``stored`` [rows, columns], less its ``zeros``, times its scales, in fp32.
+    """Return (``stored`` - ``zeros``) * ``scales`` in fp32, [rows, columns].
 
-    ``stored`` is the part of a weight that begins at ``corner``; ``scales`` and ``zeros`` are those of the whole one.
-    ``groups`` [all columns] is the column of the scales of each column of the weight, if they are not in order.
+    ``stored`` is the part of a weight that begins at (row, column) ``corner``, while ``scales`` and ``zeros`` belong to
+    the whole weight. ``groups`` [all columns] maps each column of the weight to a column of the scales if groups are
+    not consecutive.
     """
     rows = torch.arange(corner[0], corner[0] + stored.shape[0]) // block[0]
     columns = torch.arange(corner[1], corner[1] + stored.shape[1])
@@ -210,36 +214,36 @@ def dequantize(
 
 
 def quantize_to_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """[rows, columns] -> (codes in e4m3, scales [rows, 1] in fp32: absmax / 448 of each output channel)."""
+    """Quantize [rows, columns] per output channel; return e4m3 codes and fp32 scales [rows, 1], absmax / 448."""
     scales = weight.float().abs().amax(dim=1, keepdim=True).clamp(min=1e-12) / _FP8_MAX
     return (weight.float() / scales).to(torch.float8_e4m3fn), scales
 
 
 @dataclass(frozen=True, slots=True)
 class OnlineQuantizer:
-    """Quantizes linear layers while a checkpoint is read (``quantization="fp8"``)."""
+    """Selection of the linear layers to quantize while a checkpoint is read (``quantization="fp8"``)."""
 
     excluded: tuple[str, ...] = ()
     """Globs of module paths that are not quantized."""
 
     def covers(self, tensor: str) -> bool:
-        """Whether the weight ``tensor`` is quantized."""
+        """Return whether the weight ``tensor`` is to be quantized."""
         path = tensor.removesuffix(".weight")
         return not any(fnmatch.fnmatchcase(path, glob) for glob in self.excluded)
 
     def unmatched(self, tensors: Collection[str]) -> list[str]:
-        """Globs that match none of ``tensors``."""
+        """Return the globs that match none of ``tensors``."""
         paths = [tensor.removesuffix(".weight") for tensor in tensors]
         return [glob for glob in self.excluded if not fnmatch.filter(paths, glob)]
 
 
 def _object(path: Path) -> Mapping[str, Any] | None:
-    """The object in a JSON file; None if the file does not exist."""
+    """Read the object in a JSON file; None if the file does not exist."""
     return read_object(path) if path.exists() else None
 
 
 def _member(path: Path, name: str) -> Mapping[str, Any] | None:
-    """Member ``name``, an object, of a JSON file; None if the file or the member does not exist."""
+    """Read the object under the key ``name`` of a JSON file; None if the file or the key does not exist."""
     values = (_object(path) or {}).get(name)
     if values is not None and not isinstance(values, dict):
         raise CheckpointError(f"{path}: {name} is {values!r}; it must be a JSON object")
@@ -251,14 +255,14 @@ def _model_type(path: Path) -> Any:
 
 
 def _check_value(path: Path, key: str, value: Any, supported: tuple[Any, ...]) -> None:
-    """Raise CheckpointError unless ``value`` is one of ``supported``; None stands for an absent key."""
+    """Raise CheckpointError unless ``value`` is one of ``supported``; None represents an absent key."""
     if not any(value == one and type(value) is type(one) for one in supported):
         known = ", ".join(str(one) for one in supported if one is not None)
         raise CheckpointError(f"{path}: {key} {value!r} is not supported; supported: {known}")
 
 
 def _check_overrides(path: Path, dynamic: Any) -> None:
-    """GPTQModel's ``dynamic``: a pattern with ``-:`` excludes modules, others change how they are quantized."""
+    """Raise CheckpointError if GPTQModel's ``dynamic`` overrides settings; patterns with ``-:`` exclude modules."""
     for pattern in dynamic if isinstance(dynamic, dict) else ():
         if not pattern.startswith("-:"):
             raise CheckpointError(f"{path}: dynamic {pattern!r} is not supported; supported: exclusions, '-:PATTERN'")
@@ -273,7 +277,7 @@ def _group_size(path: Path, value: Any, key: str = "group_size") -> int | None:
 
 
 def _compressed_groups(path: Path, values: Mapping[str, Any]) -> Iterator[int | None]:
-    """Group sizes of the 4-bit weights of compressed-tensors' config groups; raises CheckpointError."""
+    """Yield the group size of 4-bit weights in each config group of compressed-tensors; raises CheckpointError."""
     _check_value(path, "format", values.get("format"), _FORMATS)
     for key, member in (("sparsity_config", "format"), ("transform_config", "config_groups")):
         setting = values.get(key)
@@ -314,7 +318,7 @@ def _is_target(path: str, target: str) -> bool:
 def _input_schemes(
     path: Path, method: str, values: Mapping[str, Any], block: tuple[int, int] | None
 ) -> Iterator[tuple[tuple[str, ...], ActivationScheme]]:
-    """How a quantization section asks for the quantization of inputs; raises CheckpointError."""
+    """Yield (targets, input scheme) as specified by a quantization section; raises CheckpointError."""
     fp8 = torch.float8_e4m3fn
     if method == "modelopt":
         yield (), ActivationScheme(fp8, None, is_static=True)
@@ -334,7 +338,7 @@ def _input_schemes(
 
 
 def _compressed_scheme(path: Path, group: str, inputs: Any) -> ActivationScheme:
-    """From ``input_activations`` of compressed-tensors; raises CheckpointError."""
+    """Parse ``input_activations`` of compressed-tensors; raises CheckpointError."""
     where = f"{path}: input_activations of {group}"
     if not isinstance(inputs, dict):
         raise CheckpointError(f"{where} is {inputs!r}; it must be an object")

@@ -1,4 +1,4 @@
-"""ReceivedWeights: tensors in memory that are loaded like those of a checkpoint."""
+"""ReceivedWeights: in-memory tensors that are loaded like a checkpoint."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,31 +12,31 @@ _NAME = "the received weights"
 
 
 class ReceivedWeights:
-    """Tensors by Hugging Face's names, none of them quantized; a source of weights besides a directory."""
+    """Unquantized in-memory tensors by Hugging Face name: an alternative weight source to a directory."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
 
     @property
     def files(self) -> dict[str, str]:
-        """Name of each tensor -> the name of the source, for messages."""
+        """Tensor name -> name of this source, in place of a file name."""
         return dict.fromkeys(self._tensors, _NAME)
 
     @property
     def handles(self) -> dict[str, Any]:
-        """The source, with the methods of an open safetensors file."""
+        """Name of this source -> this object, which has the methods of an open safetensors file."""
         return {_NAME: self}
 
     def keys(self) -> list[str]:
-        """Names of the tensors."""
+        """Return the names of all tensors."""
         return list(self._tensors)
 
     def get_tensor(self, name: str) -> Tensor:
-        """One tensor."""
+        """Return one tensor."""
         return self._tensors[name]
 
     def get_slice(self, name: str) -> "_Slice":
-        """One tensor, to read parts of."""
+        """Return one tensor with the slice interface of safetensors."""
         return _Slice(self._tensors[name])
 
     def __str__(self) -> str:
@@ -44,7 +44,7 @@ class ReceivedWeights:
 
 
 class _Slice:
-    """A lazily read tensor, with the interface of safetensors' slices."""
+    """An in-memory tensor with the slice interface of safetensors."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
@@ -60,4 +60,4 @@ class _Slice:
 
 
 WeightSource = Path | ReceivedWeights
-"""Where new weights come from: the directory of a checkpoint, or tensors in memory."""
+"""Source of new weights: a checkpoint directory, or tensors in memory."""

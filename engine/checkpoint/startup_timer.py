@@ -1,4 +1,4 @@
-"""StartupTimer: time and memory of each stage of an engine's start, for the log and for metrics."""
+"""StartupTimer: time and memory of each startup stage of an engine, for logs and metrics."""
 
 import logging
 import resource
@@ -11,16 +11,16 @@ _log = logging.getLogger(__name__)
 
 
 class StartupTimer:
-    """Seconds and bytes of each stage, in order."""
+    """Seconds and memory growth of each startup stage, in order."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self.grown_bytes: dict[str, int] = {}
-        """Growth of the process's resident memory; empty where the system does not report it."""
+        """Growth of the process's resident memory by stage; empty if the system does not report it."""
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Measure the ``with`` block as stage ``name``; repeated stages are summed."""
+        """Context manager: measure the ``with`` block as stage ``name``; repeated stages are summed."""
         began, before = time.perf_counter(), resident_bytes()
         yield
         seconds, after = time.perf_counter() - began, resident_bytes()
@@ -32,7 +32,7 @@ class StartupTimer:
 
 
 def resident_bytes() -> int | None:
-    """Resident bytes of this process; None where the system does not report them."""
+    """Return the resident memory of this process in bytes; None if the system does not report it."""
     try:
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     except (OSError, ValueError, IndexError):

@@ -1,4 +1,4 @@
-"""StoredTensors: tensors by name, from a (sharded) safetensors checkpoint or from memory.
+"""StoredTensors: tensors by name, in a (sharded) safetensors checkpoint or in memory.
 
 Layout: `model.safetensors`, or several files named by the `weight_map` of `model.safetensors.index.json`
 (https://huggingface.co/docs/safetensors).
@@ -18,16 +18,16 @@ from tapscope.engine.checkpoint.received_weights import ReceivedWeights, WeightS
 from tapscope.engine.params.json_file import lfs_pointer_error
 
 INDEX = "model.safetensors.index.json"
-"""Names the file of each tensor, where there are several."""
+"""Index of a sharded checkpoint, which maps each tensor to a file."""
 SINGLE = "model.safetensors"
-"""The file of a checkpoint without an index."""
+"""Weight file of a checkpoint without an index."""
 
 
 class StoredTensors:
-    """Opened files; made by :func:`open_tensors`, valid inside its ``with``."""
+    """Tensors of open files, created by :func:`open_tensors` and valid within its ``with`` block."""
 
     def __init__(self, folder: Path, handles: Mapping[str, Any], stored: Mapping[str, tuple[str, str]]) -> None:
-        """``handles``: file -> the opened file; ``stored``: name -> its file and its name in that file."""
+        """``handles`` maps file names to open files; ``stored`` maps tensor names to (file, name in the file)."""
         self.folder = folder
         self._handles = handles
         self._stored = stored
@@ -40,32 +40,32 @@ class StoredTensors:
         return iter(self._stored)
 
     def file_of(self, name: str) -> str:
-        """Path of the file that contains ``name``, for messages."""
+        """Return the path of the file that contains ``name``, for messages."""
         return str(self.folder / self._stored[name][0])
 
     def where(self, name: str) -> str:
-        """Name and file, for messages."""
+        """Return "NAME in FILE", for messages."""
         return f"{name} in {self.file_of(name)}"
 
     def get_slice(self, name: str) -> Any:
-        """safetensors' slice of a tensor, which has its shape and dtype; raises CheckpointError."""
+        """Return the safetensors slice of a tensor, which has shape and dtype; raises CheckpointError."""
         file, stored = self._stored[name]
         with self._errors(name):
             return self._handles[file].get_slice(stored)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor; raises CheckpointError."""
+        """Return the shape of a tensor; raises CheckpointError."""
         return tuple(self.get_slice(name).get_shape())
 
     def get_tensor(self, name: str) -> Tensor:
-        """A whole tensor; raises CheckpointError."""
+        """Read a whole tensor; raises CheckpointError."""
         file, stored = self._stored[name]
         with self._errors(name):
             tensor: Tensor = self._handles[file].get_tensor(stored)
         return tensor
 
     def part(self, name: str, dim: int, start: int, count: int, index: int | None = None) -> Tensor:
-        """[start, start + count) along ``dim`` of a tensor, or of matrix ``index`` of a stack.
+        """Read [start, start + count) along ``dim`` of a tensor, or of matrix ``index`` of a stack.
 
         Raises CheckpointError.
         """
@@ -76,11 +76,11 @@ class StoredTensors:
         return piece
 
     def remember_files(self) -> None:
-        """Remember which files are open, for :meth:`check_unchanged`."""
+        """Record inode, size and modification time of all open files, for :meth:`check_unchanged`."""
         self._identities = {file: _identity(self.folder / file) for file in self._handles}
 
     def check_unchanged(self) -> None:
-        """Raise CheckpointError if a file has changed since it was opened, so that old and new weights may be mixed."""
+        """Raise CheckpointError if a file has changed since it was opened, as old and new weights may then be mixed."""
         for file, identity in self._identities.items():
             if _identity(self.folder / file) != identity:
                 raise CheckpointError(f"{self.folder / file} was modified during loading; load it again")
@@ -97,10 +97,10 @@ class StoredTensors:
 def open_tensors(
     source: WeightSource, prefixes: Mapping[str, str] | None = None, *, file: str | None = None
 ) -> Iterator[StoredTensors]:
-    """Open every weight file of a directory, or tensors in memory; raises CheckpointError naming file and tensor.
+    """Context manager: open every weight file of a directory, or tensors in memory.
 
-    ``prefixes`` maps prefixes of stored names to those under which the tensors are read. With ``file`` only that file
-    is opened.
+    ``prefixes`` maps prefixes of stored names to the prefixes under which the tensors are read. With ``file`` only that
+    file is opened. The CheckpointError names file and tensor.
     """
     if isinstance(source, ReceivedWeights):
         yield StoredTensors(Path(), source.handles, _by_name(source.files, prefixes))
@@ -122,24 +122,24 @@ def open_tensors(
 
 
 def _by_name(files: Mapping[str, str], prefixes: Mapping[str, str] | None) -> dict[str, tuple[str, str]]:
-    """Name -> (file, stored name)."""
+    """Map each name (with its prefix replaced) to (file, stored name)."""
     return {renamed(stored, prefixes or {}): (file, stored) for stored, file in files.items()}
 
 
 def renamed(name: str, prefixes: Mapping[str, str]) -> str:
-    """``name`` with the first of ``prefixes`` that it begins with replaced."""
+    """Return ``name`` with its prefix replaced by the first matching entry of ``prefixes``."""
     prefix = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
     return prefixes[prefix] + name.removeprefix(prefix) if prefix else name
 
 
 def _identity(path: Path) -> tuple[int, int, int]:
-    """Inode, size and modification time: they change when the file is replaced or written."""
+    """Return inode, size and modification time, which change when the file is replaced or written."""
     status = path.stat()
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _read_index(folder: Path) -> dict[str, str]:
-    """Tensor name -> file name; empty when the checkpoint is one file without an index."""
+    """Read the index as {tensor name: file name}; empty if the checkpoint has no index."""
     path = folder / INDEX
     if not path.exists():
         return {}
@@ -166,7 +166,7 @@ def _open(path: Path, index: dict[str, str]) -> Any:
 
 
 def _missing(path: Path, tensors: list[str]) -> CheckpointError:
-    """The error on a missing file; ``tensors`` are those that the index maps to it."""
+    """Create the error for a missing file; ``tensors`` are the tensors that the index maps to it."""
     if tensors:
         return CheckpointError(f"{path} is missing; it contains {tensors[0]} and {len(tensors) - 1} more tensors")
     shards = sorted(path.parent.glob("*.safetensors")) if path.name == SINGLE else []
@@ -177,7 +177,7 @@ def _missing(path: Path, tensors: list[str]) -> CheckpointError:
 
 
 def _truncated_tensor(path: Path) -> str | None:
-    """Message naming the first tensor that extends past the end of the file; None if the file is not truncated."""
+    """Return a message that names the first tensor beyond the end of a truncated file; None if not truncated."""
     size = path.stat().st_size
     with path.open("rb") as file:
         header_size = int.from_bytes(file.read(8), "little")

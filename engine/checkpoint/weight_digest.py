@@ -1,8 +1,9 @@
-"""Digests of weights that add up over shards: those of an engine's ranks sum to the digest of a trainer's tensor.
+"""Weight digests that are additive over shards: an engine's shard digests sum to the digest of a trainer's full tensor.
 
 The digest of a tensor is the sum of ``mix(G * i + H * bits)`` modulo 2**64 over its elements, where i is the element's
-index in C order, bits are its bytes as a number, and mix is the finaliser of SplitMix64 (doi:10.1145/2660193.2660195).
-Ranks may hold any parts of the tensor. It detects changed and moved elements by accident, not by intent.
+index in C order, bits are its bytes as an integer, and mix is the finalizer of SplitMix64
+(doi:10.1145/2660193.2660195). Ranks may hold arbitrary parts of the tensor. The digest detects accidentally changed or
+moved elements, but does not resist deliberate collisions.
 """
 
 import math
@@ -23,25 +24,25 @@ _CHUNK = 1 << 20  # elements: a few int64 temporaries of 8 MiB
 
 
 class ShardDigest(NamedTuple):
-    """Digest of one part of a tensor, as one rank holds it."""
+    """Digest of one rank's part of a tensor."""
 
     name: str
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     dtype: str
     region: tuple[int, ...]
-    """Index in a stack (-1 for none), axis, start and length of the part, which identify it among all ranks."""
+    """Index in a stack (-1: not stacked), axis, start and length, which identify the part across ranks."""
     num_elements: int
     digest: int
 
 
 def tensor_digest(tensor: Tensor) -> str:
-    """Digest of a whole tensor, 16 hexadecimal digits."""
+    """Return the digest of a whole tensor as 16 hexadecimal digits."""
     return f"{part_digest(tensor, tuple(tensor.shape)) % (1 << 64):016x}"
 
 
 def part_digest(part: Tensor, shape: Sequence[int], start: Sequence[int] = ()) -> int:
-    """Digest of the part of a tensor of ``shape`` that begins at ``start`` (default: the origin), modulo 2**64."""
+    """Return the digest (modulo 2**64) of the part of a tensor of ``shape`` that begins at ``start`` (default: 0)."""
     if not part.numel():
         return 0
     strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
@@ -62,10 +63,10 @@ def part_digest(part: Tensor, shape: Sequence[int], start: Sequence[int] = ()) -
 
 
 def model_digests(model: nn.Module, names: Iterable[str] | None) -> list[ShardDigest]:
-    """Digest of each part of a tensor that this rank's ``model`` holds, under the names of the checkpoint's layout.
+    """Return the digest of each tensor part in this rank's ``model``, under checkpoint names.
 
-    ``names`` choose the layout where there are several; a tensor that layers share has its first name and those in
-    ``names``. Raises UsageError for quantized weights.
+    ``names`` select a layout if there are several. A tensor shared by layers is listed under its first name, and under
+    those of its names that are in ``names``. Raises UsageError for quantized weights.
     """
     given = {renamed(name, getattr(model, "checkpoint_prefixes", {})): name for name in names or ()}
     repeated = set(getattr(model, "shared_weights", {})) - set(given)
@@ -91,9 +92,9 @@ def model_digests(model: nn.Module, names: Iterable[str] | None) -> list[ShardDi
 
 
 def joined_digests(ranks: Sequence[Sequence[ShardDigest]]) -> dict[str, dict[str, object]]:
-    """Name -> dtype, shape and digest of each whole tensor, of the parts on all ranks; replicated parts count once.
+    """Combine the parts on all ranks to dtype, shape and digest of each whole tensor by name.
 
-    Raises CheckpointError if ranks that hold the same part differ.
+    Replicated parts count once. Raises CheckpointError if ranks differ in a replicated part, or if parts are missing.
     """
     parts: dict[str, dict[tuple[int, ...], tuple[int, ShardDigest]]] = {}
     for rank, shards in enumerate(ranks):
@@ -117,7 +118,7 @@ def joined_digests(ranks: Sequence[Sequence[ShardDigest]]) -> dict[str, dict[str
 
 
 def _mixed(values: Tensor) -> Tensor:
-    """SplitMix64's finaliser of int64 values, whose shifts are logical."""
+    """Apply SplitMix64's finalizer to int64 values, with logical shifts."""
     for shift, factor in zip((30, 27), _MIX, strict=True):
         values = (values ^ _shifted(values, shift)) * factor
     return values ^ _shifted(values, 31)

@@ -1,4 +1,4 @@
-"""Weight loading: the mapping from checkpoint tensors to parameters, and reading this rank's slices."""
+"""Weight loading: map checkpoint tensors to parameters and read this rank's slices."""
 
 import os
 from collections.abc import Iterator
@@ -19,42 +19,42 @@ from tapscope.engine.distributed.heartbeat import Heartbeat
 from tapscope.tensor_files.int4 import INT4_ZERO_POINT
 
 _THREADS = 4
-_CHUNK_ELEMENTS = 8 << 20  # per read: 32 MiB in fp32
-_DERIVED = "rotary_emb.inv_freq"  # stored by old Llama checkpoints; computed from config.json here
+_CHUNK_ELEMENTS = 8 << 20  # elements per read: 32 MiB in fp32
+_DERIVED = "rotary_emb.inv_freq"  # ignored: stored by old Llama checkpoints, but computed from config.json here
 
 
 class Scales(NamedTuple):
-    """Scales of a quantized weight or of a part of it."""
+    """Scales (and zero points) of a quantized weight or a part of it."""
 
     values: Tensor
-    """[scale rows, groups]."""
+    """Scales, [scale rows, groups]."""
     zeros: Tensor | None = None
-    """Zero points of a 4-bit weight, of the same shape; None: 8."""
+    """Zero points of a 4-bit weight, [scale rows, groups]; None: all are 8."""
 
     def rows(self, part: slice) -> "Scales":
-        """Views of some rows."""
+        """Return views of a range of scale rows."""
         return Scales(self.values[part], None if self.zeros is None else self.zeros[part])
 
 
 @dataclass(frozen=True, slots=True)
 class WeightSlice:
-    """Rows [start, start + into.shape[dim]) along ``dim`` of checkpoint tensor ``name`` fill ``into``."""
+    """Mapping of the slice [start, start + into.shape[dim]) along ``dim`` of checkpoint tensor ``name`` to ``into``."""
 
     name: str
     shape: tuple[int, ...]
     """Shape of the whole tensor in the checkpoint."""
     into: Tensor
-    """A parameter, or a view of one that fuses several tensors."""
+    """Destination: a parameter, or a view into a parameter that fuses several tensors."""
     dim: int = 0
     start: int = 0
     index: int | None = None
     """Index of the matrix in a stacked checkpoint tensor; ``dim`` is then an axis of that matrix."""
     scales: Scales | None = None
-    """Where the scales go if ``into`` holds the codes of a quantized weight."""
+    """Destination of the scales, if ``into`` holds the codes of a quantized weight."""
 
     @property
     def extent(self) -> tuple[int, ...]:
-        """Elements of the tensor that the slice has along each axis: ``into`` may hold two in a byte."""
+        """Number of tensor elements in the slice along each axis: ``into`` may hold two 4-bit codes per byte."""
         shape = tuple(self.into.shape)
         return (*shape[:-1], 2 * shape[-1]) if self.scales is not None and self.into.dtype == INT4 else shape
 
@@ -64,7 +64,7 @@ class WeightSlice:
         return self.into.ndim == 2
 
     def chunks(self) -> "Iterator[WeightSlice]":
-        """This slice in blocks of rows of at most a few MiB, which bounds the memory of reads in flight."""
+        """Yield this slice in blocks of rows of at most a few MiB, which bounds the memory of reads in flight."""
         rows = max(1, _CHUNK_ELEMENTS // max(1, self.into[:1].numel()))
         if self.dim != 0 or len(self.into) <= rows:
             yield self
@@ -83,16 +83,16 @@ class CheckpointModule(nn.Module):
     """Whether ``quantization="fp8"`` applies to its matrices."""
 
     def weight_slices(self, path: str) -> Iterator[WeightSlice]:
-        """The checkpoint slices of this module's parameters; ``path`` is the module's path in the model."""
+        """Yield the checkpoint slices of this module's parameters; ``path`` is the module's path in the model."""
         raise NotImplementedError
 
     def layouts(self, path: str) -> Iterator[list[WeightSlice]]:
-        """The layouts in which checkpoints store this module, the most common first."""
+        """Yield the layouts in which checkpoints store this module, the most common first."""
         yield list(self.weight_slices(path))
 
 
 def parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
-    """An uninitialised weight without gradient."""
+    """Create an uninitialized parameter without gradient."""
     return nn.Parameter(torch.empty(*shape, dtype=dtype), requires_grad=False)
 
 
@@ -101,7 +101,10 @@ _DEFERRED: ContextVar[bool] = ContextVar("deferred", default=False)
 
 @contextmanager
 def deferred_linear_weights() -> Iterator[None]:
-    """Linear layers made inside have weights on the meta device, until it is known which stay quantized."""
+    """Context manager: linear layers created inside get weights on the meta device.
+
+    They are allocated later, when it is known which layers stay quantized.
+    """
     token = _DEFERRED.set(True)
     try:
         yield
@@ -110,7 +113,7 @@ def deferred_linear_weights() -> Iterator[None]:
 
 
 def linear_weight(*shape: int, dtype: torch.dtype) -> nn.Parameter:
-    """An uninitialised weight; on the meta device within :func:`deferred_linear_weights`."""
+    """Create an uninitialized weight; on the meta device within :func:`deferred_linear_weights`."""
     if _DEFERRED.get():
         return nn.Parameter(torch.empty(*shape, dtype=dtype, device="meta"), requires_grad=False)
     return parameter(*shape, dtype=dtype)
@@ -128,11 +131,11 @@ def load_weights(
 ) -> None:
     """Fill every parameter of ``model`` from ``folder``, reading only this rank's slices.
 
-    ``tied`` maps a tensor that may be absent to the one it is tied to; if the checkpoint has both they must be equal.
-    Tensors whose names start with one of ``skipped`` are ignored. With ``partial``, parameters that are not in the
-    checkpoint keep their values; with ``quantizer``, linear layers are rounded to FP8. Several threads read a few MiB
-    at a time; each read is a beat of ``heartbeat``. Raises CheckpointError for missing, unexpected, misshaped or
-    unreadable tensors, and ConfigError if ``quantizer`` does not fit the checkpoint.
+    ``tied`` maps a tensor that may be absent to the tensor that it is tied to; if the checkpoint has both, they must be
+    equal. Tensors whose names start with one of ``skipped`` are ignored. With ``partial``, parameters that are not in
+    the checkpoint keep their values; with ``quantizer``, linear layers are quantized to FP8. Several threads read a few
+    MiB at a time, and each read advances ``heartbeat``. Raises CheckpointError for missing, unexpected, misshaped or
+    unreadable tensors, and ConfigError if ``quantizer`` does not match the checkpoint.
     """
     with open_checkpoint(folder, getattr(model, "checkpoint_prefixes", {})) as checkpoint:
         weight_slices = _checked_slices(model, checkpoint, tied, skipped, partial=partial)
@@ -145,7 +148,7 @@ def load_weights(
 
 
 def default_weight_slices(model: nn.Module) -> Iterator[WeightSlice]:
-    """Every slice of ``model`` in the most common checkpoint layout."""
+    """Yield every slice of ``model`` in the most common checkpoint layout."""
     for path, module in model.named_modules():
         if isinstance(module, CheckpointModule):
             yield from next(iter(module.layouts(path)))
@@ -160,7 +163,7 @@ def check_weights(
     partial: bool = False,
     quantizer: OnlineQuantizer | None = None,
 ) -> None:
-    """Check ``folder``'s headers as :func:`load_weights` does, without changing ``model``."""
+    """Check the headers of ``folder`` like :func:`load_weights`, without changing ``model``; raises the same errors."""
     with open_checkpoint(folder, getattr(model, "checkpoint_prefixes", {})) as checkpoint:
         weight_slices = _checked_slices(model, checkpoint, tied, skipped, partial=partial)
         quantized = _quantized(model, checkpoint, quantizer, partial=partial)
@@ -175,7 +178,7 @@ def check_weights(
 def _fill(
     checkpoint: Checkpoint, weight_slices: list[WeightSlice], quantized: frozenset[str], heartbeat: Heartbeat
 ) -> None:
-    """Read the slices in order of file and tensor."""
+    """Read all slices with several threads, in order of file and tensor."""
     ordered = sorted(weight_slices, key=lambda part: (checkpoint.file_of(part.name), part.name, part.start))
 
     def read(part: WeightSlice) -> None:
@@ -193,7 +196,7 @@ def _fill(
 
 
 def _fill_scales(checkpoint: Checkpoint, weight_slices: list[WeightSlice]) -> None:
-    """Read the scales of weights that stay quantized; raises CheckpointError if the model holds them otherwise."""
+    """Read the scales of weights that stay quantized; raises CheckpointError if the model's format differs."""
     for part in weight_slices:
         if part.scales is not None:
             _check_stored_as_held(checkpoint, part)
@@ -203,7 +206,7 @@ def _fill_scales(checkpoint: Checkpoint, weight_slices: list[WeightSlice]) -> No
 
 
 def _scales(checkpoint: Checkpoint, part: WeightSlice) -> Tensor:
-    """The scales of this slice, of the shape of ``part.scales``."""
+    """Read the scales of a slice; raises CheckpointError unless shape and dtype equal those of ``part.scales``."""
     scales, block = checkpoint.scales(part.name, part.shape, part.index)
     own_scales = scales[_spans(part, block)]
     if part.scales is not None and (own_scales.shape, own_scales.dtype) != (
@@ -219,7 +222,10 @@ def _scales(checkpoint: Checkpoint, part: WeightSlice) -> Tensor:
 
 
 def _zeros(checkpoint: Checkpoint, part: WeightSlice) -> Tensor | None:
-    """The zero points of this slice, of the shape of its scales; None if the weight is not 4-bit."""
+    """Read the zero points of a slice, in the shape of its scales; None if the weight is not 4-bit.
+
+    Raises CheckpointError if the model has no zero points but the checkpoint does.
+    """
     if part.scales is None or part.into.dtype != INT4:
         return None
     zeros = checkpoint.zeros(part.name, part.shape[0])
@@ -234,12 +240,12 @@ def _zeros(checkpoint: Checkpoint, part: WeightSlice) -> Tensor | None:
 
 
 def _spans(part: WeightSlice, block: tuple[int, int]) -> tuple[slice, slice]:
-    """Rows and columns of the scales of a slice."""
+    """Return the rows and columns of the scales that cover a slice."""
     return block_spans((0, part.start) if part.dim else (part.start, 0), part.extent, block)
 
 
 def _check_stored_as_held(checkpoint: Checkpoint, part: WeightSlice) -> None:
-    """Raise CheckpointError unless the tensor of a quantized weight is quantized alike."""
+    """Raise CheckpointError if the model holds ``part`` quantized, but the checkpoint stores it in another format."""
     if part.scales is None:
         return
     kind, held = checkpoint.kind(part.name), KINDS[part.into.dtype]
@@ -270,9 +276,9 @@ def _read(checkpoint: Checkpoint, part: WeightSlice, *, is_quantized: bool) -> T
 def _quantized(
     model: nn.Module, checkpoint: Checkpoint, quantizer: OnlineQuantizer | None, *, partial: bool
 ) -> frozenset[str]:
-    """Names of the tensors that are quantized to FP8 while they are read; raises ConfigError.
+    """Return the names of the tensors to quantize to FP8 while they are read; raises ConfigError.
 
-    With ``partial`` the checkpoint may lack the modules that ``quantizer`` excludes.
+    With ``partial``, modules that ``quantizer`` excludes may be missing from the checkpoint.
     """
     if quantizer is None:
         return frozenset()
@@ -290,7 +296,7 @@ def _quantized(
 def _checked_slices(
     model: nn.Module, checkpoint: Checkpoint, tied: dict[str, str], skipped: tuple[str, ...], *, partial: bool
 ) -> list[WeightSlice]:
-    """The slices to read; raises CheckpointError for missing or unexpected names."""
+    """Return the slices to read; raises CheckpointError for missing or unexpected names."""
     weight_slices = stored_slices(model, set(checkpoint.names))
     _check_names({part.name for part in weight_slices}, checkpoint, tied, skipped, partial=partial)
     held = set(checkpoint.names)
@@ -309,7 +315,7 @@ def _check_tied(checkpoint: Checkpoint, weight_slices: list[WeightSlice], tied: 
 
 
 def stored_slices(model: nn.Module, names: set[str] | None) -> list[WeightSlice]:
-    """Each module's slices in the layout that has most of ``names``; None: in the most common one."""
+    """Return each module's slices in the layout that contains most of ``names``; None: the most common layout."""
     if names is None:
         return list(default_weight_slices(model))
     modules = [(path, module) for path, module in model.named_modules() if isinstance(module, CheckpointModule)]

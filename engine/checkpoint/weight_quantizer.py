@@ -1,4 +1,4 @@
-"""WeightQuantizer: the weights of linear layers, rounded to nearest in FP8, int8 or int4."""
+"""WeightQuantizer: round the weights of linear layers to nearest in FP8, int8 or int4."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,21 +13,21 @@ from tapscope.tensor_files.int4 import INT4_ZERO_POINT
 
 FORMATS = ("fp8-block", "fp8-channel", "int8", "int4")
 BLOCK = 128
-"""Rows and columns of a block of ``fp8-block``."""
+"""Number of rows and columns of a block in ``fp8-block``."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightQuantizer:
-    """Rounds weights to one of :data:`FORMATS`."""
+    """Quantizer of weights to one of :data:`FORMATS`."""
 
     to: str
     group: int
-    """Input features that share a scale, of ``int4``."""
+    """Number of input features that share a scale, for ``int4``."""
 
     def quantize(self, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        """[rows, columns] -> (tensors by the suffix of their name, what they stand for in fp32).
+        """Quantize [rows, columns]; return the tensors to store by name suffix, and the dequantized weight in fp32.
 
-        Rows of a part of a weight must begin at a block. Scales of channels and groups have the weight's dtype.
+        A part of a weight must begin at a block of rows. Channel and group scales have the weight's dtype.
         """
         wide = weight.float()
         if self.to == "fp8-block":
@@ -45,15 +45,15 @@ class WeightQuantizer:
             codes = (groups / by).round().clamp(-INT4_ZERO_POINT, INT4_ZERO_POINT - 1) + INT4_ZERO_POINT
             codes = codes.flatten(1).to(torch.uint8)
             packed = codes[:, 0::2] | codes[:, 1::2] << 4
-            meant = (unpack_int4(packed).float() - INT4_ZERO_POINT).view_as(groups) * by
-            return {"_packed": packed.view(torch.int32), "_scale": scales}, meant.flatten(1)
+            dequantized = (unpack_int4(packed).float() - INT4_ZERO_POINT).view_as(groups) * by
+            return {"_packed": packed.view(torch.int32), "_scale": scales}, dequantized.flatten(1)
         dtype = torch.int8 if self.to == "int8" else torch.float8_e4m3fn
         scales = _nonzero((wide.abs().amax(1, keepdim=True) / MOST[dtype]).to(weight.dtype))
         codes = _round(wide / scales.float(), dtype)
         return {"": codes, "_scale": scales}, codes.float() * scales.float()
 
     def config(self, ignored: Sequence[str]) -> dict[str, Any]:
-        """The ``quantization_config`` of config.json; ``ignored`` are paths of linear layers that are kept."""
+        """Return ``quantization_config`` for config.json; ``ignored`` are paths of linear layers left unquantized."""
         if self.to == "fp8-block":
             block = {"activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
             return {"quant_method": "fp8", **block, "modules_to_not_convert": list(ignored)}
@@ -72,7 +72,7 @@ class WeightQuantizer:
 
 
 def _nonzero(scales: Tensor) -> Tensor:
-    """1 where all values are zero; else at least the smallest normal number."""
+    """Replace zero scales (of all-zero blocks) by 1, and clamp others to at least the smallest normal number."""
     return torch.where(scales == 0, 1, scales.clamp(min=torch.finfo(scales.dtype).tiny)).to(scales.dtype)
 
 
