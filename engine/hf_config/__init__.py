@@ -1,1 +1,1 @@
-"""Reads config.json of Hugging Face checkpoints into one checked ModelConfig. Torch-free."""
+"""Parsing and validation of config.json of Hugging Face checkpoints into a ModelConfig. Torch-free."""

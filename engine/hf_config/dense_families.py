@@ -1,4 +1,4 @@
-"""Families without experts, with the defaults of their transformers config classes."""
+"""Config families without experts, with the defaults of their transformers config classes."""
 
 from tapscope.engine.hf_config.config_reader import ConfigReader
 from tapscope.engine.hf_config.family import (
@@ -55,7 +55,7 @@ _MINISTRAL3_ROPE = {
 
 
 def _ministral3(reader: ConfigReader, shared: Fields) -> Fields:
-    """As Mistral, with queries that are scaled by their position."""
+    """Read Ministral 3: Mistral with queries scaled by position."""
     name = "rope_scaling" if reader.get("rope_scaling") else "rope_parameters"
     if not reader.get(name):
         reader = ConfigReader(reader.path, reader.values | {name: _MINISTRAL3_ROPE})
@@ -70,7 +70,7 @@ def _ministral3(reader: ConfigReader, shared: Fields) -> Fields:
 
 
 def _mistral3(reader: ConfigReader, shared: Fields) -> Fields:
-    """The decoder is Mistral or Ministral 3."""
+    """Read Mistral 3, whose decoder is Mistral or Ministral 3."""
     kind = reader.choice("model_type", ("mistral", "ministral3"), "mistral")
     return (_ministral3 if kind == "ministral3" else _mistral)(reader, shared)
 
@@ -85,7 +85,7 @@ def _qwen3(reader: ConfigReader, shared: Fields) -> Fields:
 
 
 def _qwen(reader: ConfigReader, shared: Fields) -> Fields:
-    """With ``use_sliding_window`` all layers from ``max_window_layers`` on have a sliding window."""
+    """Read Qwen: with ``use_sliding_window``, layers from ``max_window_layers`` on have a sliding window."""
     _no_softcaps(reader)
     window = reader.optional_count("sliding_window", 4096) if reader.flag("use_sliding_window") else None
     first = reader.count("max_window_layers", 28, minimum=0)
@@ -94,7 +94,7 @@ def _qwen(reader: ConfigReader, shared: Fields) -> Fields:
 
 
 def _smollm3(reader: ConfigReader, shared: Fields) -> Fields:
-    """By default the layers without rotary embedding are the ones with a window."""
+    """Read SmolLM3: by default, layers without rotary embedding have the sliding window."""
     num_layers = shared["num_layers"]
     no_rope = layers_without_rope(reader, num_layers)
     window = reader.optional_count("sliding_window", None) if reader.flag("use_sliding_window") else None
@@ -109,9 +109,9 @@ def _olmo2(reader: ConfigReader, shared: Fields) -> Fields:
 
 
 def _olmo3(reader: ConfigReader, shared: Fields) -> Fields:
-    """Three of four layers have a sliding window; ``rope_scaling`` and ``rope_theta`` are the other layers'."""
+    """Read Olmo 3: three of four layers have a sliding window; ``rope_scaling`` applies to the other layers only."""
     kinds = layer_kinds(reader, [SLIDING if (i + 1) % 4 else FULL for i in range(shared["num_layers"])])
-    # transformers takes rope_theta for the full layers only; published configs have its default
+    # transformers applies rope_theta to the full-attention layers only; published configs have the default value
     full, sliding = _ropes_by_type(reader, shared, ("rope_theta", 5e5), ("", 5e5))
     fields = attention_bias(reader) | rope_fields(full, shared) | {"local_rope": sliding}
     return fields | windows(reader, kinds, reader.optional_count("sliding_window", 4096))
@@ -134,7 +134,7 @@ def _cohere(reader: ConfigReader, shared: Fields) -> Fields:
 
 
 def _cohere2(reader: ConfigReader, shared: Fields) -> Fields:
-    """Layers with full attention have no rotary embedding."""
+    """Read Cohere 2: layers with full attention have no rotary embedding."""
     pattern = reader.count("sliding_window_pattern", 4)
     kinds = layer_kinds(reader, [SLIDING if (i + 1) % pattern else FULL for i in range(shared["num_layers"])])
     no_rope = frozenset(layer for layer, kind in enumerate(kinds) if kind == FULL)
@@ -144,7 +144,7 @@ def _cohere2(reader: ConfigReader, shared: Fields) -> Fields:
 
 
 def _parallel(reader: ConfigReader) -> Fields:
-    """The decoder layers of Cohere: attention and MLP read the same input."""
+    """Read the constants of Cohere's decoder layers, in which attention and MLP read the same input."""
     constants = {
         "logits_divisor": 1 / reader.number("logit_scale", 0.0625),
         "rms_norm_eps": reader.number("layer_norm_eps", 1e-5),
@@ -153,7 +153,7 @@ def _parallel(reader: ConfigReader) -> Fields:
 
 
 def _falcon_h1(reader: ConfigReader, shared: Fields) -> Fields:
-    """Every layer has attention and Mamba-2."""
+    """Read Falcon-H1: every layer has attention and Mamba-2."""
     reader.refuse("hidden_act", ("silu",), "the convolution of Falcon-H1 is followed by silu")
     gate, down = multipliers(reader, "mlp_multipliers", 2)
     return (one_rope(reader, shared) | attention_bias(reader)) | {
@@ -170,7 +170,7 @@ def _falcon_h1(reader: ConfigReader, shared: Fields) -> Fields:
 
 
 def _mamba2_names(reader: ConfigReader) -> ConfigReader:
-    """Heads, features and norms under the names of attention; the number of positions is unlimited."""
+    """Map the sizes of Mamba-2 to the keys of attention models; the number of positions is unlimited."""
     names = {
         "num_attention_heads": reader.count("num_heads", 128),
         "num_key_value_heads": None,
@@ -182,7 +182,7 @@ def _mamba2_names(reader: ConfigReader) -> ConfigReader:
 
 
 def _mamba2(reader: ConfigReader, shared: Fields) -> Fields:
-    """Every layer has a recurrent state, none caches keys."""
+    """Read Mamba-2: every layer has a recurrent state, and no layer has a KV cache."""
     reader.refuse("hidden_act", ("silu",), "the convolution of Mamba-2 is followed by silu")
     return unrotated(shared) | {
         "layer_types": (LINEAR,) * shared["num_layers"],
@@ -192,7 +192,7 @@ def _mamba2(reader: ConfigReader, shared: Fields) -> Fields:
 
 
 def _bamba(reader: ConfigReader, shared: Fields) -> Fields:
-    """Layers of ``attn_layer_indices`` have attention, with half of each head rotated, the others Mamba-2."""
+    """Read Bamba: layers in ``attn_layer_indices`` have attention with half of each head rotated, others Mamba-2."""
     reader.refuse("hidden_act", ("silu",), "the convolution of Bamba is followed by silu")
     num_layers, attention = shared["num_layers"], reader.get("attn_layer_indices", [])
     if not isinstance(attention, list) or any(type(i) is not int or not 0 <= i < num_layers for i in attention):
@@ -206,7 +206,7 @@ def _bamba(reader: ConfigReader, shared: Fields) -> Fields:
 
 
 def _zamba2_names(reader: ConfigReader) -> ConfigReader:
-    """Heads are twice as wide as hidden states have room for."""
+    """Derive the head size: Zamba2's attention heads together are twice as wide as the hidden states."""
     hidden_size = reader.count("hidden_size")
     head_dim = 2 * hidden_size // reader.count("num_attention_heads")
     reader.refuse("attention_head_dim", (head_dim,), f"2 * hidden_size / num_attention_heads is {head_dim}")
@@ -215,7 +215,7 @@ def _zamba2_names(reader: ConfigReader) -> ConfigReader:
 
 
 def _zamba2(reader: ConfigReader, shared: Fields) -> Fields:
-    """Every layer has Mamba-2, layers of ``hybrid`` also a block of attention that they share."""
+    """Read Zamba2: every layer has Mamba-2, and ``hybrid`` layers also have a shared attention block."""
     reader.refuse("use_long_context", (False,), "the extended rotary embedding of Zamba2 is not supported")
     reader.refuse("sliding_window", (), "the attention of Zamba2 has no window")
     num_layers = shared["num_layers"]
@@ -238,7 +238,7 @@ def _zamba2(reader: ConfigReader, shared: Fields) -> Fields:
 
 
 def _lfm2(reader: ConfigReader, shared: Fields) -> Fields:
-    """Layers of ``conv`` have a short convolution; MLPs are narrower if ``block_auto_adjust_ff_dim``."""
+    """Read LFM2: ``conv`` layers have a short convolution; ``block_auto_adjust_ff_dim`` reduces the MLP size."""
     num_layers, conv = shared["num_layers"], "conv"
     attention = reader.get("full_attn_idxs", list(range(num_layers)))
     if not isinstance(attention, list):
@@ -294,7 +294,7 @@ def _gemma3(reader: ConfigReader, shared: Fields) -> Fields:
 
 
 def _gemma3n_names(reader: ConfigReader) -> ConfigReader:
-    """``intermediate_size`` is one for all layers, or one for each."""
+    """Expand ``intermediate_size``, which is one integer or one per layer, to ``intermediate_sizes``."""
     given, num_layers = reader.get("intermediate_size", 16384), reader.count("num_hidden_layers", 35)
     sizes = given if isinstance(given, list) else [given] * num_layers
     if len(sizes) != num_layers or any(type(size) is not int or size < 1 for size in sizes):
@@ -303,7 +303,7 @@ def _gemma3n_names(reader: ConfigReader) -> ConfigReader:
 
 
 def _gemma3n(reader: ConfigReader, shared: Fields) -> Fields:
-    """The last layers read the keys of earlier ones."""
+    """Read Gemma 3n: the last layers read the keys and values of earlier layers."""
     fields = _gemma(reader, shared, pattern=5, final=30.0) | {"qk_norm": True, "attention_scale": 1.0}
     if "sliding_window" not in reader.values and SLIDING in fields["layer_types"]:
         fields["sliding_window"] = 512
@@ -317,7 +317,7 @@ def _gemma3n(reader: ConfigReader, shared: Fields) -> Fields:
 
 
 def _gemma(reader: ConfigReader, shared: Fields, pattern: int, final: float | None) -> Fields:
-    """Every ``pattern``-th layer has full attention, the others a sliding window."""
+    """Read the common fields of Gemma: every ``pattern``-th layer has full attention, others a sliding window."""
     derived = [SLIDING if (i + 1) % pattern else FULL for i in range(shared["num_layers"])]
     window = reader.optional_count("sliding_window", 4096)
     return (attention_bias(reader) | windows(reader, layer_kinds(reader, derived), window)) | {
@@ -330,7 +330,10 @@ def _gemma(reader: ConfigReader, shared: Fields, pattern: int, final: float | No
 def _ropes_by_type(
     reader: ConfigReader, shared: Fields, full: tuple[str, float], sliding: tuple[str, float]
 ) -> tuple[Rope, Rope]:
-    """Rope of the global and of the sliding layers; before transformers 5 ``rope_scaling`` was the global layers'."""
+    """Read the RoPE settings of full-attention and sliding layers.
+
+    Before transformers 5, ``rope_scaling`` contained the settings of the full-attention layers.
+    """
     given = reader.section("rope_parameters")
     if given is not None and not set(given.values) <= {FULL, SLIDING}:
         raise reader.fail("rope_parameters", f"it must hold settings for {FULL} and {SLIDING}, nothing else")

@@ -1,4 +1,4 @@
-"""Gemma3nConfig: what Gemma 3n adds to a decoder, in config.json."""
+"""Gemma3nConfig: settings in config.json for the additions of Gemma 3n to a decoder."""
 
 from dataclasses import dataclass
 
@@ -8,29 +8,29 @@ from tapscope.engine.params.validators import is_number
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerInputsConfig:
-    """A second embedding of each token, with features for each layer."""
+    """Sizes of a second token embedding, with separate features for each layer."""
 
     vocab_size: int
     size: int
-    """Features for one layer."""
+    """Number of features per layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gemma3nConfig:
-    """Alternating updates (arXiv:2301.13310), learned augmented residuals, sparse activations."""
+    """Settings of alternating updates (arXiv:2301.13310), learned augmented residuals and sparse activations."""
 
     num_streams: int
     active: int
-    """Hidden states that alternating updates keep for a token, and the one that a layer computes."""
+    """Number of hidden states per token in alternating updates, and the index of the one that layers compute."""
     scales_output: bool
     laurel_rank: int
     intermediate_sizes: tuple[int, ...]
     sparsity: tuple[float, ...]
-    """Of each layer: features of the MLP, and the share of its gates that is zero."""
+    """For each layer, the MLP's intermediate size, and the fraction of its gate activations that is set to zero."""
 
 
 def gemma3n_parts(reader: ConfigReader, num_layers: int) -> Gemma3nConfig:
-    """Gemma3nTextConfig; raises CheckpointError."""
+    """Read Gemma 3n's additions from a Gemma3nTextConfig; raises CheckpointError."""
     streams = reader.count("altup_num_inputs", 4)
     active = reader.count("altup_active_idx", 0, minimum=0, maximum=streams - 1)
     num_sparse = 10 if num_layers > 10 else 0
@@ -48,7 +48,7 @@ def gemma3n_parts(reader: ConfigReader, num_layers: int) -> Gemma3nConfig:
 
 
 def gemma3n_layer_inputs(reader: ConfigReader) -> LayerInputsConfig:
-    """Gemma3nTextConfig; raises CheckpointError."""
+    """Read the per-layer embedding sizes of a Gemma3nTextConfig; raises CheckpointError."""
     return LayerInputsConfig(
         vocab_size=reader.count("vocab_size_per_layer_input", 262144),
         size=reader.count("hidden_size_per_layer_input", 256),
@@ -60,7 +60,10 @@ def _is_share(value: object) -> bool:
 
 
 def shared_kv_layers(reader: ConfigReader, kinds: tuple[str, ...], default: int) -> dict[int, int]:
-    """The last ``num_kv_shared_layers`` -> the last layer of the same type before them, whose keys they read."""
+    """Map each of the last ``num_kv_shared_layers`` layers to the layer whose keys and values it reads.
+
+    That is the last earlier layer of the same type with its own cache. Raises CheckpointError if there is none.
+    """
     count = reader.count("num_kv_shared_layers", default, minimum=0, maximum=len(kinds) - 1)
     first = len(kinds) - count
     sources = {kind: layer for layer, kind in enumerate(kinds[:first])}

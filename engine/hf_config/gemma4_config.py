@@ -1,4 +1,4 @@
-"""Gemma 4 text in config.json: two sizes of heads, proportional rope, experts next to the MLP."""
+"""Config family of Gemma 4's text decoder: two head sizes, proportional RoPE, experts parallel to the MLP."""
 
 from tapscope.engine.hf_config.config_reader import ConfigReader
 from tapscope.engine.hf_config.family import (
@@ -23,14 +23,14 @@ _HEADS = "head_dim", "num_key_value_heads"
 
 
 def _prepare(reader: ConfigReader) -> ConfigReader:
-    """Without ``use_bidirectional_attention`` if it is for images only."""
+    """Drop ``use_bidirectional_attention`` if it applies to images only; raises CheckpointError otherwise."""
     name = "use_bidirectional_attention"
     reader.refuse(name, (False, "vision"), "only causal attention of text is supported: null or 'vision'")
     return ConfigReader(reader.path, reader.values | {name: None})
 
 
 def _read(reader: ConfigReader, shared: Fields) -> Fields:
-    """Every sixth layer has full attention, with its own head size and number of key/value heads."""
+    """Read Gemma 4: every sixth layer has full attention, with its own head size and number of key/value heads."""
     reader.refuse("rope_scaling", (), "this architecture reads rope_parameters of each type of layer only")
     kinds = layer_kinds(reader, [SLIDING if (i + 1) % 6 else FULL for i in range(shared["num_layers"])])
     if kinds[-1] != FULL:
@@ -61,7 +61,10 @@ def _read(reader: ConfigReader, shared: Fields) -> Fields:
 def _heads(
     reader: ConfigReader, shared: Fields, kinds: tuple[str, ...], *, has_own_kv_heads: bool
 ) -> dict[str, tuple[int, int]]:
-    """Kind of layer -> head size and key/value heads, as published or, of each layer, as transformers 5 writes them."""
+    """Return (head size, number of key/value heads) for each layer kind.
+
+    Reads the keys of published configs, or the per-layer settings that transformers 5 writes. Raises CheckpointError.
+    """
     sliding, own = (shared["head_dim"], shared["num_kv_heads"]), reader.section("per_layer_config")
     if own is None:
         kv_heads = reader.optional_count("num_global_key_value_heads", None) if has_own_kv_heads else None
@@ -93,7 +96,7 @@ def _own_heads(values: ConfigReader | None, layer: int, default: tuple[int, int]
 
 
 def _rope(reader: ConfigReader, kind: str, head_dim: int, max_positions: int) -> Rope:
-    """Settings of one type of layer. ``proportional`` rotates the first pairs of features of a head."""
+    """Read the RoPE settings of one layer kind; ``proportional`` rotates the first feature pairs of a head."""
     both = reader.section("rope_parameters") or ConfigReader(reader.path, _ROPES)
     settings = both.section(kind)
     if settings is None or not set(both.values) <= {FULL, SLIDING}:

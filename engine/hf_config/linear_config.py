@@ -1,4 +1,4 @@
-"""LinearAttentionConfig: recurrent layers in config.json."""
+"""LinearAttentionConfig: settings of linear attention layers in config.json."""
 
 from dataclasses import dataclass
 
@@ -12,20 +12,20 @@ class LinearAttentionConfig:
 
     num_key_heads: int
     num_value_heads: int
-    """A multiple of ``num_key_heads``: each key head serves consecutive value heads."""
+    """Number of value heads, a multiple of ``num_key_heads``: each key head serves consecutive value heads."""
     key_dim: int
     value_dim: int
-    """Features of one head."""
+    """Sizes of one key head and one value head."""
     kernel: int
-    """Positions that the causal convolution sees, a row's own included."""
+    """Kernel size of the causal convolution in positions, including the current one."""
 
     @property
     def group(self) -> int:
-        """Value heads of a key head."""
+        """Number of value heads per key head."""
         return self.num_value_heads // self.num_key_heads
 
     def facts(self) -> dict[str, int | float]:
-        """The sizes that determine tensor layouts, under their names in config.json."""
+        """Return the sizes that determine tensor layouts, under their keys in config.json."""
         return {
             "linear_num_key_heads": self.num_key_heads,
             "linear_num_value_heads": self.num_value_heads,
@@ -35,7 +35,7 @@ class LinearAttentionConfig:
 
 
 def qwen3_next_linear(reader: ConfigReader) -> LinearAttentionConfig:
-    """Qwen3NextConfig; raises CheckpointError."""
+    """Read the linear attention of a Qwen3NextConfig; raises CheckpointError."""
     config = LinearAttentionConfig(
         num_key_heads=reader.count("linear_num_key_heads", 16),
         num_value_heads=reader.count("linear_num_value_heads", 32),
@@ -49,8 +49,9 @@ def qwen3_next_linear(reader: ConfigReader) -> LinearAttentionConfig:
 
 
 def kimi_linear_attention(reader: ConfigReader, num_layers: int) -> tuple[LinearAttentionConfig, tuple[str, ...]]:
-    """KimiLinearConfig: sizes, and the kind of each layer. Published files have both in ``linear_attn_config``, with
-    layers counted from 1. Raises CheckpointError.
+    """Read the linear attention sizes and the kind of each layer from a KimiLinearConfig; raises CheckpointError.
+
+    Published configs have both in ``linear_attn_config``, with layers counted from 1.
     """
     section = reader.section("linear_attn_config")
     names = {"head_dim": "linear_head_dim", "num_heads": "linear_num_heads"}
@@ -75,7 +76,7 @@ def kimi_linear_attention(reader: ConfigReader, num_layers: int) -> tuple[Linear
 
 
 def _kinds_by_number(section: ConfigReader, num_layers: int) -> list[str]:
-    """Kinds of layers by ``full_attn_layers`` and ``kda_layers``, which count from 1."""
+    """Derive the kind of each layer from ``full_attn_layers`` and ``kda_layers``, which count layers from 1."""
     full, linear = section.get("full_attn_layers"), section.get("kda_layers")
     every = list(range(1, num_layers + 1))
     if not (isinstance(full, list) and isinstance(linear, list)) or sorted([*full, *linear], key=str) != sorted(

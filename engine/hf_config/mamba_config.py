@@ -1,4 +1,4 @@
-"""MambaConfig: Mamba-2 layers in config.json."""
+"""MambaConfig and Mamba1Config: settings of Mamba-2 and Mamba layers in config.json."""
 
 import math
 from dataclasses import dataclass
@@ -14,15 +14,15 @@ class MambaConfig:
     num_heads: int
     head_dim: int
     num_groups: int
-    """Groups of consecutive heads that share B and C."""
+    """Number of groups of consecutive heads that share B and C."""
     state_dim: int
     kernel: int
-    """Positions that the causal convolution sees, a row's own included."""
+    """Kernel size of the causal convolution in positions, including the current one."""
     conv_bias: bool
     in_bias: bool
     out_bias: bool
     has_norm: bool = True
-    """Whether the output passes through a gated norm instead of a gate."""
+    """Whether the output passes through a gated norm instead of a plain gate."""
     norms_before_gate: bool = False
     step_limit: tuple[float, float] = (0.0, math.inf)
     in_multiplier: float = 1.0
@@ -32,11 +32,11 @@ class MambaConfig:
 
     @property
     def has_multipliers(self) -> bool:
-        """Whether the input or a part of its projection has a factor."""
+        """Whether the input or a part of its projection has a factor other than 1."""
         return any(factor != 1.0 for factor in (self.in_multiplier, *self.part_multipliers))
 
     def facts(self) -> dict[str, int | float]:
-        """The sizes that determine tensor layouts, under their names in config.json."""
+        """Return the sizes that determine tensor layouts, under their keys in config.json."""
         return {
             "mamba_n_heads": self.num_heads,
             "mamba_d_head": self.head_dim,
@@ -52,20 +52,20 @@ class Mamba1Config:
     channels: int
     state_dim: int
     step_rank: int
-    """Features that the time steps are projected from."""
+    """Rank of the projection to the time steps (``mamba_dt_rank``)."""
     kernel: int
-    """Positions that the causal convolution sees, a row's own included."""
+    """Kernel size of the causal convolution in positions, including the current one."""
     conv_bias: bool
     bias: bool
     """Whether the projections into and out of the layer have biases."""
 
     def facts(self) -> dict[str, int | float]:
-        """The sizes that determine tensor layouts, under their names in config.json."""
+        """Return the sizes that determine tensor layouts, under their keys in config.json."""
         return {"mamba_d_state": self.state_dim, "mamba_dt_rank": self.step_rank}
 
 
 def jamba_mamba(reader: ConfigReader, hidden_size: int) -> Mamba1Config:
-    """JambaConfig; raises CheckpointError."""
+    """Read the Mamba layers of a JambaConfig; raises CheckpointError."""
     is_derived = reader.get("mamba_dt_rank", "auto") == "auto"
     return Mamba1Config(
         channels=reader.count("mamba_expand", 2) * hidden_size,
@@ -78,7 +78,7 @@ def jamba_mamba(reader: ConfigReader, hidden_size: int) -> Mamba1Config:
 
 
 def bamba_mamba(reader: ConfigReader, hidden_size: int) -> MambaConfig:
-    """BambaConfig; raises CheckpointError."""
+    """Read the Mamba-2 layers of a BambaConfig; raises CheckpointError."""
     heads, bias = reader.count("mamba_n_heads", 128), reader.flag("mamba_proj_bias")
     return MambaConfig(
         num_heads=heads,
@@ -94,7 +94,7 @@ def bamba_mamba(reader: ConfigReader, hidden_size: int) -> MambaConfig:
 
 
 def nemotron_h_mamba(reader: ConfigReader) -> MambaConfig:
-    """NemotronHConfig, also under its older names; raises CheckpointError."""
+    """Read the Mamba-2 layers of a NemotronHConfig, including its older keys; raises CheckpointError."""
     new = ("n_groups", "conv_kernel", "use_conv_bias", "time_step_min")
     old = ("mamba_n_groups", "mamba_d_conv", "mamba_conv_bias", "mamba_dt_min")
     groups, kernel, conv_bias, least = (o if o in reader.values else n for n, o in zip(new, old, strict=True))
@@ -113,7 +113,7 @@ def nemotron_h_mamba(reader: ConfigReader) -> MambaConfig:
 
 
 def falcon_h1_mamba(reader: ConfigReader, hidden_size: int) -> MambaConfig:
-    """FalconH1Config; raises CheckpointError."""
+    """Read the Mamba-2 layers of a FalconH1Config; raises CheckpointError."""
     heads = reader.count("mamba_n_heads", 128)
     size = reader.optional_count("mamba_d_ssm", 1024) or reader.count("mamba_expand", 2) * hidden_size
     return MambaConfig(
@@ -135,8 +135,9 @@ def falcon_h1_mamba(reader: ConfigReader, hidden_size: int) -> MambaConfig:
 
 
 def zamba2_mamba(reader: ConfigReader, hidden_size: int) -> MambaConfig:
-    """Zamba2Config; the convolution has a bias whatever ``use_conv_bias`` says, as in transformers. Raises
-    CheckpointError.
+    """Read the Mamba-2 layers of a Zamba2Config; raises CheckpointError.
+
+    The convolution always has a bias, as in transformers: ``use_conv_bias`` is ignored.
     """
     heads, size = reader.count("n_mamba_heads", 8), int(reader.number("mamba_expand", 2) * hidden_size)
     if size % heads:
@@ -156,7 +157,7 @@ def zamba2_mamba(reader: ConfigReader, hidden_size: int) -> MambaConfig:
 
 
 def mamba2_mamba(reader: ConfigReader, hidden_size: int) -> MambaConfig:
-    """Mamba2Config; raises CheckpointError."""
+    """Read the layers of a Mamba2Config; raises CheckpointError."""
     heads, head_dim = reader.count("num_heads", 128), reader.count("head_dim", 64)
     if heads * head_dim != int(reader.number("expand", 2) * hidden_size):
         rule = f"times head_dim={head_dim} it must be expand={reader.number('expand', 2):g} times {hidden_size}"
@@ -175,7 +176,7 @@ def mamba2_mamba(reader: ConfigReader, hidden_size: int) -> MambaConfig:
 
 
 def _head_dim(reader: ConfigReader, heads: int, size: int) -> int:
-    """``mamba_d_head``, by default what ``heads`` heads of ``size`` features have."""
+    """Read ``mamba_d_head``, which must be ``size / heads``; ``auto`` is the default. Raises CheckpointError."""
     given = reader.get("mamba_d_head", "auto")
     if size % heads or given not in ("auto", size // heads):
         raise reader.fail("mamba_d_head", f"{heads} heads must divide {size} features; expected {size / heads:g}")
@@ -199,7 +200,7 @@ def _step_limit(reader: ConfigReader) -> tuple[float, float]:
 
 
 def multipliers(reader: ConfigReader, name: str, count: int) -> list[float]:
-    """``count`` numbers, by default 1; raises CheckpointError."""
+    """Read a list of ``count`` numbers, by default all 1; raises CheckpointError."""
     values = reader.get(name, [1.0] * count)
     if not isinstance(values, list) or len(values) != count or not all(is_number(value) for value in values):
         raise reader.fail(name, f"expected {count} numbers")

@@ -10,25 +10,25 @@ class MlaConfig:
     """Sizes of latents and heads."""
 
     q_lora_rank: int | None
-    """Features of the queries' latent; None if queries are projected directly."""
+    """Size of the query latent; None if queries are projected directly."""
     kv_lora_rank: int
-    """Features of the latent that keys and values are projected from; the cache holds latents."""
+    """Size of the latent from which keys and values are projected; the KV cache stores latents."""
     nope_dim: int
-    """Features of a query or key head without position (``qk_nope_head_dim``)."""
+    """Size of the part of a query or key head without rotary embedding (``qk_nope_head_dim``)."""
     rope_dim: int
-    """Features with rotary embedding (``qk_rope_head_dim``); those of the key are shared by all heads."""
+    """Size of the part with rotary embedding (``qk_rope_head_dim``); all heads share the key's part."""
     value_dim: int
-    """Features of a value head (``v_head_dim``)."""
+    """Size of a value head (``v_head_dim``)."""
     is_interleaved: bool = True
-    """Whether rotated pairs are adjacent, (0, 1), (2, 3), ..., in the projections' features, or in separate halves."""
+    """Whether rotated pairs are adjacent features, (0, 1), (2, 3), ..., of the projections instead of in two halves."""
 
     @property
     def head_dim(self) -> int:
-        """Features of a query or key head."""
+        """Size of a query or key head."""
         return self.nope_dim + self.rope_dim
 
     def facts(self) -> dict[str, int | float]:
-        """The sizes that determine tensor layouts, under their names in config.json."""
+        """Return the sizes that determine tensor layouts, under their keys in config.json."""
         return {
             "kv_lora_rank": self.kv_lora_rank,
             "qk_nope_head_dim": self.nope_dim,
@@ -38,7 +38,7 @@ class MlaConfig:
 
 
 def deepseek_attention(reader: ConfigReader) -> MlaConfig:
-    """DeepseekV2Config and DeepseekV3Config; raises CheckpointError."""
+    """Read the attention of a DeepseekV2Config or DeepseekV3Config; raises CheckpointError."""
     rope_dim = reader.count("qk_rope_head_dim", 64)
     if rope_dim % 2:
         raise reader.fail("qk_rope_head_dim", "rotary embedding needs an even one")
@@ -59,19 +59,19 @@ class IndexerConfig:
     num_heads: int
     head_dim: int
     top_k: int
-    """Keys of each row."""
+    """Number of keys selected for each row."""
     is_interleaved: bool
     """Whether rotated pairs are adjacent features."""
     shared_layers: frozenset[int] = frozenset()
-    """Layers without an indexer, which use the keys of the layer before."""
+    """Layers without an indexer, which use the keys selected by the previous layer."""
 
     def facts(self) -> dict[str, int | float]:
-        """The sizes that determine tensor layouts, under their names in config.json."""
+        """Return the sizes that determine tensor layouts, under their keys in config.json."""
         return {"index_n_heads": self.num_heads, "index_head_dim": self.head_dim, "index_topk": self.top_k}
 
 
 def indexer(reader: ConfigReader, num_layers: int, *, default_heads: int, is_interleaved: bool) -> IndexerConfig:
-    """DeepseekV32Config and GlmMoeDsaConfig; raises CheckpointError."""
+    """Read the indexer of a DeepseekV32Config or GlmMoeDsaConfig; raises CheckpointError."""
     config = IndexerConfig(
         num_heads=reader.count("index_n_heads", default_heads),
         head_dim=reader.count("index_head_dim", 128),
@@ -85,7 +85,7 @@ def indexer(reader: ConfigReader, num_layers: int, *, default_heads: int, is_int
 
 
 def _shared_layers(reader: ConfigReader, num_layers: int) -> frozenset[int]:
-    """Layers of ``indexer_types`` that are ``shared``; older files have a pattern or a frequency."""
+    """Return the layers that ``indexer_types`` lists as ``shared``; older configs have a pattern or a frequency."""
     pattern = reader.get("index_topk_pattern")
     kinds = reader.get("indexer_types") or ([*pattern] if isinstance(pattern, str) else pattern)
     if kinds is None:

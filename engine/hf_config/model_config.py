@@ -1,4 +1,4 @@
-"""ModelConfig: the checked config.json of a Hugging Face checkpoint."""
+"""ModelConfig: the parsed and validated config.json of a Hugging Face checkpoint."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -29,12 +29,12 @@ from tapscope.engine.hf_config.rope_config import Rope
 from tapscope.engine.hf_config.zamba2_config import SharedBlocks
 
 FAMILIES: dict[str, Family] = DENSE | SPARSE | GEMMA4
-"""Supported architectures, by their name in ``architectures`` of config.json."""
+"""Supported architectures: name in ``architectures`` of config.json -> family."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Shapes and constants of one model; all counts are of the whole model, not of a rank."""
+    """Shapes and constants of one model; all counts refer to the whole model, not to one rank."""
 
     architecture: str
     vocab_size: int
@@ -46,34 +46,35 @@ class ModelConfig:
     head_dim: int
     full_kv_heads: int | None = None
     full_head_dim: int | None = None
-    """Key/value heads and head size of layers with full attention, where they are others (Gemma 4)."""
+    """Number of key/value heads and head size of full-attention layers, if they differ (Gemma 4)."""
     keys_as_values: bool = False
-    """Whether values of layers with full attention are their keys before norm and rotation (Gemma 4)."""
+    """Whether the values of full-attention layers are their keys before norm and rotation (Gemma 4)."""
     rms_norm_eps: float
     max_positions: int
-    """Maximum positions of a request: ``max_position_embeddings``, extended by :meth:`Rope.reach`."""
+    """Maximum number of positions of a request: ``max_position_embeddings``, extended by :meth:`Rope.reach`."""
     rope: Rope
     local_rope: Rope | None = None
-    """Rotary embedding of the sliding layers if it differs (Gemma 3)."""
+    """Rotary embedding of the sliding-window layers, if it differs (Gemma 3)."""
     layer_types: tuple[str, ...]
     """``full_attention``, ``sliding_attention``, ``chunked_attention``, ``linear_attention``, ``hybrid`` (attention and
     a recurrent state), ``mlp`` or ``moe`` (layers that do not mix tokens) for each layer."""
     sliding_window: int | None = None
-    """Window of the sliding layers in positions, a row's own included."""
+    """Window of the sliding-window layers in positions, including the current one."""
     chunk_size: int | None = None
-    """Positions of a chunk in layers of ``chunked_attention`` (Llama 4)."""
+    """Number of positions in a chunk of ``chunked_attention`` layers (Llama 4)."""
     temperature_floor: int | None = None
     temperature_scale: float = 0.0
     temperature_offset: int = 0
-    """Queries are multiplied by 1 + scale * ln(1 + floor((position + offset) / floor)), arXiv:2501.19399: in layers
-    without rotary embedding if there are any, else in all (Llama 4, Ministral 3); floor None: not at all."""
+    """Attention temperature (arXiv:2501.19399; Llama 4, Ministral 3): queries are multiplied by
+    1 + scale * ln(1 + floor((position + offset) / floor)), in the layers without rotary embedding if there are any,
+    otherwise in all layers; no scaling if the floor is None."""
     activation: str = "silu"
     attention_scale: float
     """Factor of the attention scores."""
     attention_softcap: float | None = None
-    """Scores become softcap * tanh(scores / softcap) (Gemma 2)."""
+    """Soft cap of the attention scores: softcap * tanh(scores / softcap) (Gemma 2)."""
     final_softcap: float | None = None
-    """The same for logits."""
+    """Soft cap of the logits, with the same formula."""
     embedding_scale: float | None = None
     """Factor of token embeddings, applied in the embedding module (Gemma)."""
     embedding_multiplier: float = 1.0
@@ -83,85 +84,85 @@ class ModelConfig:
     logits_divisor: float = 1.0
     """Divisor of the logits (``logits_scaling`` of Granite)."""
     residual_in_fp32: bool = False
-    """Whether hidden states between layers are in float32 (Mamba-2)."""
+    """Whether the residual stream between layers is in float32 (Mamba-2)."""
     no_rope_layers: frozenset[int] = frozenset()
     """Layers without rotary embedding (SmolLM3)."""
     qk_norm: bool = False
-    """Whether queries and keys are normalised per head."""
+    """Whether queries and keys are normalized per head."""
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
     moe: MoeConfig | None = None
-    """Experts; None in dense models."""
+    """Mixture of experts; None in dense models."""
     linear: LinearAttentionConfig | None = None
-    """Layers of linear attention; None in models without."""
+    """Linear attention layers, if any."""
     short_conv: int | None = None
-    """Positions that the convolution of layers without attention sees, a row's own included (LFM2)."""
+    """Kernel size of the convolution in layers without attention, including the current position (LFM2)."""
     short_conv_bias: bool = False
     mamba: MambaConfig | None = None
-    """Mamba-2 layers; None in models without."""
+    """Mamba-2 layers, if any."""
     shared_blocks: SharedBlocks | None = None
     """Attention blocks that several layers share (Zamba2)."""
     mamba1: Mamba1Config | None = None
-    """Mamba layers with a selective scan; None in models without."""
+    """Mamba layers with a selective scan, if any."""
     key_multiplier: float = 1.0
     attention_in_multiplier: float = 1.0
     attention_out_multiplier: float = 1.0
     mlp_multipliers: tuple[float, float] = (1.0, 1.0)
     """Factors of keys, of the attention's input and output, and of the MLP's gate and output (Falcon-H1)."""
     gemma3n: Gemma3nConfig | None = None
-    """Alternating updates (Gemma 3n)."""
+    """Gemma 3n's alternating updates, augmented residuals and sparse activations; None in other models."""
     layer_inputs: LayerInputsConfig | None = None
-    """Embeddings that each layer reads (Gemma 3n, Gemma 4); None in models without."""
+    """Per-layer token embeddings (Gemma 3n, Gemma 4); None in other models."""
     shared_kv_layers: Mapping[int, int] = field(default_factory=dict)
-    """Layers that cache no keys and values -> the layer whose they read (Gemma 3n, Gemma 4)."""
+    """Layer without a KV cache of its own -> layer whose keys and values it reads (Gemma 3n, Gemma 4)."""
     wide_shared_mlp: bool = False
-    """Whether the MLPs of these layers have twice the features (Gemma 4)."""
+    """Whether the MLPs of the layers in :attr:`shared_kv_layers` have twice the intermediate size (Gemma 4)."""
     mla: MlaConfig | None = None
-    """Multi-head latent attention, with ``head_dim`` for the rotated part of a head; None for other attention."""
+    """Multi-head latent attention, where :attr:`head_dim` is the rotated part of a head; None: other attention."""
     index: IndexerConfig | None = None
     """Indexer of sparse attention (DeepSeek-V3.2); None: rows attend to all earlier positions."""
     num_skipped_layers: int = 0
-    """Layers after the last one in the checkpoint that are not computed (DeepSeek-V3's MTP layers)."""
+    """Number of layers after the last one that the checkpoint has but the engine skips (DeepSeek-V3's MTP layers)."""
     tie_word_embeddings: bool
     eos_token_ids: tuple[int, ...]
     dtype: str | None
-    """dtype of the weights, as config.json names it."""
+    """Dtype of the weights as named in config.json, if given."""
 
     def of_layer(self, layer: int) -> "ModelConfig":
-        """This config with the key/value heads and head size of ``layer``."""
+        """Return this config with the number of key/value heads and the head size of ``layer``."""
         if self.layer_types[layer] != FULL or self.full_head_dim is None or self.full_kv_heads is None:
             return self
         return replace(self, num_kv_heads=self.full_kv_heads, head_dim=self.full_head_dim)
 
     def window(self, layer: int) -> int | None:
-        """Positions that ``layer`` looks back at most, a row's own included; None for full attention."""
+        """Return how many positions ``layer`` attends to at most, including the current one; None: full attention."""
         return self.sliding_window if self.layer_types[layer] == SLIDING else self.chunk(layer)
 
     def chunk(self, layer: int) -> int | None:
-        """Size of the chunks of positions that ``layer`` attends within; None if there is one only."""
+        """Return the attention chunk size of ``layer`` in positions; None without chunks or if one covers all."""
         size = self.chunk_size if self.layer_types[layer] == CHUNKED else None
         return size if size is not None and size < self.max_positions else None
 
     @property
     def linear_layers(self) -> tuple[int, ...]:
-        """Layers that have a recurrent state."""
+        """Layers with a recurrent state."""
         return tuple(layer for layer, kind in enumerate(self.layer_types) if kind in (LINEAR, HYBRID))
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
-        """Layers that cache keys and values."""
+        """Layers with a KV cache of their own."""
         without = {LINEAR, MLP, EXPERTS}
         kinds = enumerate(self.layer_types)
         return tuple(layer for layer, kind in kinds if kind not in without and layer not in self.shared_kv_layers)
 
     @property
     def is_prefix_shareable(self) -> bool:
-        """Whether equal prefixes have equal keys; not with rope that depends on the request's length."""
+        """Whether equal prefixes have equal keys; false if the RoPE depends on the length of the request."""
         return not any(rope is not None and rope.depends_on_length for rope in (self.rope, self.local_rope))
 
     def facts(self) -> dict[str, int | float]:
-        """The sizes that determine tensor layouts, under their names in config.json."""
+        """Return the sizes that determine tensor layouts, under their keys in config.json."""
         parts = [
             part.facts() for part in (self.moe, self.mla, self.linear, self.mamba, self.mamba1) if part is not None
         ]
@@ -179,7 +180,7 @@ class ModelConfig:
         } | {name: value for part in parts for name, value in part.items()}
 
     def check_split(self, tp: int) -> None:
-        """Raise UsageError if there are more ranks than heads; no size needs to be divisible."""
+        """Raise UsageError if ``tp`` exceeds the number of heads; sizes need not be divisible by ``tp``."""
         if tp > self.num_heads:
             raise UsageError(f"tp={tp} is more than the model's {self.num_heads} heads; use at most {self.num_heads}")
         if self.linear is not None and tp > self.linear.num_key_heads:
@@ -193,8 +194,8 @@ class ModelConfig:
     def read(cls, folder: Path, architecture: str | None = None) -> "ModelConfig":
         """Read ``folder/config.json`` (and end tokens from generation_config.json); raises CheckpointError.
 
-        Unsupported settings that would change results are errors that name the key and its value. ``architecture``: of
-        FAMILIES, instead of the one in config.json.
+        Unsupported settings that would change results raise an error that names the key and its value. ``architecture``
+        (a key of :data:`FAMILIES`) overrides the one in config.json.
         """
         if not folder.is_dir():
             is_hub_id = len(folder.parts) == 2 and not folder.is_absolute() and not folder.parent.exists()
@@ -213,7 +214,7 @@ class ModelConfig:
 
 
 def _text_reader(reader: ConfigReader, family: Family) -> ConfigReader:
-    """``text_config`` of a multimodal model, with the family's defaults."""
+    """Return a reader for ``text_config`` of a multimodal model, with the family's defaults."""
     section = reader.section("text_config")
     if section is None:
         raise reader.fail("text_config", "expected a JSON object with the decoder's settings")
@@ -223,7 +224,10 @@ def _text_reader(reader: ConfigReader, family: Family) -> ConfigReader:
 
 
 def _architecture(reader: ConfigReader) -> str:
-    """The first of ``architectures``, or by ``model_type`` where there is none."""
+    """Return the first entry of ``architectures``, or the architecture for ``model_type`` if the list is empty.
+
+    Raises CheckpointError if it is not supported.
+    """
     named = reader.get("architectures") or []
     by_type = {family.model_type: name for name, family in FAMILIES.items()}
     model_type = str(reader.get("model_type"))
@@ -238,7 +242,7 @@ def _architecture(reader: ConfigReader) -> str:
 
 
 def _dtype(*readers: ConfigReader) -> str | None:
-    """``dtype``, formerly ``torch_dtype``, of the first reader that has it; None: not given."""
+    """Return ``dtype`` (formerly ``torch_dtype``) from the first reader that has it; None if not given."""
     for reader in readers:
         for name in ("dtype", "torch_dtype"):
             value = reader.get(name)
@@ -250,7 +254,7 @@ def _dtype(*readers: ConfigReader) -> str | None:
 
 
 def _eos(reader: ConfigReader, folder: Path) -> tuple[int, ...]:
-    """End tokens; generation_config.json, where there is one, overrides config.json as in transformers."""
+    """Read the end tokens; generation_config.json, if present, overrides config.json, as in transformers."""
     path = folder / "generation_config.json"
     value = ConfigReader.open(path).get("eos_token_id") if path.exists() else None
     value = reader.get("eos_token_id") if value is None else value

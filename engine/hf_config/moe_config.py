@@ -1,4 +1,4 @@
-"""MoeConfig: the mixture of experts in config.json, with one reader per family."""
+"""MoeConfig: settings of the mixture of experts in config.json, with one reader per family."""
 
 from dataclasses import dataclass, replace
 
@@ -7,38 +7,38 @@ from tapscope.engine.hf_config.config_reader import ConfigReader
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeConfig:
-    """Number and size of the experts, and how they are routed."""
+    """Number and size of the experts, and routing parameters."""
 
     num_experts: int
     top_k: int
-    """Experts of each token."""
+    """Number of experts per token."""
     intermediate_size: int
-    """Features of one expert."""
+    """Intermediate size of one expert."""
     shared_size: int = 0
-    """Features of the shared expert, which every token passes through; 0 for none."""
+    """Intermediate size of the shared expert, which every token passes through; 0: none."""
     dense_layers: frozenset[int] = frozenset()
-    """Layers with a dense MLP."""
+    """Layers with a dense MLP instead of experts."""
     is_normalized: bool = True
-    """Whether a token's weights are divided by their sum (``norm_topk_prob``)."""
+    """Whether a token's expert weights are divided by their sum (``norm_topk_prob``)."""
     scale: float = 1.0
-    """Factor of the weights (``routed_scaling_factor``)."""
+    """Factor of the expert weights (``routed_scaling_factor``)."""
     num_groups: int = 1
     top_groups: int = 1
-    """Only the experts of the best ``top_groups`` of ``num_groups`` groups may be chosen."""
+    """Group-limited routing: experts are chosen only from the best ``top_groups`` of ``num_groups`` groups."""
     block: str = "mlp"
     """Name of the ``mlp`` module in checkpoints: published Mixtral has ``block_sparse_moe``."""
     swiglu_alpha: float = 1.0
     swiglu_limit: float = float("inf")
-    """Factor of the gate within the sigmoid, and bound of gate and up (gpt-oss)."""
+    """Factor of the gate inside the sigmoid, and clamp limit of gate and up (gpt-oss)."""
     latent_size: int | None = None
-    """Features of the latent that experts read and write; None: hidden states (Nemotron 3)."""
+    """Size of the latent that experts read and write (Nemotron 3); None: experts use the hidden states."""
     feature_block: int = 1
-    """Features that stay on one rank: a block of MXFP4 has one scale."""
+    """Granularity of sharding in features: the features of an MXFP4 block, which share a scale, stay on one rank."""
     parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     """Names of one expert's matrices in checkpoints."""
 
     def facts(self) -> dict[str, int | float]:
-        """The sizes that determine tensor layouts, under their names in config.json."""
+        """Return the sizes that determine tensor layouts, under their keys in config.json."""
         facts: dict[str, int | float] = {
             "num_experts": self.num_experts,
             "num_experts_per_tok": self.top_k,
@@ -50,7 +50,7 @@ class MoeConfig:
 
 
 def mixtral_experts(reader: ConfigReader) -> MoeConfig:
-    """MixtralConfig; raises CheckpointError."""
+    """Read the experts of a MixtralConfig; raises CheckpointError."""
     moe = MoeConfig(
         num_experts=reader.count("num_local_experts", 8),
         top_k=reader.count("num_experts_per_tok", 2),
@@ -62,31 +62,31 @@ def mixtral_experts(reader: ConfigReader) -> MoeConfig:
 
 
 def qwen2_experts(reader: ConfigReader, num_layers: int) -> MoeConfig:
-    """Qwen2MoeConfig; raises CheckpointError."""
+    """Read the experts of a Qwen2MoeConfig; raises CheckpointError."""
     defaults = MoeConfig(num_experts=60, top_k=4, intermediate_size=1408, shared_size=5632, is_normalized=False)
     return _qwen_experts(reader, num_layers, defaults)
 
 
 def qwen3_experts(reader: ConfigReader, num_layers: int) -> MoeConfig:
-    """Qwen3MoeConfig; raises CheckpointError."""
+    """Read the experts of a Qwen3MoeConfig; raises CheckpointError."""
     defaults = MoeConfig(num_experts=128, top_k=8, intermediate_size=768, is_normalized=False)
     return _qwen_experts(reader, num_layers, defaults)
 
 
 def qwen3_next_experts(reader: ConfigReader, num_layers: int) -> MoeConfig:
-    """Qwen3NextConfig; raises CheckpointError."""
+    """Read the experts of a Qwen3NextConfig; raises CheckpointError."""
     defaults = MoeConfig(num_experts=512, top_k=10, intermediate_size=512, shared_size=512)
     return _qwen_experts(reader, num_layers, defaults)
 
 
 def qwen3_5_experts(reader: ConfigReader, num_layers: int) -> MoeConfig:
-    """Qwen3_5MoeTextConfig; raises CheckpointError."""
+    """Read the experts of a Qwen3_5MoeTextConfig; raises CheckpointError."""
     defaults = MoeConfig(num_experts=256, top_k=8, intermediate_size=512, shared_size=512)
     return _qwen_experts(reader, num_layers, defaults)
 
 
 def olmoe_experts(reader: ConfigReader) -> MoeConfig:
-    """OlmoeConfig; raises CheckpointError."""
+    """Read the experts of an OlmoeConfig; raises CheckpointError."""
     moe = MoeConfig(
         num_experts=reader.count("num_experts", reader.get("num_local_experts", 64)),
         top_k=reader.count("num_experts_per_tok", 8),
@@ -97,7 +97,7 @@ def olmoe_experts(reader: ConfigReader) -> MoeConfig:
 
 
 def glm4_experts(reader: ConfigReader) -> MoeConfig:
-    """Glm4MoeConfig; raises CheckpointError."""
+    """Read the experts of a Glm4MoeConfig; raises CheckpointError."""
     return _deepseek_experts(
         reader,
         default_shared=1,
@@ -109,14 +109,17 @@ def glm4_experts(reader: ConfigReader) -> MoeConfig:
 
 
 def minimax_m2_experts(reader: ConfigReader) -> MoeConfig:
-    """MiniMaxM2Config; raises CheckpointError."""
+    """Read the experts of a MiniMaxM2Config; raises CheckpointError."""
     reader.refuse("scoring_func", ("sigmoid",), "MiniMax-M2 scores by sigmoid")
     reader.refuse("shared_intermediate_size", (0,), "MiniMax-M2 has no shared expert")
     return mixtral_experts(reader.with_defaults({"num_local_experts": 256, "num_experts_per_tok": 8}))
 
 
 def llama4_experts(reader: ConfigReader, num_layers: int) -> MoeConfig:
-    """Llama4TextConfig: experts in ``moe_layers``, else in every ``interleave_moe_layer_step``-th layer."""
+    """Read the experts of a Llama4TextConfig; raises CheckpointError.
+
+    They are in ``moe_layers``, by default in every ``interleave_moe_layer_step``-th layer.
+    """
     step, size = reader.count("interleave_moe_layer_step", 1), reader.count("intermediate_size", 8192)
     sparse = (
         _layers(reader, "moe_layers") if reader.get("moe_layers") is not None else range(step - 1, num_layers, step)
@@ -133,7 +136,7 @@ def llama4_experts(reader: ConfigReader, num_layers: int) -> MoeConfig:
 
 
 def gpt_oss_experts(reader: ConfigReader) -> MoeConfig:
-    """GptOssConfig; raises CheckpointError."""
+    """Read the experts of a GptOssConfig; raises CheckpointError."""
     moe = MoeConfig(
         num_experts=reader.count("num_local_experts", reader.get("num_experts", 128)),
         top_k=reader.count("num_experts_per_tok", reader.get("experts_per_token", 4)),
@@ -146,7 +149,10 @@ def gpt_oss_experts(reader: ConfigReader) -> MoeConfig:
 
 
 def jamba_experts(reader: ConfigReader, num_layers: int) -> MoeConfig | None:
-    """JambaConfig: experts in every ``expert_layer_period``-th layer from ``expert_layer_offset`` on; None: nowhere."""
+    """Read the experts of a JambaConfig; None for a dense model. Raises CheckpointError.
+
+    Every ``expert_layer_period``-th layer has experts, beginning with layer ``expert_layer_offset``.
+    """
     count = reader.count("num_experts", reader.get("num_local_experts", 16))
     period, offset = periodic(reader, "expert_layer", 2, 1)
     moe = MoeConfig(
@@ -160,13 +166,13 @@ def jamba_experts(reader: ConfigReader, num_layers: int) -> MoeConfig | None:
 
 
 def periodic(reader: ConfigReader, name: str, period: int, offset: int) -> tuple[int, int]:
-    """``NAME_period`` and ``NAME_offset``, an integer below it; raises CheckpointError."""
+    """Read ``NAME_period`` and ``NAME_offset``, which must be below the period; raises CheckpointError."""
     period = reader.count(f"{name}_period", period)
     return period, reader.count(f"{name}_offset", offset, minimum=0, maximum=period - 1)
 
 
 def nemotron_h_experts(reader: ConfigReader) -> MoeConfig:
-    """NemotronHConfig; raises CheckpointError."""
+    """Read the experts of a NemotronHConfig; raises CheckpointError."""
     moe = MoeConfig(
         num_experts=reader.count("n_routed_experts", reader.get("num_local_experts", 8)),
         top_k=reader.count("num_experts_per_tok", 2),
@@ -182,7 +188,10 @@ def nemotron_h_experts(reader: ConfigReader) -> MoeConfig:
 
 
 def deepseek_v2_experts(reader: ConfigReader) -> MoeConfig:
-    """DeepseekV2Config. As in transformers, ``norm_topk_prob`` is ignored: weights are never normalised."""
+    """Read the experts of a DeepseekV2Config; raises CheckpointError.
+
+    As in transformers, ``norm_topk_prob`` is ignored: expert weights are never normalized.
+    """
     reader.refuse("scoring_func", ("softmax",), "DeepSeek-V2 scores by softmax")
     grouped = reader.choice("topk_method", ("greedy", "group_limited_greedy"), "greedy") != "greedy"
     return _deepseek_experts(
@@ -196,14 +205,20 @@ def deepseek_v2_experts(reader: ConfigReader) -> MoeConfig:
 
 
 def sparse_attention_experts(reader: ConfigReader, num_layers: int, groups: tuple[int, int]) -> MoeConfig:
-    """DeepseekV32Config and GlmMoeDsaConfig: ``mlp_layer_types`` names the dense layers; by default the first three."""
+    """Read the experts of a DeepseekV32Config or GlmMoeDsaConfig; raises CheckpointError.
+
+    ``mlp_layer_types`` lists the dense layers, by default the first three; ``groups`` are the default group counts.
+    """
     dense = _dense_layers(reader, num_layers, 3)
     moe = deepseek_v3_experts(reader.with_defaults({"n_group": groups[0], "topk_group": groups[1]}))
     return replace(moe, dense_layers=dense)
 
 
 def kimi_linear_experts(reader: ConfigReader, num_layers: int) -> MoeConfig:
-    """KimiLinearConfig: DeepSeek-V3's experts; ``mlp_layer_types`` names the dense layers, by default the first."""
+    """Read the experts of a KimiLinearConfig, which are DeepSeek-V3's; raises CheckpointError.
+
+    ``mlp_layer_types`` lists the dense layers, by default the first layer.
+    """
     reader.refuse("moe_router_activation_func", ("sigmoid",), "Kimi-Linear scores by sigmoid")
     reader.refuse("use_grouped_topk", (True,), "Kimi-Linear chooses within the best groups")
     defaults = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.446, "num_experts_per_tok": 8}
@@ -212,7 +227,7 @@ def kimi_linear_experts(reader: ConfigReader, num_layers: int) -> MoeConfig:
 
 
 def _dense_layers(reader: ConfigReader, num_layers: int, default: int) -> frozenset[int]:
-    """``mlp_layer_types``; without it the first ``first_k_dense_replace`` layers are dense."""
+    """Return the dense layers in ``mlp_layer_types``; without this key, the first ``first_k_dense_replace`` layers."""
     kinds, count = reader.get("mlp_layer_types"), reader.get("first_k_dense_replace", default)
     if kinds is None:
         kinds = ["dense" if i < count else "sparse" for i in range(num_layers)] if type(count) is int else []
@@ -222,7 +237,7 @@ def _dense_layers(reader: ConfigReader, num_layers: int, default: int) -> frozen
 
 
 def deepseek_v3_experts(reader: ConfigReader) -> MoeConfig:
-    """DeepseekV3Config."""
+    """Read the experts of a DeepseekV3Config; raises CheckpointError."""
     reader.refuse("scoring_func", ("sigmoid",), "DeepSeek-V3 scores by sigmoid")
     reader.refuse("topk_method", ("noaux_tc",), "DeepSeek-V3 chooses by noaux_tc")
     moe = _deepseek_experts(
@@ -240,9 +255,9 @@ def deepseek_v3_experts(reader: ConfigReader) -> MoeConfig:
 
 
 def _qwen_experts(reader: ConfigReader, num_layers: int, defaults: MoeConfig) -> MoeConfig:
-    """``defaults`` are those of the family; it has a shared expert if they do.
+    """Read the experts of a Qwen family with the given ``defaults``, which define whether it has a shared expert.
 
-    transformers 5 writes ``num_local_experts`` where published files have ``num_experts``.
+    transformers 5 writes ``num_local_experts`` where published configs have ``num_experts``.
     """
     step = reader.count("decoder_sparse_step", 1)
     dense = _layers(reader, "mlp_only_layers") | {i for i in range(num_layers) if (i + 1) % step}

@@ -1,4 +1,4 @@
-"""Families with experts, with the defaults of their transformers config classes."""
+"""Config families with experts, with the defaults of their transformers config classes."""
 
 from tapscope.engine.hf_config.config_reader import ConfigReader
 from tapscope.engine.hf_config.family import (
@@ -53,7 +53,10 @@ def _mixtral(reader: ConfigReader, shared: Fields) -> Fields:
 
 
 def _qwen2_moe(reader: ConfigReader, shared: Fields) -> Fields:
-    """With ``use_sliding_window`` every second layer below ``max_window_layers`` has a window, as in transformers."""
+    """Read Qwen2-MoE.
+
+    As in transformers, ``use_sliding_window`` gives every second layer below ``max_window_layers`` a window.
+    """
     num_layers, first = shared["num_layers"], reader.count("max_window_layers", 28, minimum=0)
     window = reader.optional_count("sliding_window", 4096) if reader.flag("use_sliding_window") else None
     slides = (window is not None and (i + 1) % 2 == 1 and i < first for i in range(num_layers))
@@ -63,7 +66,10 @@ def _qwen2_moe(reader: ConfigReader, shared: Fields) -> Fields:
 
 
 def _qwen3_moe(reader: ConfigReader, shared: Fields) -> Fields:
-    """All layers have a sliding window, or none; ``max_window_layers`` is ignored, as in transformers."""
+    """Read Qwen3-MoE: all layers have a sliding window or full attention.
+
+    As in transformers, ``max_window_layers`` is ignored.
+    """
     window = reader.optional_count("sliding_window", 4096) if reader.flag("use_sliding_window") else None
     fields = one_rope(reader, shared) | one_window(reader, shared, window) | attention_bias(reader)
     return fields | {"moe": qwen3_experts(reader, shared["num_layers"]), "qk_norm": True}
@@ -74,7 +80,7 @@ def _qwen3_next(reader: ConfigReader, shared: Fields) -> Fields:
 
 
 def _qwen3_5(reader: ConfigReader, shared: Fields) -> Fields:
-    """Positions of text are the same on all axes of mrope, so that it is ordinary rope."""
+    """Read Qwen3.5, whose mRoPE is ordinary RoPE for text: positions of text are equal on all axes."""
     sections = {"mrope_section", "mrope_interleaved"}
     values = dict(reader.values)
     for name in ("rope_parameters", "rope_scaling"):
@@ -91,7 +97,7 @@ def _qwen3_5_moe(reader: ConfigReader, shared: Fields) -> Fields:
 
 
 def _hybrid_qwen(reader: ConfigReader, shared: Fields) -> Fields:
-    """Every ``full_attention_interval``-th layer has full attention, the others linear attention."""
+    """Read a hybrid Qwen: every ``full_attention_interval``-th layer has full attention, others linear attention."""
     reader.refuse("hidden_act", ("silu",), "the convolution of the linear attention is followed by silu")
     num_layers, interval = shared["num_layers"], reader.count("full_attention_interval", 4)
     kinds = reader.get("layer_types", [LINEAR if (i + 1) % interval else FULL for i in range(num_layers)])
@@ -114,7 +120,7 @@ def _olmoe(reader: ConfigReader, shared: Fields) -> Fields:
 
 
 def _glm4_moe(reader: ConfigReader, shared: Fields) -> Fields:
-    """Multi-token prediction layers follow the others, as in DeepSeek-V3."""
+    """Read GLM-4 MoE: multi-token prediction layers follow the others, as in DeepSeek-V3, and are skipped."""
     rope = partial_rope(reader, shared["head_dim"], shared["max_positions"], 0.5)
     return (rope_fields(rope, shared) | one_window(reader, shared, None)) | {
         "moe": glm4_experts(reader),
@@ -129,7 +135,7 @@ def _num_mtp_layers(reader: ConfigReader) -> int:
 
 
 def _minimax_m2(reader: ConfigReader, shared: Fields) -> Fields:
-    """Published files state ``rotary_dim`` instead of ``partial_rotary_factor``."""
+    """Read MiniMax-M2; published configs have ``rotary_dim`` instead of ``partial_rotary_factor``."""
     reader.refuse("use_qk_norm", (True,), "MiniMax-M2 has norms of queries and keys")
     partial = reader.count("rotary_dim", shared["head_dim"]) / shared["head_dim"]
     rope = partial_rope(reader, shared["head_dim"], shared["max_positions"], partial, 5e6)
@@ -137,7 +143,7 @@ def _minimax_m2(reader: ConfigReader, shared: Fields) -> Fields:
 
 
 def _llama4(reader: ConfigReader, shared: Fields) -> Fields:
-    """Layers with rotary embedding attend within chunks."""
+    """Read Llama 4: layers with rotary embedding have chunked attention."""
     num_layers = shared["num_layers"]
     no_rope, chunk = layers_without_rope(reader, num_layers), reader.optional_count("attention_chunk_size", 8192)
     kinds = layer_kinds(reader, [FULL if i in no_rope else CHUNKED for i in range(num_layers)], CHUNKED)
@@ -156,7 +162,7 @@ def _llama4(reader: ConfigReader, shared: Fields) -> Fields:
 
 
 def _jamba(reader: ConfigReader, shared: Fields) -> Fields:
-    """Every ``attn_layer_period``-th layer from ``attn_layer_offset`` on has attention, the others Mamba."""
+    """Read Jamba: every ``attn_layer_period``-th layer from ``attn_layer_offset`` on has attention, others Mamba."""
     reader.refuse("hidden_act", ("silu",), "the convolution of Jamba is followed by silu")
     reader.refuse("mamba_inner_layernorms", (True,), "Jamba has norms within its Mamba layers")
     reader.refuse("sliding_window", (), "the attention of Jamba has no window")
@@ -169,11 +175,11 @@ def _jamba(reader: ConfigReader, shared: Fields) -> Fields:
 
 
 _NEMOTRON_H_LAYERS = {"M": LINEAR, "*": FULL, "-": MLP, "E": EXPERTS, "mamba": LINEAR, "attention": FULL}
-"""Characters of ``hybrid_override_pattern`` and older names of layers."""
+"""Characters of ``hybrid_override_pattern`` and older names of layer kinds -> layer kinds."""
 
 
 def _nemotron_h_names(reader: ConfigReader) -> ConfigReader:
-    """The number of layers follows from their types; the norms' epsilon has another name."""
+    """Derive the layer kinds and the number of layers, and rename the epsilon of the norms."""
     pattern = reader.get("layers_block_type") or list(reader.get("hybrid_override_pattern", "ME*-"))
     kinds = [_NEMOTRON_H_LAYERS.get(kind, kind) for kind in pattern] if isinstance(pattern, list) else []
     if not kinds or not set(kinds) <= set(_NEMOTRON_H_LAYERS.values()):
@@ -188,7 +194,7 @@ def _nemotron_h_names(reader: ConfigReader) -> ConfigReader:
 
 
 def _nemotron_h(reader: ConfigReader, shared: Fields) -> Fields:
-    """Every layer is one of four kinds; attention has no rotary embedding. MTP layers are not computed."""
+    """Read Nemotron-H: layers of four kinds, attention without rotary embedding; MTP layers are skipped."""
     reader.refuse("mamba_hidden_act", ("silu",), "the convolution of Nemotron-H is followed by silu")
     for name in ("attention_bias", "residual_in_fp32"):
         reader.refuse(name, (False,), "it is not supported in this architecture")
@@ -211,13 +217,13 @@ def _deepseek_v2(reader: ConfigReader, shared: Fields) -> Fields:
 
 
 def _deepseek_v3(reader: ConfigReader, shared: Fields) -> Fields:
-    """Multi-token prediction layers (arXiv:2412.19437, section 2.2) follow the others."""
+    """Read DeepSeek-V3; the multi-token prediction layers (arXiv:2412.19437, section 2.2) at the end are skipped."""
     skipped = {"num_skipped_layers": _num_mtp_layers(reader)}
     return _deepseek(reader, shared) | {"moe": deepseek_v3_experts(reader)} | skipped
 
 
 def _deepseek(reader: ConfigReader, shared: Fields) -> Fields:
-    """``head_dim`` is the rotated part of a head, as in transformers."""
+    """Read the common fields of DeepSeek; ``head_dim`` is the rotated part of a head, as in transformers."""
     mla = deepseek_attention(reader)
     rotated = shared | {"head_dim": mla.rope_dim}
     fields = one_rope(reader, rotated) | one_window(reader, shared, None) | attention_bias(reader)
@@ -233,11 +239,11 @@ _KIMI_LINEAR_NAMES = {
     "num_experts_per_token": "num_experts_per_tok",
     "num_shared_experts": "n_shared_experts",
 }
-"""Settings that Kimi-Linear calls differently than DeepSeek-V3."""
+"""Kimi-Linear's keys -> DeepSeek-V3's keys for the same settings."""
 
 
 def _kimi_linear(reader: ConfigReader, shared: Fields) -> Fields:
-    """Layers of Kimi Delta Attention, and of latent attention without rotary embedding."""
+    """Read Kimi-Linear: layers with Kimi Delta Attention, or with latent attention without rotary embedding."""
     reader.refuse("mla_use_nope", (True,), "the latent attention of Kimi-Linear has no rotary embedding")
     reader.refuse("hidden_act", ("silu",), "the convolution of Kimi-Linear is followed by silu")
     reader.refuse("num_key_value_heads", (shared["num_heads"],), "latent attention has one for each head")
@@ -254,21 +260,21 @@ def _kimi_linear(reader: ConfigReader, shared: Fields) -> Fields:
 
 
 def _sparse_names(reader: ConfigReader) -> ConfigReader:
-    """All layers have indexed attention, which is full attention to chosen keys."""
+    """Drop ``layer_types`` if all layers have indexed attention; raises CheckpointError otherwise."""
     kinds = reader.get("layer_types")
-    names = {"indexed_attention", "deepseek_sparse_attention"}  # the second before transformers 5.23
+    names = {"indexed_attention", "deepseek_sparse_attention"}  # the latter is the name before transformers 5.23
     if isinstance(kinds, list) and not names.issuperset(kinds):
         raise reader.fail("layer_types", "this architecture has layers of indexed_attention only")
     return ConfigReader(reader.path, reader.values | {"layer_types": None})
 
 
 def _deepseek_v32(reader: ConfigReader, shared: Fields) -> Fields:
-    """MTP layers follow the others; they are not computed."""
+    """Read DeepSeek-V3.2; the MTP layers at the end are skipped."""
     return _sparse(reader, shared, (8, 4), default_heads=64, is_interleaved=False)
 
 
 def _glm_moe_dsa(reader: ConfigReader, shared: Fields) -> Fields:
-    """As DeepSeek-V3.2, with layers that use the keys of the layer before."""
+    """Read GLM-MoE-DSA: DeepSeek-V3.2 with layers that use the keys selected by the previous layer."""
     return _sparse(reader, shared, (1, 1), default_heads=32, is_interleaved=True)
 
 
@@ -298,7 +304,7 @@ _GPT_OSS_ROPE = {
 
 
 def _gpt_oss(reader: ConfigReader, shared: Fields) -> Fields:
-    """Layers with a window and with full attention alternate."""
+    """Read gpt-oss: sliding-window and full-attention layers alternate."""
     reader.refuse("hidden_act", ("silu",), "the experts of gpt-oss have a clamped swish-gated unit")
     if not (reader.get("rope_scaling") or reader.get("rope_parameters")):
         reader = ConfigReader(reader.path, reader.values | {"rope_parameters": _GPT_OSS_ROPE})

@@ -1,4 +1,4 @@
-"""Rope: settings of rotary position embedding in config.json, in both forms of transformers."""
+"""Rope: settings of rotary position embedding in config.json, in both of transformers' formats."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -7,12 +7,15 @@ from tapscope.engine.hf_config.config_reader import ConfigReader
 from tapscope.engine.params.validators import is_number
 
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "mrope")
-"""Values of ``rope_type`` that :mod:`tapscope.engine.layers.rope` computes; ``mrope`` is ``default`` in sections."""
+"""Values of ``rope_type`` that :mod:`tapscope.engine.layers.rope` supports; ``mrope`` is ``default`` with sections."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rope:
-    """Rotary position embedding, named as in transformers' `modeling_rope_utils.py`; each kind uses its own fields."""
+    """Settings of rotary position embedding, named as in transformers' `modeling_rope_utils.py`.
+
+    Each kind uses only some of the fields.
+    """
 
     theta: float = 10000.0
     kind: str = "default"
@@ -23,24 +26,24 @@ class Rope:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 1.0
     attention_factor: float | None = None
-    """yarn: factor of cosines and sines; None derives it from ``factor`` and the two mscales."""
+    """yarn: factor of cosines and sines; None: derived from ``factor`` and the two mscales."""
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     mscale: float = 0.0
     mscale_all_dim: float = 0.0
     truncate: bool = True
-    """yarn: whether the bounds of the blend are rounded to whole dimensions."""
+    """yarn: whether the bounds of the interpolation ramp are rounded to whole dimensions."""
     sections: tuple[int, ...] = ()
-    """Frequencies that follow the temporal, height and width position (Qwen2-VL, arXiv:2409.12191); empty: one
-    position."""
+    """Number of frequencies for the temporal, height and width position (Qwen2-VL, arXiv:2409.12191); empty: all
+    frequencies use one position."""
     interleaved: bool = False
-    """Whether the sections' frequencies alternate (Qwen3-VL) or are contiguous (Qwen2-VL)."""
+    """Whether the frequencies of the sections alternate (Qwen3-VL) or are contiguous (Qwen2-VL)."""
     partial: float = 1.0
-    """Fraction of a head's features that are rotated (``partial_rotary_factor``): the first ones or, with kind
+    """Fraction of a head's features that is rotated (``partial_rotary_factor``): the first features or, with kind
     ``proportional``, the first pairs (i, i + head size / 2)."""
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
-    """longrope: divisors of the frequencies, for requests up to ``original_max_positions`` and longer ones."""
+    """longrope: divisors of the frequencies for requests up to ``original_max_positions``, and for longer requests."""
 
     @property
     def depends_on_length(self) -> bool:
@@ -48,14 +51,14 @@ class Rope:
         return self.kind == "dynamic" or (self.kind == "longrope" and self.short_factor != self.long_factor)
 
     def rotary_dim(self, head_dim: int) -> int:
-        """Rotated features of a head."""
+        """Return the number of rotated features of a head."""
         return head_dim if self.kind == "proportional" else int(head_dim * self.partial)
 
     def reach(self, max_positions: int) -> int:
-        """Context length of the model, given ``max_position_embeddings`` of config.json as ``max_positions``.
+        """Return the context length of the model, where ``max_positions`` is ``max_position_embeddings``.
 
-        Dynamic RoPE extends beyond it; YaRN may have been enabled without raising it. For linear RoPE and llama3,
-        published models state the extended length.
+        Dynamic RoPE extends the context beyond ``max_positions``; YaRN may have been enabled without raising this
+        value. For linear RoPE and llama3, published configs contain the extended length.
         """
         if self.kind == "dynamic":
             return max(max_positions, int(max_positions * self.factor))
@@ -65,9 +68,9 @@ class Rope:
 
 
 def read_rope(reader: ConfigReader, head_dim: int, max_positions: int, theta: float = 10000.0) -> Rope:
-    """From ``rope_parameters`` (transformers 5) or ``rope_scaling`` with ``rope_theta`` (before it).
+    """Read ``rope_parameters`` (transformers 5), or ``rope_scaling`` with ``rope_theta`` (earlier versions).
 
-    As in transformers `rope_scaling` wins where both are given. ``theta`` is the family's default. Raises
+    As in transformers, `rope_scaling` takes precedence if both are given. ``theta`` is the family's default. Raises
     CheckpointError.
     """
     _whole_heads_only(reader)
@@ -84,7 +87,10 @@ def read_rope(reader: ConfigReader, head_dim: int, max_positions: int, theta: fl
 def partial_rope(
     reader: ConfigReader, head_dim: int, max_positions: int, default: float, theta: float = 10000.0
 ) -> Rope:
-    """As :func:`read_rope`, of the fraction ``partial_rotary_factor`` of each head. Raises CheckpointError."""
+    """Read RoPE settings like :func:`read_rope`, for the fraction ``partial_rotary_factor`` of each head.
+
+    ``default`` is the default fraction. Raises CheckpointError.
+    """
     key = "partial_rotary_factor"
     name = "rope_scaling" if reader.get("rope_scaling") else "rope_parameters"
     settings = reader.section(name) or ConfigReader(reader.path, {})
@@ -98,7 +104,7 @@ def partial_rope(
 
 
 def rope_of(settings: ConfigReader, head_dim: int, max_positions: int, theta: float) -> Rope:
-    """Parse one JSON object of RoPE settings; ``theta`` and ``max_positions`` are its defaults."""
+    """Parse one JSON object of RoPE settings; ``theta`` and ``max_positions`` are defaults. Raises CheckpointError."""
     _whole_heads_only(settings)
     kind = settings.get("rope_type") or settings.get("type") or "default"
     if kind not in KINDS:
@@ -167,9 +173,9 @@ def _whole_heads_only(settings: ConfigReader) -> None:
 
 
 def read_phi3_rope(reader: ConfigReader, head_dim: int, max_positions: int) -> Rope:
-    """Rope of Phi3Config: ``default`` or ``longrope`` (formerly ``su`` and ``yarn``), of a fraction of each head.
+    """Read the RoPE settings of a Phi3Config, for the fraction ``partial_rotary_factor`` of each head.
 
-    Raises CheckpointError.
+    Supports ``default`` and ``longrope`` (formerly ``su`` and ``yarn``). Raises CheckpointError.
     """
     name = "rope_scaling" if reader.get("rope_scaling") else "rope_parameters"
     settings = reader.section(name) or ConfigReader(reader.path, {})
@@ -198,7 +204,7 @@ def read_phi3_rope(reader: ConfigReader, head_dim: int, max_positions: int) -> R
         original_max_positions=original,
         attention_factor=settings.optional_number("attention_factor"),
         short_factor=short_factor,
-        long_factor=long_factor if max_positions > original else short_factor,  # else no request is long
+        long_factor=long_factor if max_positions > original else short_factor,  # no request exceeds ``original`` then
     )
 
 

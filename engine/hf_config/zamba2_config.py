@@ -1,4 +1,4 @@
-"""SharedBlocks: the attention blocks of Zamba2 in config.json, which several layers share."""
+"""SharedBlocks: settings in config.json for Zamba2's attention blocks, which several layers share."""
 
 from dataclasses import dataclass
 
@@ -8,18 +8,18 @@ from tapscope.engine.hf_config.family import HYBRID
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedBlocks:
-    """Blocks of attention and MLP, and the low-rank adapters that each layer adds to them (arXiv:2411.15242)."""
+    """Shared blocks of attention and MLP, with low-rank adapters for each layer (arXiv:2411.15242)."""
 
     layers: tuple[int, ...]
-    """Layers with a block; the i-th uses block i modulo ``num_blocks``."""
+    """Layers with a block; the i-th of them uses block i modulo ``num_blocks``."""
     num_blocks: int
     adapter_rank: int
     adapts_attention: bool
-    """Whether queries, keys and values have adapters; the MLP always has."""
+    """Whether queries, keys and values have adapters; the MLP always has an adapter."""
 
 
 def zamba2_blocks(reader: ConfigReader, kinds: tuple[str, ...]) -> SharedBlocks:
-    """Zamba2Config; raises CheckpointError."""
+    """Read the shared blocks of a Zamba2Config; raises CheckpointError."""
     blocks = SharedBlocks(
         layers=tuple(layer for layer, kind in enumerate(kinds) if kind == HYBRID),
         num_blocks=reader.count("num_mem_blocks", 1),
