@@ -1,12 +1,12 @@
 """Attention outputs: find outputs that only one run's own queries, keys and values reproduce.
 
-A wrong KV cache page, mask, score scale or RoPE in one run may change a few rows by less than the largest error that a
-sharp softmax can make of rounded inputs. Attention recomputed from the recorded inputs of the same run does not have
-that error, only its own rounding.
+A sharp softmax amplifies the rounding of its inputs, so that the floor of an attention output may be large. A wrong KV
+cache page, mask, score scale or RoPE in one run may change a few rows by less than that. Attention recomputed from the
+recorded inputs of the same run does not have that error, only its own rounding.
 
 The recomputation assumes the usual formula: causal mask, scores scaled by 1 / √d and possibly capped, softmax, RoPE by
 the recorded tables. Attention that this formula does not reproduce in the baseline (windows, sinks, other scales) is
-judged by its floor only, and so is attention beyond the first :data:`_MAX_VALUES` values.
+judged by its floor only. The same holds beyond the first :data:`_MAX_VALUES` values.
 """
 
 import math

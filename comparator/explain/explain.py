@@ -159,9 +159,9 @@ def _of_rank(explanation: Explanation, rank: int | None) -> Explanation:
 def _of_partial_sum(sample: Sample, inherited: float, context: SiteContext) -> Explanation | None:
     """Return the explanation of a site's values, testing individual partial sums if necessary.
 
-    If the values are a sum over ranks that no hypothesis (or only part of a weight) explains, each rank's partial sum
-    is tested against the baseline minus the other ranks' partial sums. A term added to the sum may have been added to
-    any of them.
+    That is the case for a sum over ranks that no hypothesis (or only part of a weight) explains. Each rank's partial
+    sum is then tested against the baseline minus the other ranks' partial sums. A term added to the sum may have been
+    added to any of them.
     """
     whole = _try_all(sample, inherited, context, is_replica=False)
     if whole is not None and whole.name in _SUMMAND_FAMILIES and any(context.parts()):

@@ -282,11 +282,12 @@ def _common(ranges: Sequence[Array]) -> tuple[int, ...]:
 
 
 def shortest(x: Array, error: Array, floor: float) -> tuple[Array, int, float, bool] | None:
-    """Return (starts, length, accepted residual, whether one column less leaves far more) of the shortest ranges of
-    columns of ``x`` [rows, n] whose span leaves at most ``floor`` of ``error`` [rows, m].
+    """Return the shortest ranges of columns of ``x`` [rows, n] whose span leaves at most ``floor`` of ``error`` [rows,
+    m].
 
-    None if that takes nearly as many columns as rows. The orthogonal bases of all ranges of one length grow by one
-    column each (Gram-Schmidt, applied twice).
+    The result is (starts, length, accepted residual, whether one column less leaves far more), or None if that takes
+    nearly as many columns as rows. The orthogonal bases of all ranges of one length grow by one column each
+    (Gram-Schmidt, applied twice).
     """
     rows, width = x.shape
     limit = min(rows - MIN_SPARE, width)

@@ -73,8 +73,8 @@ def recomputed(
     complete keys.
 
     ``caps``: soft caps of scores used in place of the best fit to the baseline; for each run, the result with the
-    smallest ratio counts. None if the site is not an attention output, if no formula reproduces the baseline (see
-    :func:`.read_attention` for ``searches``), or if the site is the output of the projection after attention.
+    smallest ratio counts. See :func:`.read_attention` for ``searches``. None if the site is not an attention output, or
+    is the output of the projection after attention, or if no formula reproduces the baseline.
     """
     if not (path := path_of(result.site)):
         return None

@@ -217,8 +217,10 @@ class PairAnalyzer:
         return True
 
     def _is_of_each_rank(self, pair: Pair) -> bool:
-        """Return whether the pair is a scalar that each data-parallel rank computes from its own rows, such as a loss,
-        while the runs have different numbers of data-parallel ranks."""
+        """Return whether the pair is a per-rank scalar of runs with different numbers of data-parallel ranks.
+
+        Each rank computes such a scalar, for example a loss, from its own rows.
+        """
         places = self.preparer.mesh_coords
         sizes = [place.sizes.get("dp", 1) for place in places]
         is_scalar = all(math.prod(side.first.shape) == 1 and side.is_float for side in pair.sides)

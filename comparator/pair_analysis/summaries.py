@@ -148,8 +148,9 @@ def compare_stats(ready: PreparedPair) -> tuple[str, ErrorDistribution]:
     """Return (problem, distribution) from statistics alone; the problem says so if a join does not cover both of its
     tensors.
 
-    The typical error is the difference of the means relative to the rms, the error of the worst row that of the largest
-    magnitudes, and the gain the ratio of the rms minus 1. Differences that leave all three unchanged are not detected.
+    The typical error is the difference of the means relative to the rms. The error of the worst row is that of the
+    largest magnitudes, and the gain is the ratio of the rms minus 1. Differences that leave all three unchanged are not
+    detected.
     """
     differences: list[tuple[float, float, float]] = []
     for join in ready.plan.joins:
