@@ -140,7 +140,7 @@ class EngineConfig:
     speculative_algorithm: Literal["NGRAM", "STANDALONE", "NEXTN", "EAGLE", "EAGLE3"] | None = None
     """Speculative decoding, under SGLang's names: ``NGRAM`` proposes the tokens that followed an earlier occurrence of
     the request's last tokens, ``STANDALONE`` those that a smaller checkpoint generates, ``NEXTN`` those that the
-    model's MTP layer predicts, ``EAGLE`` and ``EAGLE3`` those that such a head predicts. Outputs stay the same. None:
+    model's MTP layer predicts, ``EAGLE`` and ``EAGLE3`` those that an EAGLE head predicts. Outputs stay the same. None:
     off.
     """
     speculative_draft_model_path: NonEmptyStr | None = None

@@ -164,7 +164,7 @@ class KVCacheManager:
         return self.groups[0].next_page_key(request)
 
     def match_prefix(self, request: Request) -> None:
-        """Share the request's next pages as far as every group has cached them; their tokens need not be computed."""
+        """Share the longest run of the request's next pages that all groups have cached, which need not be computed."""
         if self.next_shareable_page(request) is None:
             return
         paths: list[list[RadixNode]] = []
