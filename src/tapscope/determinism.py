@@ -22,7 +22,7 @@ class Unequal(Struct, frozen=True, kw_only=True):
     step: int
     rank: int
     reason: str
-    """``bits``, ``dtype``, ``shape``, ``slice``, ``value`` (it is not a tensor), ``tokens``, ``only_first`` or
+    """``bits``, ``dtype``, ``shape``, ``slice``, ``value`` (for a non-tensor), ``tokens``, ``only_first`` or
     ``only_second``."""
     occurrence: int = 0
     micro: int = 0

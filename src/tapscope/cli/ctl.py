@@ -199,11 +199,11 @@ def _captured(answer: dict[str, Any]) -> str:
     past = answer.get("past")
     num_steps = past or answer["config"]["capture_steps"]
     ranks_by_state: dict[str, list[int]] = {}
-    for rank, told in answer["ranks"].items():
-        if isinstance(told, dict):
-            words = f"released {plural(told['steps'], 'step')}, {size(told['bytes'])}"
+    for rank, result in answer["ranks"].items():
+        if isinstance(result, dict):
+            words = f"released {plural(result['steps'], 'step')}, {size(result['bytes'])}"
         else:
-            words = f"from step {told}" if isinstance(told, int) else _NOT_APPLIED.get(str(told), str(told))
+            words = f"from step {result}" if isinstance(result, int) else _NOT_APPLIED.get(str(result), str(result))
         ranks_by_state.setdefault(words, []).append(int(rank))
     ranks = ", ".join(
         f"rank{'s' * (len(some) > 1)} {compact_ranges(some)} {words}" for words, some in ranks_by_state.items()

@@ -23,9 +23,9 @@ class ReplayCommand:
       $ tapscope dump CHANGED -o target --backend hf --tokens-from base
       $ tapscope replay base target --model CHANGED
 
-    A module whose outputs still differ has an error of its own (local), or contains a module that does. One whose
-    outputs then agree has inherited its error. Both runs need the values of inputs (--keep full). transformers runs
-    the model on one rank.
+    A module whose outputs still differ has an error of its own (local), or contains a local module. If its outputs then
+    agree, the error is inherited. Both runs need the values of inputs (--keep full). transformers runs the model on one
+    rank.
 
     Exit codes: 0 no module has an error of its own and the runs agree, 1 they differ, 2 usage, 3 unreadable data.
     """

@@ -1,1 +1,2 @@
-"""Terms that every part shares: sites, dims, dtypes, errors, formatting. Standard library and numpy only."""
+"""Terms shared by all packages: sites, dims, dtypes, errors, formatting. Imports neither torch nor any other tapscope
+package."""

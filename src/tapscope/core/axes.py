@@ -21,7 +21,7 @@ class Shard(Struct, frozen=True):
     order: str | None = None
     """``zigzag``, ``natural`` or None."""
     partial: bool = False
-    """Every rank holds a partial sum of the whole tensor, not a shard of it."""
+    """True if every rank holds a partial sum of the whole tensor, not a shard."""
 
     def __str__(self) -> str:
         qualifiers = [q for q in (self.order, "partial" if self.partial else None) if q]
@@ -76,7 +76,7 @@ class Dims(Struct, frozen=True):
     replicated: tuple[str, ...] = ()
     """Mesh axes over which the tensor is replicated."""
     dp: str | None = None
-    """The data-parallel axis, if it is not ``dp``."""
+    """The data-parallel axis, if not ``dp``."""
     rows: str | None = None
     """Port of the same module whose integer values map each row of the tensor to a token row."""
 
@@ -87,7 +87,7 @@ class Dims(Struct, frozen=True):
 
     @property
     def ndim(self) -> int:
-        """Number of tensor axes described."""
+        """Number of tensor axes in the annotation."""
         return len(self.dims)
 
     @property

@@ -13,16 +13,16 @@ The grammar is SGLang's, so annotations written for it keep working, with extens
     declaration = axis ":replicated" | "dp:=" axis | "rows:=" port
 
     t h[tp]      s[cp:zigzag,sp] b h # tp:replicated      t (num_heads*head_dim)[tp]      t h[tp:partial]
-    t v=50257[tp]                       the whole has 50257 columns; what the shards have beyond is padding
-    t kv=2x4[tp] d                      2 heads, each held by 4 neighbouring ranks (GQA with fewer heads than ranks)
-    t (gate+up)[tp]                     every rank holds [gate_r | up_r]; the whole is [gate | up]
+    t v=50257[tp]                       50257 columns in the whole tensor; further columns of the shards are padding
+    t kv=2x4[tp] d                      2 heads, each replicated on 4 adjacent ranks (GQA with fewer heads than ranks)
+    t (gate+up)[tp]                     rank r holds [gate_r | up_r]; the whole is [gate | up]
     t (q=4096+k=1024+v=1024)[tp]        sections of unequal size; sizes are of the whole
-    t (q=4096+k=256x4+v=256x4)[tp]      and k, v with copies
-    s b (q=2048+k=512+v=512)/8[tp]      8 groups [q_g | k_g | v_g], as Megatron has them; the whole is [q | k | v]
-    t[dp] h                             the ranks of dp hold other requests of one batch
-    t[ep] h # rows:=tap[token_ids]      the same module's integer port says which token row each row is; -1 is none
+    t (q=4096+k=256x4+v=256x4)[tp]      k and v additionally replicated
+    s b (q=2048+k=512+v=512)/8[tp]      8 groups [q_g | k_g | v_g], as in Megatron; the whole is [q | k | v]
+    t[dp] h                             ranks along dp hold different requests of one batch
+    t[ep] h # rows:=tap[token_ids]      an integer port of the same module maps rows to token rows; -1: no token row
 
-``t`` is the axis of packed tokens, ``b`` and ``s`` batch and sequence; every other name is free.
+``t`` is the axis of packed tokens, ``b`` and ``s`` are batch and sequence; other names are arbitrary.
 """
 
 import re

@@ -1,7 +1,8 @@
-"""FrameworkPlugin: what a framework knows about its models and batches, and torch does not.
+"""FrameworkPlugin: a framework's knowledge about its models and batches that torch does not have.
 
 A plugin is a class with a public no-argument constructor. Register it as an entry point of the group
-``tapscope.frameworks``, under the import name of the framework. It is loaded once that package was imported::
+``tapscope.frameworks``, under the import name of the framework. The plugin is loaded after that package has been
+imported::
 
     [project.entry-points."tapscope.frameworks"]
     myserver = "myserver_tapscope:MyServerPlugin"
@@ -14,7 +15,7 @@ Every method has a default, so a plugin overrides only what its framework needs:
         def module_dims(self, module, parent):
             return {"out": "t h[tp]"} if type(module).__name__ == "ShardedLinear" else {}
 
-A plugin that raises is reported once per method, and the capture continues without its answer.
+If a plugin method raises, the error is reported once per method, and the capture continues without the result.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,14 +27,14 @@ from tapscope.core.observe import StepInfo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessLayout:
-    """The place of this process within the job."""
+    """The position of this process within the job."""
 
     mesh: Mapping[str, int]
     """Axis -> size, e.g. ``{"tp": 2}``."""
     coords: Mapping[str, int]
     """Axis -> this process's coordinate."""
     own_steps: tuple[str, ...] = ()
-    """Axes along which processes take steps of their own: replicas of a server."""
+    """Axes along which processes step independently, such as replicas of a server."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +42,7 @@ class StepRows:
     """The token rows of a step, as read from a batch object."""
 
     info: StepInfo
-    """The step with its grid, rows and row sets. Its token ids are ignored where ``token_ids`` is given."""
+    """The step with its grid, rows and row sets. Its token ids are ignored if ``token_ids`` is given."""
     token_ids: Any = None
     """Integer tensor with one id per slot of the grid, on any device; None if unknown or given in ``info``."""
     tensors: Mapping[str, Any] = field(default_factory=dict)

@@ -7,11 +7,11 @@ _MAX_DEPTH = 16
 _MAX_LEAVES = 10_000
 MAX_PLAIN = 4096
 """Maximum number of list items or characters kept of a plain value."""
-_MAX_LOOKED = 1 << 22
-_MAX_KEPT = 1 << 18
+_MAX_VISITED = 1 << 22
+_MAX_SIZE = 1 << 18
 _CHARACTERS = 16
-"""Number of characters of a string that count as one number against ``_MAX_KEPT``."""
-_HARMLESS = str.maketrans("[]:", "();")
+"""Number of characters of a string that count as one number against ``_MAX_SIZE``."""
+_SITE_SAFE = str.maketrans("[]:", "();")
 
 
 def leaves(value: Any) -> Iterator[tuple[str, Any]]:
@@ -22,7 +22,7 @@ def leaves(value: Any) -> Iterator[tuple[str, Any]]:
     reference, because a few bytes can reference one list a million times.
     """
     walk = _Walk()
-    walk.into(value, "", 0)
+    walk.visit(value, "", 0)
     return iter(walk.leaves)
 
 
@@ -31,35 +31,35 @@ class _Walk:
 
     def __init__(self) -> None:
         self.leaves: list[tuple[str, Any]] = []
-        self._looked = self._kept = 0
+        self._num_visited = self._size = 0
 
-    def into(self, value: Any, path: str, depth: int) -> None:
+    def visit(self, value: Any, path: str, depth: int) -> None:
         if depth > _MAX_DEPTH or len(self.leaves) > _MAX_LEAVES:
             raise ValueError(f"its value has more than {_MAX_LEAVES:,} parts, or more than {_MAX_DEPTH} levels")
-        self._looked += 1 + (len(value) if isinstance(value, dict | list | tuple) else 0)
-        if self._looked > _MAX_LOOKED:
-            raise ValueError(f"its value has more than {_MAX_LOOKED:,} elements")
+        self._num_visited += 1 + (len(value) if isinstance(value, dict | list | tuple) else 0)
+        if self._num_visited > _MAX_VISITED:
+            raise ValueError(f"its value has more than {_MAX_VISITED:,} elements")
         children: list[tuple[Any, Any]] | None = None
         if isinstance(value, dict):
             children = list(value.items())
         elif isinstance(value, list | tuple) and not all(isinstance(each, str | int | float) for each in value):
             children = list(enumerate(value))
         if children is None:
-            self._keep(value)
+            self._count_size(value)
             self.leaves.append((path, value))
             return
         for key, child in children:
             if child is not None:
-                name = str(key).translate(_HARMLESS)[:80] or "(empty)"
-                self.into(child, f"{path}.{name}" if path else name, depth + 1)
+                name = str(key).translate(_SITE_SAFE)[:80] or "(empty)"
+                self.visit(child, f"{path}.{name}" if path else name, depth + 1)
 
-    def _keep(self, leaf: Any) -> None:
+    def _count_size(self, leaf: Any) -> None:
         """Add the size of ``leaf``, in the form returned by :func:`plain_value`, to the budget; raises ValueError when
         it is exceeded."""
         for item in leaf[:MAX_PLAIN] if isinstance(leaf, list | tuple) else [leaf]:
-            self._kept += 1 + (min(len(item), MAX_PLAIN) // _CHARACTERS if isinstance(item, str) else 0)
-        if self._kept > _MAX_KEPT:
-            raise ValueError(f"its plain values take more than {_MAX_KEPT:,} numbers")
+            self._size += 1 + (min(len(item), MAX_PLAIN) // _CHARACTERS if isinstance(item, str) else 0)
+        if self._size > _MAX_SIZE:
+            raise ValueError(f"its plain values take more than {_MAX_SIZE:,} numbers")
 
 
 def plain_value(leaf: Any) -> dict[str, Any]:

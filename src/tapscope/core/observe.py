@@ -56,18 +56,18 @@ def again_words(visit: int, branch: int) -> str:
 
 
 class StepInfo(Struct, frozen=True, kw_only=True):
-    """The description of one step; equal on all ranks of a tensor-parallel group."""
+    """Description of one step; equal on all ranks of a tensor-parallel group."""
 
     step: int
     """Scheduler step or optimizer iteration, from 0, never reset within a run."""
     phase: str = "forward"
     """Open string: ``prefill``, ``decode``, ``mixed``, ``verify`` (draft tokens), ``draft``, ``train``, ..."""
     grid: tuple[int, ...] = ()
-    """Shape of the token axes: ``(tokens,)`` packed or ``(batch, sequence)`` padded; empty when unknown."""
+    """Shape of the token axes: ``(tokens,)`` packed or ``(batch, sequence)`` padded; empty if unknown."""
     rows: tuple[RowSpan, ...] = ()
     """The valid rows, without padding, in slot order."""
     token_ids: Sequence[int] = ()
-    """Token id of every valid row, in the order of :attr:`rows`; empty when unknown."""
+    """Token id of every valid row, in the order of :attr:`rows`; empty if unknown."""
     row_sets: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Named subsets of slots, e.g. ``{"logits": (6, 11)}``: the rows whose logits are computed."""
     seeds: Mapping[str, int] = field(default_factory=dict)
@@ -111,7 +111,7 @@ DRAFT_PHASE = "draft"
 
 
 def with_draft_names(info: StepInfo) -> StepInfo:
-    """Return the step; in a step of a draft model, each request is renamed to ``draft/NAME`` to separate it from the
+    """Return the step; in a step of a draft model, requests are renamed to ``draft/NAME``, separate from the
     target's."""
     if info.phase != DRAFT_PHASE:
         return info
@@ -136,7 +136,7 @@ class StepObserver(ArmedState, Protocol):
     """Observer that the host calls on every rank, in the forward thread."""
 
     def before_step(self, info: StepInfo) -> None:
-        """Begin a step; ``info.epoch`` is applied first."""
+        """Begin a step; implementations apply ``info.epoch`` first."""
         ...
 
     def after_step(self, metrics: Mapping[str, float]) -> None:
@@ -219,7 +219,7 @@ class RankInfo(Struct, frozen=True, kw_only=True):
     rank: int = 0
     world_size: int = 1
     mesh: Mapping[str, int] = field(default_factory=dict)
-    """Axis -> size, e.g. ``{"tp": 2}``; axes of size 1 may be left out."""
+    """Axis -> size, e.g. ``{"tp": 2}``; axes of size 1 may be omitted."""
     coords: Mapping[str, int] = field(default_factory=dict)
     """Axis -> this rank's coordinate, e.g. ``{"tp": 1}``."""
     own_steps: tuple[str, ...] = ()

@@ -23,7 +23,7 @@ _KINDS = {
     stat.S_IFSOCK: "a socket",
     stat.S_IFDIR: "a directory",
 }
-_LEFT_OVER_S = 3600
+_ABANDONED_AFTER_S = 3600
 """Age in seconds after which an unmodified temporary file counts as abandoned by its writer."""
 
 
@@ -89,5 +89,5 @@ def _remove_leftovers(path: Path) -> None:
     is_part = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{16}}\.part").fullmatch
     with suppress(OSError), os.scandir(path.parent) as entries:
         for entry in entries:
-            if is_part(entry.name) and time.time() - entry.stat(follow_symlinks=False).st_mtime > _LEFT_OVER_S:
+            if is_part(entry.name) and time.time() - entry.stat(follow_symlinks=False).st_mtime > _ABANDONED_AFTER_S:
                 os.unlink(entry)

@@ -1,4 +1,4 @@
-"""Site: *where* a tensor was seen, as module path and port.
+"""Site: *where* a tensor is observed, as module path and port.
 
 Grammar::
 
@@ -69,7 +69,7 @@ class Site(Struct, frozen=True, order=True):
 
     @property
     def parent(self) -> str:
-        """Path of the enclosing module; empty at the root."""
+        """Path of the enclosing module; empty for a top-level module and the root."""
         return self.path.rpartition(".")[0]
 
 

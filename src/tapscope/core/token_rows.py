@@ -33,7 +33,7 @@ class Arguments:
     names: Sequence[str] = ()
     """Request ids, or the numbers of the requests' slots."""
     mask: Array | None = None
-    """[batch, sequence or longer]: 0 where a row is padding."""
+    """[batch, sequence or longer]: 0 for padding rows."""
 
 
 @dataclass(slots=True)
@@ -116,11 +116,11 @@ class RowReader:
         """Return the request that each span continues, most recent first; a new request if none expects this
         position."""
         requests: list[str] = []
-        waiting: dict[int, list[str]] = {}
+        by_next_position: dict[int, list[str]] = {}
         for name, (end, _) in sorted(self.ends.items(), key=lambda item: -item[1][1]):  # stable sort
-            waiting.setdefault(end, []).append(name)
+            by_next_position.setdefault(end, []).append(name)
         for _, first, count in spans:
-            names = waiting.get(first, []) if first else []
+            names = by_next_position.get(first, []) if first else []
             self.num_ambiguous += len(names) > 1 and self.ends[names[0]][1] == self.ends[names[1]][1]
             name = names.pop(0) if names else str(len(self.ends))
             self.ends[name] = first + count, step

@@ -1,6 +1,6 @@
 """Messages between ranks, recorder and control: a JSON header frame and raw payload frames; no pickle.
 
-The transport (ZMQ) knows only frames; this module knows only how a message becomes frames and back::
+The transport (ZMQ) handles only frames; this module converts messages to frames and back::
 
     frame 0   {"tapscope": 1, "kind": "batch", ...}
     frame 1.. raw bytes

@@ -10,7 +10,7 @@ PREFIX = "re:"
 
 
 class SiteRegex:
-    """A regular expression that is searched in the whole site, such as ``layers\\.[0-3]\\.mlp:out``."""
+    """A regular expression searched anywhere in a site, such as ``layers\\.[0-3]\\.mlp:out``."""
 
     __slots__ = ("_pattern", "text")
 

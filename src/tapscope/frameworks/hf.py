@@ -56,7 +56,7 @@ class TransformersPlugin(FrameworkPlugin):
             _BY_LAYER in path
             or _ADAPTER.search(path) is not None
             or type(module).__name__ == _WITH_METHODS
-            or _is_in_function(path, module, parent)
+            or _may_be_fused(path, module, parent)
         )
         facts = replace(super().module_facts(path, module, parent), is_optional=is_optional)
         if path.rpartition(".")[2] in _HEADS:
@@ -65,7 +65,7 @@ class TransformersPlugin(FrameworkPlugin):
         return replace(facts, row_sets={"out[logits]": _LOGITS}) if not path or _has_head(module) else facts
 
 
-def _is_in_function(path: str, module: Any, parent: Any) -> bool:
+def _may_be_fused(path: str, module: Any, parent: Any) -> bool:
     """Return whether the module is fused into a function or kernel call and therefore may not be called.
 
     True for a causal convolution, whose weights are passed to a function or kernel, and for parts the kernel may

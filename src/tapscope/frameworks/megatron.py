@@ -69,10 +69,10 @@ DIMS: dict[str, dict[str, str]] = {
 """Last component of a module path -> port -> dims. Words in capitals are placeholders that depend on the
 configuration."""
 
-_ALIKE = {"k_layernorm": "q_layernorm"} | dict.fromkeys(
+_SAME_DIMS = {"k_layernorm": "q_layernorm"} | dict.fromkeys(
     ("input_layernorm", "pre_mlp_layernorm", "final_layernorm", "pre_cross_attn_layernorm", "cross_attention"), "norm"
 )
-_CAPITALS = re.compile(r"[A-Z][A-Z0-9]+")
+_PLACEHOLDER = re.compile(r"[A-Z][A-Z0-9]+")
 
 
 class MegatronPlugin(FrameworkPlugin):
@@ -90,13 +90,13 @@ class MegatronPlugin(FrameworkPlugin):
         if ".experts." in path or ".local_experts." in path:
             return ModuleFacts()
         last = path.rpartition(".")[2]
-        dims = DIMS.get("layer" if last.isdecimal() else _ALIKE.get(last, last), {})
-        words = _words(module, parent)
-        spelt = {port: _spelt(text, words) for port, text in dims.items()}
+        dims = DIMS.get("layer" if last.isdecimal() else _SAME_DIMS.get(last, last), {})
+        substitutions = _placeholders(module, parent)
+        expanded = {port: _expanded(text, substitutions) for port, text in dims.items()}
         # A router returns weights and flags of the chosen experts only; detecting a near tie needs the logits of all
         # experts.
         methods = {"gating": "logits"} if last == "router" and callable(getattr(module, "gating", None)) else {}
-        return replace(super().module_facts(path, module, parent), dims=spelt, methods=methods)
+        return replace(super().module_facts(path, module, parent), dims=expanded, methods=methods)
 
     def module_number(self, module: Any) -> int | None:
         """Return the global index of a layer, from its 1-based ``layer_number``."""
@@ -148,7 +148,7 @@ def _packed_rows(outline: StepInfo, values: Mapping[str, Any], *, shard: tuple[i
     return structs.replace(outline, grid=step.grid, rows=step.rows, token_ids=step.token_ids)
 
 
-def _words(module: Any, parent: Any) -> dict[str, str]:
+def _placeholders(module: Any, parent: Any) -> dict[str, str]:
     """Return the replacement for each placeholder in :data:`DIMS`."""
     configs = [getattr(each, "config", None) for each in (module, parent)]
     config = next((each for each in configs if hasattr(each, "sequence_parallel")), None)
@@ -164,6 +164,6 @@ def _words(module: Any, parent: Any) -> dict[str, str]:
     }
 
 
-def _spelt(text: str, words: Mapping[str, str]) -> str:
-    full = _CAPITALS.sub(lambda match: words[match[0]], text)
+def _expanded(text: str, substitutions: Mapping[str, str]) -> str:
+    full = _PLACEHOLDER.sub(lambda match: substitutions[match[0]], text)
     return full if "tp" in full else f"{full} # tp:replicated"

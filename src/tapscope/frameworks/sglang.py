@@ -121,7 +121,7 @@ def _attach(runner: Any) -> None:
     if getattr(runner, "is_draft_worker", False):
         return
     api.process.attach(runner.model)
-    multiprocessing.util.Finalize(None, api.process.close, exitpriority=1)  # forked children run no atexit handlers
+    multiprocessing.util.Finalize(None, api.process.close, exitpriority=1)  # forked children do not run atexit handlers
     if not getattr(getattr(runner, "server_args", None), "disable_cuda_graph", True):
         text = "tapscope: SGLang replays CUDA graphs, whose rows are unknown; start it with --disable-cuda-graph"
         _log.warning(text)

@@ -160,7 +160,7 @@ class WorkerSession:
             if method is not None:
                 setattr(worker, name, _bound(around, method))
 
-    # ---- the worker's methods
+    # ---- wrapped methods of the worker
 
     def _load_model(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = call(*args, **kwargs)
@@ -272,11 +272,11 @@ class WorkerSession:
         """
         if self._scheduled is None or self._warming_up:
             return StepRows(info=replace(info, kind="warmup" if self._warming_up else "dummy"))
-        names, counts, starts = self._in_order()
-        if ids is not None and ids.ndim == 1 and len(ids) < sum(counts) and not self._adapts:
+        names, counts, starts = self._packed_order()
+        if ids is not None and ids.ndim == 1 and len(ids) < sum(counts) and not self._drops_drafts:
             return None  # only a part of the batch, see _warn_of_settings
         planned = counts
-        if self._adapts:  # synchronize for the rows of each request: rules that select requests slice by them
+        if self._drops_drafts:  # synchronize for the rows of each request: rules that select requests slice by them
             counts = self._batch.query_start_loc[: len(counts) + 1].diff().tolist()
         requests = [self._request(name) for name in names]
         drafts, slots, at = dict[str, int](), list[int](), 0
@@ -299,7 +299,7 @@ class WorkerSession:
         complete = functools.partial(_completed, requests=requests, counts=counts)
         return StepRows(info=outline, tensors={k: v for k, v in tensors.items() if v is not None}, complete=complete)
 
-    def _in_order(self) -> tuple[Sequence[str], list[int], list[int]]:
+    def _packed_order(self) -> tuple[Sequence[str], list[int], list[int]]:
         """Return (request ids, rows per request, position of the first row per request), in packed order."""
         batch = self._batch
         if batch is not None:
@@ -310,7 +310,7 @@ class WorkerSession:
         return requests, counts, _integers(batch.num_computed_tokens_cpu[: len(requests)])
 
     @property
-    def _adapts(self) -> bool:
+    def _drops_drafts(self) -> bool:
         """True if the device drops scheduled drafts before the model runs."""
         return self._batch is not None and getattr(self._worker.model_runner, "adaptive_verification", None) is not None
 

@@ -36,7 +36,7 @@ class RowMap:
     axes: tuple[int, ...]
     """Tensor axes that enumerate tokens: one if packed, two (batch, sequence) if padded."""
     sizes: tuple[int, ...]
-    """Sizes of those axes."""
+    """Sizes of :attr:`axes`."""
     inferred: bool
     """True if inferred without dims: the leading axes have the sizes of the step's token grid."""
     slots: tuple[tuple[int, int], ...]

@@ -63,7 +63,7 @@ class AnomalousSite:
 
 @dataclass(frozen=True, slots=True)
 class EventLine:
-    """An event other than a rank joining or leaving."""
+    """An event other than the opening or closing of a rank."""
 
     event: Event
     before: Mapping[str, Any] = field(default_factory=dict)

@@ -77,7 +77,7 @@ class PickleTemplates:
 class _Dict:
     """A dict of a template: constant entries, and holes to be filled per pickle."""
 
-    same: dict[Any, Any]
+    constants: dict[Any, Any]
     """Every key in order; the value is None where it is filled in."""
     holes: list[tuple[Any, int]] = field(default_factory=list)
     """(key, index of the hole)"""
@@ -86,7 +86,7 @@ class _Dict:
     """(key, tensor); offsets are relative to the storage."""
 
     def filled(self, values: list[Any], offset: int) -> dict[Any, Any]:
-        filled = self.same.copy()
+        filled = self.constants.copy()
         for key, hole in self.holes:
             filled[key] = values[hole]
         for key, tensor in self.tensors:
@@ -116,7 +116,7 @@ class _Template:
             if not data.startswith(segment, at):
                 return None
             at += len(segment)
-            if is_text:  # the segment ends with the opcode
+            if is_text:  # the opcode is the last byte of the segment
                 end = at + 4 + int.from_bytes(data[at : at + 4], "little")
                 if end > size:
                     return None
@@ -244,7 +244,7 @@ def _dict_of(content: dict[Any, Any], offset: int, holes: Mapping[int, int]) -> 
     made = _Dict({})
     for name, value in content.items():
         key = _plain(name)
-        made.same[key] = None
+        made.constants[key] = None
         if isinstance(value, dict):
             made.inner.append((key, _dict_of(value, offset, holes)))
         elif isinstance(value, Tensor):
@@ -253,7 +253,7 @@ def _dict_of(content: dict[Any, Any], offset: int, holes: Mapping[int, int]) -> 
         elif isinstance(value, _Text | _Integer) and value.number in holes:
             made.holes.append((key, holes[value.number]))
         else:
-            made.same[key] = _plain(value)
+            made.constants[key] = _plain(value)
     return made
 
 

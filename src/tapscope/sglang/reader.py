@@ -97,7 +97,7 @@ class DumpPayloads:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._checked: dict[str, list[tuple[int, int, str]] | None] = {}
-        self.spread: dict[tuple[int, int], Tensor] = {}
+        self.non_contiguous: dict[tuple[int, int], Tensor] = {}
         """(rank, seq) -> non-contiguous tensor."""
         self.damaged: list[str] = []
         """One message per file that cannot be read."""
@@ -119,7 +119,7 @@ class DumpPayloads:
         kept = self._kept.get((entry.file, entry.offset))
         if kept is not None and len(kept) == entry.nbytes:
             return np.ndarray(record.shape, dtypes.numpy_dtype(record.dtype), kept)
-        if (record.key.rank, record.seq) not in self.spread and entry.nbytes >= _MAP_FROM:
+        if (record.key.rank, record.seq) not in self.non_contiguous and entry.nbytes >= _MAP_FROM:
             with suppress(OSError, ValueError, TypeError):  # read() below raises the specific error
                 return np.ndarray(record.shape, dtypes.numpy_dtype(record.dtype), self._map(entry.file), entry.offset)
         return self.read(entry.file, self._tensor(record))
@@ -139,7 +139,7 @@ class DumpPayloads:
         """See :class:`~tapscope.run_format.payload.Payloads`."""
         entry = record.entry
         assert entry is not None
-        if (record.key.rank, record.seq) in self.spread:
+        if (record.key.rank, record.seq) in self.non_contiguous:
             return None
         kept = self._kept.get((entry.file, entry.offset))
         if kept is not None and len(kept) == entry.nbytes:
@@ -149,8 +149,8 @@ class DumpPayloads:
     def _tensor(self, record: Record) -> Tensor:
         assert record.entry is not None
         assert record.dtype is not None
-        spread = self.spread.get((record.key.rank, record.seq))
-        return spread or packed(record.dtype, record.shape, record.entry.offset)
+        non_contiguous = self.non_contiguous.get((record.key.rank, record.seq))
+        return non_contiguous or packed(record.dtype, record.shape, record.entry.offset)
 
     def read(self, name: str, tensor: Tensor) -> Array:
         """Read a tensor from a file; raises RunCorruptError if the file was truncated or removed."""
@@ -253,7 +253,7 @@ class _Reader:
     """Converts files to records, in dump order per rank."""
 
     def __init__(self, folder: Path, dump: Dump) -> None:
-        self._folder, self._found = folder, dump
+        self._folder, self._dump = folder, dump
         self._meta: dict[int, Mapping[str, Any]] = {}
         self._firings: Counter[tuple[object, ...]] = Counter()
         self._per_step: Counter[tuple[int, int]] = Counter()
@@ -272,7 +272,7 @@ class _Reader:
             first = self._numbers.setdefault(rank, {}).setdefault(at, name)
             if first != name:
                 self._same_numbers.setdefault(rank, []).append((first, name))
-        index = self._found.ranks.setdefault(rank, RankIndex())
+        index = self._dump.ranks.setdefault(rank, RankIndex())
         path = f"{self._folder}/{name}"
         try:
             content, read = torch_save_reader.load_with_end(path, self._templates)
@@ -286,7 +286,7 @@ class _Reader:
         except (RunCorruptError, ValueError, OSError) as error:
             sentence = str(error) if isinstance(error, RunCorruptError) else f"{path}: {error}"
             index.problems.append(sentence)
-            self._found.payloads.damaged.append(sentence)
+            self._dump.payloads.damaged.append(sentence)
 
     def _record(self, index: RankIndex, rank: int, file: str, tags: dict[str, Any], value: Any, read: FileEnd) -> None:
         name, step = str(tags.get("name", "(unnamed)")), number(tags.get("step")) or 0
@@ -319,37 +319,37 @@ class _Reader:
                 index.records.add_bare(key, seq, leaf.dtype, leaf.shape, dims, file, leaf.offset, leaf.nbytes)
             if isinstance(leaf, Tensor):
                 if leaf.is_contiguous:
-                    self._found.payloads.keep(file, leaf, read)
+                    self._dump.payloads.keep(file, leaf, read)
                 else:
-                    self._found.payloads.spread[rank, seq] = leaf
+                    self._dump.payloads.non_contiguous[rank, seq] = leaf
             if here not in index.sites:
                 index.sites[here] = SiteInfo(here, "", {}, dims=dims if isinstance(leaf, Tensor) else None)
             self._per_step[rank, step] += 1
 
     def _is_repeated(self, place: tuple[str, int, int], file: str, parts: list[tuple[str, Any]]) -> bool:
         """Return whether this is an argument of the model that an inner module received unchanged."""
-        form = [(path, self._form(file, leaf)) for path, leaf in parts]
+        form = [(path, self._comparable(file, leaf)) for path, leaf in parts]
         is_repeated = form == self._arguments.get(place)
         self._arguments.setdefault(place, form)
         return is_repeated
 
-    def _form(self, file: str, leaf: Any) -> object:
+    def _comparable(self, file: str, leaf: Any) -> object:
         """Return a value that is equal for equal leaves."""
         if not isinstance(leaf, Tensor):
             return plain_value(leaf)
-        data = np.ascontiguousarray(self._found.payloads.read(file, leaf)).reshape(-1).view(np.uint8)
+        data = np.ascontiguousarray(self._dump.payloads.read(file, leaf)).reshape(-1).view(np.uint8)
         return leaf.dtype, leaf.shape, blake2b(data.data).digest()
 
     def finish(self) -> None:
         """Set steps, ranks and the manifest after all files have been added."""
         steps = sorted({step for _, step in self._per_step})
         mesh: dict[str, int] = {}
-        sites = {site for index in self._found.ranks.values() for site in index.sites}
+        sites = {site for index in self._dump.ranks.values() for site in index.sites}
         if sites <= _CORE_SITES:
-            next(iter(self._found.ranks.values())).problems.append(ONLY_ARGUMENTS)
-        stages = {rank: parallel_info(self._meta.get(rank, {}))[1].get("pp", 0) for rank in self._found.ranks}
+            next(iter(self._dump.ranks.values())).problems.append(ONLY_ARGUMENTS)
+        stages = {rank: parallel_info(self._meta.get(rank, {}))[1].get("pp", 0) for rank in self._dump.ranks}
         first = min((min(numbers) for numbers in self._numbers.values()), default=0)
-        for rank, index in self._found.ranks.items():
+        for rank, index in self._dump.ranks.items():
             if same := self._same_numbers.get(rank):
                 index.problems.append(
                     f"rank {rank} of {self._folder} has {plural(len(same), 'file')} with the dump_index of another, "
@@ -364,7 +364,7 @@ class _Reader:
             for step in steps:
                 if count := self._per_step[rank, step]:
                     index.add_step(step, count)
-        self._found.manifest.update(self._manifest(mesh))
+        self._dump.manifest.update(self._manifest(mesh))
 
     def _stopped(self, rank: int, stages: Mapping[int, int]) -> list[str]:
         """Return a message if the rank may have been stopped, otherwise an empty list.
@@ -372,14 +372,14 @@ class _Reader:
         This is the case if the sites of its last step are a proper prefix of those of another rank of the same pipeline
         stage.
         """
-        if not self._found.ranks[rank].records:
+        if not self._dump.ranks[rank].records:
             return []
-        step = int(self._found.ranks[rank].records.step[-1])
+        step = int(self._dump.ranks[rank].records.step[-1])
         count = self._per_step[rank, step]
         longer = [r for r, stage in stages.items() if stage == stages[rank] and self._per_step[r, step] > count]
-        mine = _sites(self._found.ranks[rank], step) if longer else []
+        mine = _sites(self._dump.ranks[rank], step) if longer else []
         for other in longer[:_MAX_PEERS]:
-            theirs = _sites(self._found.ranks[other], step)
+            theirs = _sites(self._dump.ranks[other], step)
             if mine == theirs[: len(mine)]:
                 return [
                     f"rank {rank} has the first {len(mine):,} of the {len(theirs):,} values of rank {other} in step "
@@ -398,7 +398,7 @@ class _Reader:
             "model": models[0] if models else "",
             "dtype": "",
             "mesh": mesh,
-            "world_size": max(worlds, default=len(self._found.ranks)),
+            "world_size": max(worlds, default=len(self._dump.ranks)),
         }
 
 

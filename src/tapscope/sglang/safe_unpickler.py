@@ -190,16 +190,16 @@ class PickleMachine:
             stack.append(tuple(self.since_mark()))
         elif code in (0x61, 0x65):  # append, appends
             items = [stack.pop()] if code == 0x61 else self.since_mark()
-            _of(list, stack[-1]).extend(items)
+            _expect(list, stack[-1]).extend(items)
         elif code in (0x73, 0x75):  # setitem, setitems
             flat = [stack.pop(-2), stack.pop()] if code == 0x73 else self.since_mark()
             keys = flat[::2]
             check_keys(keys)
-            _of(dict, stack[-1]).update(zip(keys, flat[1::2], strict=False))
+            _expect(dict, stack[-1]).update(zip(keys, flat[1::2], strict=False))
         elif code == 0x90:  # additems
             items = self.since_mark()
             check_keys(items)
-            _of(set, stack[-1]).update(items)
+            _expect(set, stack[-1]).update(items)
         else:
             return False
         return True
@@ -211,9 +211,9 @@ class PickleMachine:
             stack.append(self.named(self.line(), self.line()))
         elif code == 0x93:  # stack_global
             name, module = stack.pop(), stack.pop()
-            stack.append(self.named(_of(str, module), _of(str, name)))
+            stack.append(self.named(_expect(str, module), _expect(str, name)))
         elif code in (0x52, 0x81):  # reduce, newobj
-            arguments, called = _of(tuple, stack.pop()), stack.pop()
+            arguments, called = _expect(tuple, stack.pop()), stack.pop()
             if isinstance(called, Placeholder):
                 called = _PLACEHOLDER
             if not isinstance(called, Constructor):
@@ -285,7 +285,7 @@ class PickleMachine:
         return text
 
 
-def _of(kind: type, value: Any) -> Any:
+def _expect(kind: type, value: Any) -> Any:
     if not isinstance(value, kind):
         raise TypeError
     return value

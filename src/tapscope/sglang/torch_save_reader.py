@@ -32,15 +32,15 @@ _STORAGES = {
     "ComplexFloatStorage": "complex64",
     "ComplexDoubleStorage": "complex128",
 }
-_MAX_SPREAD = 128 << 20
+_MAX_EXPANDED = 128 << 20
 """Maximum number of bytes by which the tensors of a file may exceed their storages in total (``expand``)."""
 
 
 @dataclass(slots=True)
-class _Room:
+class _ExpandBudget:
     """Remaining number of bytes by which the tensors of one file may exceed their storages."""
 
-    left: int = _MAX_SPREAD
+    left: int = _MAX_EXPANDED
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +49,10 @@ class _Storage:
     """None for untyped bytes."""
     offset: int
     nbytes: int
-    room: _Room
+    budget: _ExpandBudget
 
 
-class _Named(str):
+class _DtypeName(str):
     """The dtype of a storage type or torch dtype, as a name."""
 
     __slots__ = ()
@@ -84,7 +84,7 @@ def load_with_end(
     except PickleProblem as error:
         raise RunCorruptError(f"{path}: {error}") from None
     except ArchiveProblem as error:
-        raise RunCorruptError(f"{path}: {_sentence(path, error)}") from None
+        raise RunCorruptError(f"{path}: {_diagnosis(path, error)}") from None
     except OSError as error:
         raise RunCorruptError(f"{path}: cannot be read: {error.strerror or error}") from None
     except (ValueError, MemoryError) as error:
@@ -136,7 +136,7 @@ def damaged(path: Path, at: int = 0, nbytes: int | None = None) -> list[tuple[in
         raise RunCorruptError(f"{path}: {error}") from None
 
 
-def _sentence(path: Path | str, error: Exception) -> str:
+def _diagnosis(path: Path | str, error: Exception) -> str:
     with reading(path) as file:
         start, size = file.read(2), os.fstat(file.fileno()).st_size
     if not size:
@@ -158,7 +158,7 @@ class _Reader:
             raise PickleProblem("is a zip archive, but holds no data.pkl: torch.save did not write it")
         self._root = root.removesuffix("data.pkl")
         self._storages: dict[str, tuple[int, int]] = {}
-        self._room = _Room()
+        self._budget = _ExpandBudget()
 
     def load(self, templates: PickleTemplates | None, known: Mapping[tuple[str, str], Any]) -> Any:
         order = self._archive.members.get(f"{self._root}byteorder")
@@ -174,10 +174,10 @@ class _Reader:
         if not (isinstance(identity, tuple) and len(identity) == 5 and identity[0] == "storage"):
             raise PickleProblem("its pickle references something that is not a storage")
         _, kind, key, _, count = identity
-        if not isinstance(kind, _Named) or not isinstance(key, str) or not isinstance(count, int):
+        if not isinstance(kind, _DtypeName) or not isinstance(key, str) or not isinstance(count, int):
             raise PickleProblem("its pickle describes a storage wrongly")
         offset, nbytes = self._place(key)
-        return _Storage(None if kind == "untyped" else str(kind), offset, nbytes, self._room)
+        return _Storage(None if kind == "untyped" else str(kind), offset, nbytes, self._budget)
 
     def _place(self, key: str) -> tuple[int, int]:
         """Return (offset, number of bytes) of a storage."""
@@ -196,7 +196,7 @@ def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *more: Any) -> 
     dtype = storage.dtype
     if any(isinstance(each, dict) and (each.get("conj") or each.get("neg")) for each in more):
         raise PickleProblem("holds a tensor whose conjugate or negative was never computed: save .resolve_conj() of it")
-    if len(more) > 2 and isinstance(more[2], _Named):
+    if len(more) > 2 and isinstance(more[2], _DtypeName):
         dtype = str(more[2])
     if dtype is None or dtype == "untyped":
         raise PickleProblem("its pickle makes a tensor without a type")
@@ -207,11 +207,11 @@ def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *more: Any) -> 
     tensor = Tensor(dtype, shape, strides, storage.offset + (0 if 0 in shape else offset * width))
     if tensor.end > storage.offset + storage.nbytes:
         raise PickleProblem(f"its pickle gives a tensor of shape {shape[:8]} a storage of {storage.nbytes:,} bytes")
-    storage.room.left -= max(tensor.nbytes - storage.nbytes, 0)
-    if storage.room.left < 0:
+    storage.budget.left -= max(tensor.nbytes - storage.nbytes, 0)
+    if storage.budget.left < 0:
         raise PickleProblem(
             f"its pickle spreads {storage.nbytes:,} bytes over a tensor of shape {shape[:8]}: save a copy of an "
-            f"expanded tensor that is larger than {_MAX_SPREAD >> 20} MiB (.contiguous())"
+            f"expanded tensor that is larger than {_MAX_EXPANDED >> 20} MiB (.contiguous())"
         )
     return tensor
 
@@ -264,7 +264,7 @@ def _set(items: Any = ()) -> set[Any]:
     return set(items)
 
 
-def _encoded(text: Any, encoding: Any) -> bytes:
+def _encode(text: Any, encoding: Any) -> bytes:
     """Replacement for ``_codecs.encode``, which pickles of protocol 2 use for bytes."""
     if not isinstance(text, str) or encoding != "latin1":
         raise PickleProblem("its pickle describes bytes wrongly")
@@ -282,14 +282,14 @@ _CALLS: dict[tuple[str, str], Callable[..., Any]] = {
     ("torch", "device"): _device,
     ("builtins", "set"): _set,
     ("__builtin__", "set"): _set,
-    ("_codecs", "encode"): _encoded,
+    ("_codecs", "encode"): _encode,
 }
 _KNOWN: dict[tuple[str, str], Any] = {
     **{place: Constructor(make) for place, make in _CALLS.items()},
-    **{("torch", kind): _Named(dtype) for kind, dtype in _STORAGES.items()},
-    **{("torch", name): _Named(name) for name in dtypes.NAMES},
-    ("torch.storage", "UntypedStorage"): _Named("untyped"),
-    ("torch", "Tensor"): _Named("Tensor"),
-    ("torch.nn.parameter", "Parameter"): _Named("Parameter"),
+    **{("torch", kind): _DtypeName(dtype) for kind, dtype in _STORAGES.items()},
+    **{("torch", name): _DtypeName(name) for name in dtypes.NAMES},
+    ("torch.storage", "UntypedStorage"): _DtypeName("untyped"),
+    ("torch", "Tensor"): _DtypeName("Tensor"),
+    ("torch.nn.parameter", "Parameter"): _DtypeName("Parameter"),
 }
 _LENIENT = LenientNames(_KNOWN)

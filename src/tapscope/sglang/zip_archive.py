@@ -155,7 +155,7 @@ def _entries(data: bytes) -> list[tuple[str, Member]]:
         name = data[at : at + name_size].decode("utf-8", "replace")
         extra = data[at + name_size : at + name_size + extra_size]
         if _ABSENT in (packed, nbytes, header):
-            nbytes, packed, header = _wide(extra, nbytes, packed, header)
+            nbytes, packed, header = _zip64_values(extra, nbytes, packed, header)
         at += name_size + extra_size + comment_size
         is_stored = method == 0 and packed == nbytes and not flags & _ENCRYPTED
         is_deflated = method == 8 and not flags & _ENCRYPTED
@@ -163,7 +163,7 @@ def _entries(data: bytes) -> list[tuple[str, Member]]:
     return members
 
 
-def _wide(extra: bytes, *numbers: int) -> list[int]:
+def _zip64_values(extra: bytes, *numbers: int) -> list[int]:
     """Replace numbers that exceed 32 bits by their values in the ZIP64 extra field."""
     at = 0
     while at + 4 <= len(extra):

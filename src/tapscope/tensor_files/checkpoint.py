@@ -110,7 +110,7 @@ def add_weight(
     entry = Entry(file, tensor.offset, tensor.nbytes)
     index.records.append(Record(Key(site, 0, rank, 0, 0, FORWARD), seq, tensor.dtype, tensor.shape, dims, entry=entry))
     if not tensor.is_contiguous:
-        payloads.spread[rank, seq] = tensor
+        payloads.non_contiguous[rank, seq] = tensor
     index.sites[site] = SiteInfo(site, "", {}, dims=dims)
 
 

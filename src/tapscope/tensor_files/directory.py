@@ -177,7 +177,7 @@ class _Reader:
             if isinstance(leaf, Deflated):
                 self._payloads.deflated[rank, seq] = leaf
             elif not tensor.is_contiguous:
-                self._payloads.spread[rank, seq] = tensor
+                self._payloads.non_contiguous[rank, seq] = tensor
             elif read is not None:
                 self._payloads.keep(file, tensor, read)
         else:

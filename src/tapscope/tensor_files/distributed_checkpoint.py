@@ -83,7 +83,7 @@ class _Stored:
     shape: tuple[int, ...]
     chunks: tuple[_Chunk, ...]
 
-    def under(self, first: tuple[int, ...]) -> tuple[_Chunk, ...]:
+    def chunks_at(self, first: tuple[int, ...]) -> tuple[_Chunk, ...]:
         """Return the chunks that contain elements with the leading indices ``first``."""
         return tuple(
             chunk
@@ -103,7 +103,7 @@ class _Payloads(FilePayloads):
     def array(self, record: Record) -> Array:
         """See :class:`~tapscope.run_format.payload.Payloads`."""
         stored, first = self.parts[record.seq]
-        chunks = stored.under(first)
+        chunks = stored.chunks_at(first)
         if len(chunks) == 1:
             return self._chunk(stored, chunks[0], first)
         whole: Array = np.empty(record.shape, dtypes.numpy_dtype(stored.dtype))
@@ -134,7 +134,7 @@ class _Payloads(FilePayloads):
     def flaw(self, record: Record) -> str | None:
         """See :class:`~tapscope.run_format.payload.Payloads`."""
         stored, first = self.parts[record.seq]
-        for chunk in stored.under(first):
+        for chunk in stored.chunks_at(first):
             is_damaged = torch_save_reader.damaged(self._folder / chunk.file, chunk.at, chunk.nbytes)
             if is_damaged is None:
                 return None
@@ -170,7 +170,7 @@ def read_distributed_checkpoint(folder: Path) -> TensorDirectory:
         stored, first = parts[name]
         site, seq, shape = site_of_weight(name), len(index.records), stored.shape[len(first) :]
         dims = dims_of_parameter(name, len(shape), has_gate(args)) if is_megatron else None
-        chunk = stored.under(first)[0]
+        chunk = stored.chunks_at(first)[0]
         entry = Entry(chunk.file, chunk.at, math.prod(shape) * dtypes.itemsize(stored.dtype))
         index.records.append(Record(Key(site, 0, 0, 0, 0, FORWARD), seq, stored.dtype, shape, dims, entry=entry))
         index.sites[site] = SiteInfo(site, "", {}, dims=dims)
@@ -245,7 +245,7 @@ def _stored(
 def _is_whole(stored: _Stored, first: tuple[int, ...]) -> bool:
     """Return whether every element with the leading indices ``first`` is in exactly one chunk."""
     axes = range(len(first), len(stored.shape))
-    chunks = stored.under(first)
+    chunks = stored.chunks_at(first)
     for one, other in combinations(chunks, 2):
         shared = (
             min(one.offsets[a] + one.sizes[a], other.offsets[a] + other.sizes[a])

@@ -96,7 +96,7 @@ def _values(run: Run, records: Iterable[Record], done: Exported) -> Iterator[tup
     for record in records:
         if record.dtype is None:
             value = _plain(record.value)
-            if value is _NOTHING:
+            if value is _UNSUPPORTED:
                 done.plain += 1
             else:
                 yield record, value
@@ -106,21 +106,21 @@ def _values(run: Run, records: Iterable[Record], done: Exported) -> Iterator[tup
             yield record, run.array(record)
 
 
-_NOTHING = object()
+_UNSUPPORTED = object()
 
 
 def _plain(value: Any) -> Any:
-    """Decode a non-tensor value from its JSON form; ``_NOTHING`` for objects, truncated values and integers beyond 128
-    bits.
+    """Decode a non-tensor value from its JSON form.
 
-    Floats inside a list remain strings, as in the run.
+    Returns ``_UNSUPPORTED`` for objects, truncated values and integers beyond 128 bits. Floats inside a list remain
+    strings, as in the run.
     """
     kind = value.get("type") if isinstance(value, dict) else None
     if kind == "float":
         return float(value["value"])
     if (kind == "int" and value["value"].bit_length() > 127) or (kind is not None and "cut" in value):
-        return _NOTHING
-    return value.get("value") if kind in ("none", "bool", "int", "str", "list") else _NOTHING
+        return _UNSUPPORTED
+    return value.get("value") if kind in ("none", "bool", "int", "str", "list") else _UNSUPPORTED
 
 
 def _pt(run: Run, records: Iterable[Record], out: Path, done: Exported) -> Iterator[Path]:
@@ -327,7 +327,7 @@ def _scalar(run: Run, record: Record) -> Any:
     """Return the value of a plain value or of a one-element tensor; None for other records."""
     if record.dtype is None:
         value = _plain(record.value)
-        return None if value is _NOTHING else json.dumps(value) if isinstance(value, list) else value
+        return None if value is _UNSUPPORTED else json.dumps(value) if isinstance(value, list) else value
     if record.entry is None or any(size != 1 for size in record.shape):
         return None
     return run.array(record).reshape(-1)[0].item()

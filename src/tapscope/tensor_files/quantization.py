@@ -80,15 +80,15 @@ class QuantizedWeight:
         columns = codes.shape[-1]
         codes = codes.reshape(-1, columns)
         scales = np.asarray(self._payloads.array(self._scales), np.float32)
-        num_rows, (high, wide) = self._codes.shape[-2], self.block
-        scales = scales.reshape(-1, -(-num_rows // high), -(-columns // wide))
+        num_rows, (block_rows, block_columns) = self._codes.shape[-2], self.block
+        scales = scales.reshape(-1, -(-num_rows // block_rows), -(-columns // block_columns))
         values, halves = _table(self._codes.dtype or "")
-        step = max(1, _ELEMENTS // max(columns, 1) // high) * high
+        step = max(1, _ELEMENTS // max(columns, 1) // block_rows) * block_rows
         for matrix in range(len(codes) // num_rows if num_rows else 0):
             for start in range(0, num_rows, step):
                 stop = min(start + step, num_rows)
-                grid = scales[min(matrix, len(scales) - 1), start // high : -(-stop // high)]
-                grid = np.repeat(np.repeat(grid, high, 0)[: stop - start], wide, 1)[:, :columns]
+                grid = scales[min(matrix, len(scales) - 1), start // block_rows : -(-stop // block_rows)]
+                grid = np.repeat(np.repeat(grid, block_rows, 0)[: stop - start], block_columns, 1)[:, :columns]
                 rows = slice(matrix * num_rows + start, matrix * num_rows + stop)
                 index = codes[rows].view(np.uint8)
                 yield rows, values[index] * grid, halves[index] * np.abs(grid)
@@ -223,13 +223,13 @@ def _weight_of(run: Run, record: Record, records: Mapping[str, Record]) -> Quant
         return None
     *outer, rows, columns = record.shape
     inner = scales.shape[len(outer) :] if scales.shape[: len(outer)] == tuple(outer) else scales.shape
-    high, wide = run.manifest.get("weight_block_size") or _DEFAULT_BLOCK
+    block_rows, block_columns = run.manifest.get("weight_block_size") or _DEFAULT_BLOCK
     if inner in ((), (1,), (1, 1)):
         block = (rows, columns)
     elif inner in ((rows,), (rows, 1)):
         block = (1, columns)
-    elif inner == (-(-rows // high), -(-columns // wide)):
-        block = (high, wide)
+    elif inner == (-(-rows // block_rows), -(-columns // block_columns)):
+        block = (block_rows, block_columns)
     else:
         return None
     return QuantizedWeight(run.payloads, record, scales, block)
