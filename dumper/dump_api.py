@@ -117,9 +117,9 @@ class DumpAPI:
             or not (recording.active.config.enabled or recording.collector.capturer.memory_sinks)
         ):
             return 0
-        where, info = recording.steps.current(), recording.info
-        if step is not None and step != where.info.step:
-            text = f"dump_model(step={step}) came in step {where.info.step}, and is recorded there, with the tag step"
+        target_step, info = recording.steps.current(), recording.info
+        if step is not None and step != (current := target_step.info.step):
+            text = f"dump_model(step={step}) came in step {current}, and is recorded there, with the tag step"
             recording.collector.counters.report(f"{prefix}:param[..]", text)
             tags = {"step": step, **tags}
         config = recording.collector.selection.config.updated(
@@ -131,15 +131,15 @@ class DumpAPI:
             return capture_model(
                 recording.collector,
                 model,
-                where,
+                target_step,
                 selection,
                 prefix=prefix,
-                micro=where.micro,
+                micro=target_step.micro,
                 tags=all_tags,
                 get_grad=get_grad or gradient_of,
             )
         except Exception as error:  # noqa: BLE001 - the model must go on
-            recording.collector.counters.fail(where, f"{prefix}:param[..]", error)
+            recording.collector.counters.fail(target_step, f"{prefix}:param[..]", error)
             return 0
 
     @contextmanager

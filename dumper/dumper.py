@@ -87,7 +87,7 @@ class Dumper(DumpAPI, StepAPI):
         if self._forked is not None:
             self._forked.mute()
         recording = Recording(self._config, self._identity, self._models, RecorderClient(self._config))
-        recording.open(lambda: self._place(recording.info), force=self._force, later=later, lenient=lenient)
+        recording.open(lambda: self._run_directory(recording.info), force=self._force, later=later, lenient=lenient)
         self._recording = self._latest = recording
         open_dumpers.opened(self)
 
@@ -99,7 +99,7 @@ class Dumper(DumpAPI, StepAPI):
             self._forked = recording.fork_guard
             self._models.warn_if_called(recording.fork_guard)
 
-    def _place(self, info: RankInfo) -> Path:
+    def _run_directory(self, info: RankInfo) -> Path:
         """Return the directory of the run; may wait until another rank has named the run."""
         if self._out is None:
             raise ConfigError("out: a Dumper needs the directory of its run, e.g. Dumper(model, out='run')")

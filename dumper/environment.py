@@ -20,11 +20,11 @@ _log = logging.getLogger("tapscope")
 
 _YES, _NO = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 _NULL = ("", "none", "null")
-_NEEDS = {"against_rtol": "against", "inject": "inject_from"}
+_REQUIRES = {"against_rtol": "against", "inject": "inject_from"}
 """Setting -> the setting that it requires."""
 _HINTS = typing.get_type_hints(DumperConfig)
 _FIELDS = tuple(each.name for each in fields(DumperConfig))
-_PLACES = ("dir", "exp_name", "cleanup_previous")  # read by the process-wide dumper, see run_naming
+_LOCATION_FIELDS = ("dir", "exp_name", "cleanup_previous")  # read by the process-wide dumper, see run_naming
 
 
 def parse_words(words: Iterable[str]) -> dict[str, Any]:
@@ -61,10 +61,12 @@ def changes_of(environ: Mapping[str, str], *, prefix: str = "TAPSCOPE_", sglang:
             if environ.get(f"{prefix}{name.upper()}", "").strip():
                 continue  # the variable with the current name takes precedence
         if name in _FIELDS:
-            changes[name] = _named(variable, name, text, tags)
-        elif name not in _PLACES and (near := difflib.get_close_matches(name, (*_FIELDS, *_PLACES), 1, 0.7)):
-            meant = prefix + near[0].upper()
-            _log.warning("tapscope: %s is not a setting and is ignored; did you mean %s?", variable, meant)
+            changes[name] = _validated(variable, name, text, tags)
+        elif name not in _LOCATION_FIELDS and (
+            near := difflib.get_close_matches(name, (*_FIELDS, *_LOCATION_FIELDS), 1, 0.7)
+        ):
+            suggestion = prefix + near[0].upper()
+            _log.warning("tapscope: %s is not a setting and is ignored; did you mean %s?", variable, suggestion)
     return changes
 
 
@@ -72,7 +74,7 @@ def value_of(name: str, text: str) -> Any:
     """Parse the text of a setting into its value; raises ConfigError."""
     hint, text = _HINTS[name], text.strip()
     if name in ("rules", "triggers", "inject"):
-        return _several(name, text)
+        return _parse_list(name, text)
     if name == "tags":
         return [] if text.lower() in _NULL else [part.strip() for part in text.split(",")]
     options = typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
@@ -97,7 +99,7 @@ def out_of(environ: Mapping[str, str]) -> Path | None:
     return Path(folder or "/tmp/dumper") / name if folder or name else None
 
 
-def _several(name: str, text: str) -> Any:
+def _parse_list(name: str, text: str) -> Any:
     if re.match(r"\[\s*[\[\]{\"']", text):  # a JSON list: a glob may begin with a bracket, but not followed by these
         try:
             return json.loads(text)
@@ -118,11 +120,11 @@ def _json_or_text(text: str) -> Any:
         return text
 
 
-def _named(variable: str, name: str, text: str, tags: list[str]) -> Any:
+def _validated(variable: str, name: str, text: str, tags: list[str]) -> Any:
     """Parse one setting and validate it in isolation with the declared ``tags``, so that errors name ``variable``."""
     try:
         value = value_of(name, text)
-        others = {"tags": tags} | ({_NEEDS[name]: "RUN"} if name in _NEEDS else {})
+        others = {"tags": tags} | ({_REQUIRES[name]: "RUN"} if name in _REQUIRES else {})
         DumperConfig().updated(others | {name: value})
     except ConfigError as error:
         shown = "its value" if name == "control_token" else str(error)
@@ -132,7 +134,7 @@ def _named(variable: str, name: str, text: str, tags: list[str]) -> Any:
 
 # ---- SGLang ---------------------------------------------------------------------------------------------
 
-_SAME = {
+_SGLANG_NAMES = {
     "DUMPER_ENABLE": "enabled",
     "DUMPER_FILTER": "filter",
     "DUMPER_NON_INTRUSIVE_MODE": "mode",
@@ -148,8 +150,8 @@ def _from_sglang(environ: Mapping[str, str], tags: list[str]) -> dict[str, Any]:
         text = environ[variable].strip()
         if not variable.startswith("DUMPER_") or not text or variable in ("DUMPER_DIR", "DUMPER_EXP_NAME"):
             continue
-        if variable in _SAME:
-            changes[_SAME[variable]] = _named(variable, _SAME[variable], text, tags)
+        if variable in _SGLANG_NAMES:
+            changes[_SGLANG_NAMES[variable]] = _validated(variable, _SGLANG_NAMES[variable], text, tags)
         elif variable == "DUMPER_SERVER_PORT":
             changes["control"] = _control(text)
         else:

@@ -69,7 +69,7 @@ class ProcessDumper(Dumper):
         """
         self._read()
         changes = current_names(changes)
-        places, others = _parted(changes)
+        places, others = _split_settings(changes)
         if places and self._recording is not None:
             raise ConfigError(f"{min(places)!r} is fixed while a run is open; reset(name) continues in another one")
         chosen = {name: getattr(self._experiment, name) for name in run_naming.FIELDS} | places
@@ -82,7 +82,7 @@ class ProcessDumper(Dumper):
         """Call :meth:`configure` with the settings that the environment leaves unset; only validate the others."""
         self._read()
         changes = current_names(changes)
-        places, others = _parted(changes)
+        places, others = _split_settings(changes)
         RunLocation(**places)
         self.config.updated(others)
         unset = {name: value for name, value in changes.items() if not _is_in_environment(name)}
@@ -137,10 +137,10 @@ class ProcessDumper(Dumper):
             self._open_in_background()
         super().dump_dict(prefix, data, save=save, **tags)
 
-    def dump_model(self, model: nn.Module, **how: Any) -> int:
+    def dump_model(self, model: nn.Module, **options: Any) -> int:
         """See :meth:`Dumper.dump_model`."""
         self._open_in_background()
-        return super().dump_model(model, **how)
+        return super().dump_model(model, **options)
 
     def attach(self, model: nn.Module, *, name: str = "") -> AttachHandle:
         """See :meth:`Dumper.attach`."""
@@ -153,13 +153,13 @@ class ProcessDumper(Dumper):
             raise
         return handle
 
-    def step(self, **about: Any) -> AbstractContextManager[StepInfo]:
+    def step(self, **options: Any) -> AbstractContextManager[StepInfo]:
         """See :meth:`Dumper.step`; does nothing while the dumper is disabled."""
         self._read()
         self._open_if_wanted()
         if self._recording is None:
             return StepContext(lambda: StepInfo(step=0), lambda aborted: None)
-        return super().step(**about)
+        return super().step(**options)
 
     def metric(self, name: str, value: float) -> None:
         """Record the metric ``name`` for the step that an explicit value would belong to now.
@@ -208,16 +208,16 @@ class ProcessDumper(Dumper):
             self._is_settled = True
             _log.warning("tapscope records nothing: %s", error)
 
-    def _place(self, info: RankInfo) -> Path:
-        where = self._experiment
-        name = where.exp_name
+    def _run_directory(self, info: RankInfo) -> Path:
+        location = self._experiment
+        name = location.exp_name
         if name is None:
             self._num_names += 1
-            self._naming = RunNaming(where.dir, info.rank, info.world_size, self._num_names)
+            self._naming = RunNaming(location.dir, info.rank, info.world_size, self._num_names)
             name = self._naming.agree()
-        if where.cleanup_previous and info.rank == 0:
-            run_naming.clean(where.dir, keep=name if where.exp_name is None else None)
-        return where.dir / name
+        if location.cleanup_previous and info.rank == 0:
+            run_naming.clean(location.dir, keep=name if location.exp_name is None else None)
+        return location.dir / name
 
     def _close(self, interrupted: str | None = None) -> str | None:
         if self._naming is not None:
@@ -236,7 +236,7 @@ def _is_in_environment(name: str) -> bool:
     return any(os.environ.get(f"TAPSCOPE_{each.upper()}", "").strip() for each in spellings)
 
 
-def _parted(changes: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _split_settings(changes: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Split ``changes`` into run location settings and :class:`DumperConfig` settings.
 
     Raises ConfigError for unknown names.

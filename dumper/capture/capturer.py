@@ -147,9 +147,11 @@ class Capturer:
         with records.lock:
             records.flush_native()
             number = records.next_numbers(len(plan.sites))
-            about = str(step.info.step), number
+            step_and_number = str(step.info.step), number
             make = (
-                functools.partial(plan.pack, *about, block) if block else functools.partial(plan.lines, *about, slots)
+                functools.partial(plan.pack, *step_and_number, block)
+                if block
+                else functools.partial(plan.lines, *step_and_number, slots)
             )
             try:
                 copy = self.device.worker().start_lines(NO_LAYOUT, fetch.whole, slots, make)

@@ -224,15 +224,16 @@ class DeviceCapturer:
         firing: Firing,
         tensor: torch.Tensor,
         layout: RecordLayout,
-        found: tuple[CopyHandle, int] | None,
+        replayed: tuple[CopyHandle, int] | None,
     ) -> None:
         """Record the statistics and the sketch computed by a CUDA graph replay.
 
-        ``found`` is None if the sketch is unusable, for example because it covers other rows; then only the statistics
-        are recorded. The sketch is also left out if the step turns out to have fewer rows than the replay computed.
+        ``replayed`` is (handle of the statistics, host address of the counters). If it is None, the sketch is unusable,
+        for example because it covers other rows, and only the statistics are recorded. The sketch is also left out if
+        the step turns out to have fewer rows than the replay computed.
         """
         step, sink = firing.step, self._counters.sink
-        if found is None:
+        if replayed is None:
             self._counters.report(port.site, "kept as statistics: the graph's sketch is of other rows", step)
             self._record_stats(port, firing, tensor, layout)
             return
@@ -247,7 +248,7 @@ class DeviceCapturer:
             copy.taken = True, sketcher.counters_at(address)
 
         try:
-            copy.inner = self.worker().fetched(layout, found[0], functools.partial(read_sketch, taken, found[1]))
+            copy.inner = self.worker().fetched(layout, replayed[0], functools.partial(read_sketch, taken, replayed[1]))
         except BaseException:
             sink.cancel(slot)
             raise

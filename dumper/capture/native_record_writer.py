@@ -211,7 +211,7 @@ class NativeRecordWriter:
             return
         slots, amend = [payload.slot for _, _, payload in payloads], None
         if sketches is not None and are_preliminary(firing.step):
-            ahead = [line for line, about in enumerate(sketches) if about is not None and about[1]]
+            ahead = [line for line, sketched in enumerate(sketches) if sketched is not None and sketched[1]]
             self._counters.count_sketches_ahead(firing.step, len(ahead))
             amend = partial(leave_out_sketches, frozenset(ahead), self._queue.cancel)
         counters = block.counters_of(0)
@@ -241,15 +241,15 @@ class NativeRecordWriter:
     def _reserve(self, sketches: "Sequence[tuple[SitePort, bool] | None]") -> list[tuple[int, int, LinePayload]] | None:
         """Reserve payload slots for the lines with sketches; None if the queue has no room."""
         payloads: list[tuple[int, int, LinePayload]] = []
-        for line, about in enumerate(sketches):
-            if about is None:
+        for line, sketched in enumerate(sketches):
+            if sketched is None:
                 continue
             slot = self._queue.reserve(NBYTES)
             if slot is None:
                 for _, _, payload in payloads:
                     self._queue.cancel(payload.slot)
                 return None
-            payloads.append((line, self._dedup.next_number(), LinePayload(about[0], sketcher.SKETCH_LAYOUT, slot)))
+            payloads.append((line, self._dedup.next_number(), LinePayload(sketched[0], sketcher.SKETCH_LAYOUT, slot)))
         return payloads
 
     def end(self) -> None:
@@ -268,13 +268,13 @@ def _take_sketches(
     Returns (end of each line: its sketch member or empty, concatenated digests of the counters).
     """
     ends, digests, free = [], [], iter(slots)
-    for about, offset in zip(sketches, memoryview(offsets).cast("q"), strict=True):
-        if about is None:
+    for sketched, offset in zip(sketches, memoryview(offsets).cast("q"), strict=True):
+        if sketched is None:
             ends.append(b"")
             continue
         sketch = sketcher.counters_at(counters + offset // (8 * ROW_WORDS) * NBYTES)
         slot = next(free)
         sketcher.write(sketch, slot)
-        ends.append(record_member(about[1], sketch))
+        ends.append(record_member(sketched[1], sketch))
         digests.append(digest_of(slot.address, NBYTES))
     return tuple(ends), b"".join(digests)

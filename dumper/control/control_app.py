@@ -42,7 +42,7 @@ def make_router(
     from tapscope.dumper.control.routes import add_routes
 
     router = APIRouter(tags=["dumper"], route_class=_guarded(guard or Guard()))
-    add_routes(router, _asking(client, reopen), metrics=metrics)
+    add_routes(router, _asker(client, reopen), metrics=metrics)
     _add_catch_all(router, "/dumper/{rest:path}", [router])
     return router
 
@@ -68,7 +68,7 @@ def make_app(client: Client, guard: Guard | None = None) -> "FastAPI":
     return app
 
 
-def _asking(
+def _asker(
     client: Client, reopen: Reopen | None
 ) -> Callable[[str, dict[str, Any] | None], Awaitable[tuple[int, dict[str, Any]]]]:
     from fastapi.concurrency import run_in_threadpool

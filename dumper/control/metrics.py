@@ -52,12 +52,12 @@ class _State(Collector):
         for rank in ranks:
             up.add_metric([str(rank["rank"])], float(rank["status"] == "connected"))
         yield up
-        yield from self._writing()
+        yield from self._write_metrics()
         yield GaugeMetricFamily("tapscope_agreed_epoch", "Newest epoch all ranks accepted.", self._state["epoch"])
         yield GaugeMetricFamily("tapscope_world_size", "Ranks of the job.", self._state["world_size"])
         yield GaugeMetricFamily("tapscope_hints", "Hints in /dumper/state.", len(self._state["hints"]))
 
-    def _writing(self) -> Iterable[Metric]:
+    def _write_metrics(self) -> Iterable[Metric]:
         seconds = CounterMetricFamily("tapscope_write_seconds", "Seconds spent writing.", labels=["rank"])
         speed = GaugeMetricFamily(
             "tapscope_write_bytes_per_second", "Payload bytes per second of writing.", labels=["rank"]

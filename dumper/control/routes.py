@@ -43,15 +43,15 @@ _GLOB = {
 
 def add_routes(router: APIRouter, ask: Ask, *, metrics: bool) -> None:
     """Add all routes to ``router``; each forwards its request to the recorder through ``ask``."""
-    _add_looks(router, ask)
-    _add_changes(router, ask)
+    _add_read_routes(router, ask)
+    _add_change_routes(router, ask)
     if metrics:
         _add_metrics(router, ask)
 
 
-def _add_looks(router: APIRouter, ask: Ask) -> None:
+def _add_read_routes(router: APIRouter, ask: Ask) -> None:
     @router.get(
-        "/dumper/state", summary="Run, epoch, configuration, every rank, and hints", **_gives(schemas.StateAnswer)
+        "/dumper/state", summary="Run, epoch, configuration, every rank, and hints", **_responses(schemas.StateAnswer)
     )
     async def state(request: Request) -> JSONResponse:
         _query(request)
@@ -60,7 +60,7 @@ def _add_looks(router: APIRouter, ask: Ask) -> None:
     @router.get(
         "/dumper/sites",
         summary="Modules and ports that can be tapped",
-        **_gives(schemas.SitesAnswer, 400, *_READING),
+        **_responses(schemas.SitesAnswer, 400, *_READING),
         openapi_extra={"parameters": [_GLOB]},
     )
     async def sites(request: Request) -> JSONResponse:
@@ -70,28 +70,30 @@ def _add_looks(router: APIRouter, ask: Ask) -> None:
     @router.get(
         "/dumper/verdict",
         summary="The live comparison with the reference run (setting against)",
-        **_gives(schemas.VerdictAnswer, 400, *_READING),
+        **_responses(schemas.VerdictAnswer, 400, *_READING),
     )
     async def verdict(request: Request) -> JSONResponse:
         _query(request)
         return _json(*await ask("verdict", None))
 
     @router.post(
-        "/dumper/get_state", summary="SGLang's format: a list, one object per rank", **_gives(list[schemas.RankDump])
+        "/dumper/get_state",
+        summary="SGLang's format: a list, one object per rank",
+        **_responses(list[schemas.RankDump]),
     )
     async def get_state(request: Request) -> JSONResponse:
         status, content = await ask("get_state", await _body(request))
         return _json(status, content["ranks"] if status == 200 else content)
 
 
-def _add_changes(router: APIRouter, ask: Ask) -> None:
+def _add_change_routes(router: APIRouter, ask: Ask) -> None:
     changing = (400, 401, 403, 409, 413, 503, 504)
 
     @router.post(
         "/dumper/configure",
         summary="Change settings, on all ranks at the same step",
-        **_gives(schemas.ChangeAnswer, *changing),
-        **_takes(schemas.ConfigureBody, {"enabled": True, "keep": "stats", "rules": ["layers.3.*:out=full"]}),
+        **_responses(schemas.ChangeAnswer, *changing),
+        **_request_body(schemas.ConfigureBody, {"enabled": True, "keep": "stats", "rules": ["layers.3.*:out=full"]}),
     )
     async def configure(request: Request) -> JSONResponse:
         return _json(*await ask("configure", await _body(request)))
@@ -99,8 +101,8 @@ def _add_changes(router: APIRouter, ask: Ask) -> None:
     @router.post(
         "/dumper/capture",
         summary="Record the next steps in full, then restore the settings; or write past steps of the flight recorder",
-        **_gives(schemas.ChangeAnswer | schemas.ReleaseAnswer, *changing),
-        **_takes(schemas.CaptureBody, {"steps": 4}),
+        **_responses(schemas.ChangeAnswer | schemas.ReleaseAnswer, *changing),
+        **_request_body(schemas.CaptureBody, {"steps": 4}),
     )
     async def capture(request: Request) -> JSONResponse:
         return _json(*await ask("capture", await _body(request)))
@@ -108,8 +110,8 @@ def _add_changes(router: APIRouter, ask: Ask) -> None:
     @router.post(
         "/dumper/reset",
         summary="Close the run and open a new one next to it (for a served model also when the recorder was lost)",
-        **_gives(schemas.ResetAnswer, *changing),
-        **_takes(schemas.ResetBody, {"run": "second"}),
+        **_responses(schemas.ResetAnswer, *changing),
+        **_request_body(schemas.ResetBody, {"run": "second"}),
     )
     async def reset(request: Request) -> JSONResponse:
         return _json(*await ask("reset", await _body(request)))
@@ -153,7 +155,7 @@ def _query(request: Request, *known: str) -> None:
         raise RequestRefused(400, f"{min(unknown)[:100]!r} is not a query parameter of {request.url.path}; {takes}")
 
 
-def _gives(model: Any, *statuses: int) -> dict[str, Any]:
+def _responses(model: Any, *statuses: int) -> dict[str, Any]:
     return {"responses": {200: {"model": model}, **_errors(*(statuses or _READING))}, "response_model": None}
 
 
@@ -168,7 +170,7 @@ def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     }
 
 
-def _takes(model: type[BaseModel], example: dict[str, Any]) -> dict[str, Any]:
+def _request_body(model: type[BaseModel], example: dict[str, Any]) -> dict[str, Any]:
     content = {"application/json": {"schema": model.model_json_schema(), "example": example}}
     return {"openapi_extra": {"requestBody": {"required": False, "content": content}}}
 

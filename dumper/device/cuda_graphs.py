@@ -56,10 +56,10 @@ class GraphCapture:
 
     def part(self, owner: Any, make: Callable[[], Any]) -> Any:
         """Return the part of ``owner``, created by ``make`` on the first call."""
-        found = self._parts.get(owner)
-        if found is None:
-            found = self._parts[owner] = make()
-        return found
+        recorded = self._parts.get(owner)
+        if recorded is None:
+            recorded = self._parts[owner] = make()
+        return recorded
 
     def __bool__(self) -> bool:
         return bool(self._parts)

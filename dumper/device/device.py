@@ -35,8 +35,8 @@ from tapscope.dumper.records.snapshot import UnsupportedTensor
 from tapscope.dumper.transport.shm_ring import ShmRing
 
 _log = logging.getLogger("tapscope")
-_LOOK_S = 0.05  # querying torch and the driver for memory takes about 0.1 ms
-_LOOK_AGAIN_S = 0.005
+_QUERY_PERIOD_S = 0.05  # querying torch and the driver for memory takes about 0.1 ms
+_RETRY_PERIOD_S = 0.005
 _PARTS = 16
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device
 _SKETCHED = (torch.float32, torch.float16, torch.bfloat16)  # dtypes supported by kernels/triton/sketch.py
@@ -106,13 +106,13 @@ class FreeMemoryBudget:
     def __init__(self, index: int) -> None:
         self._index = index
         self._left = 0
-        self._looked = 0.0
+        self._queried_at = 0.0
 
     def admits(self, nbytes: int) -> bool:
         """Return whether the budget has room for ``nbytes``, and deduct them until the device is queried again."""
-        age = time.monotonic() - self._looked
-        if age > _LOOK_S or (nbytes > self._left and age > _LOOK_AGAIN_S):
-            self._looked, self._left = time.monotonic(), self._measure() // _PARTS
+        age = time.monotonic() - self._queried_at
+        if age > _QUERY_PERIOD_S or (nbytes > self._left and age > _RETRY_PERIOD_S):
+            self._queried_at, self._left = time.monotonic(), self._measure() // _PARTS
         if nbytes > self._left:
             return False
         self._left -= nbytes
@@ -135,10 +135,10 @@ class CudaDevice:
         self._sides: dict[int, torch.cuda.Stream] = {}
         self._pinned: torch.Tensor | None = None  # the ring, once page-locked
         self._index = torch.cuda.current_device() if torch.cuda.is_available() else 0
-        self._slack: dict[int, FreeMemoryBudget] = {}
+        self._budgets: dict[int, FreeMemoryBudget] = {}
         self._clones = PendingClones()
         self._learned: set[bool] = set()  # is_inference() of the tensors already registered with learn_plain()
-        self._unserved: set[tuple[torch.dtype, bool]] = set()  # (dtype, with sketch) that the device cannot compute
+        self._unsupported: set[tuple[torch.dtype, bool]] = set()  # (dtype, with sketch) that the device cannot compute
         self._blocks: dict[tuple[int, int, bool], StatsBlock] = {}  # (device, stream, with sketches) -> open block
         self._spare: dict[tuple[int, int, bool], deque[BlockMemory]] = {}
         self._sketches: dict[tuple[int, int, str], Any] = {}  # keys as for _parts
@@ -170,8 +170,8 @@ class CudaDevice:
             capture.learn_plain(tensor)
         host = self._host(slot, tensor)
         if clone:
-            slack = self._slack.get(index) or self._slack.setdefault(index, FreeMemoryBudget(index))
-            clone = slack.admits(tensor.nbytes)
+            budget = self._budgets.get(index) or self._budgets.setdefault(index, FreeMemoryBudget(index))
+            clone = budget.admits(tensor.nbytes)
         snapshot, ran_out = _snapshot(tensor) if clone else (None, False)
         if snapshot is None and not is_pooled():
             snapshot = self._clones.overwrite(current, tensor)
@@ -204,7 +204,7 @@ class CudaDevice:
 
     def _begin_row(self, tensor: torch.Tensor, request: SketchRequest | None) -> StatsRow | None:
         kernel, about = kernel_for(tensor.device, tensor.dtype), (tensor.dtype, request is not None)
-        if kernel is None or about in self._unserved:
+        if kernel is None or about in self._unsupported:
             return None
         self._index = tensor.get_device()
         if torch.cuda.is_current_stream_capturing():
@@ -229,7 +229,7 @@ class CudaDevice:
                     block.sketch(dense := dense.contiguous(), request, index)
                 kernel(dense, row, block.parts, after_sketch=request is not None)
             except Exception as error:  # noqa: BLE001 - compilers fail in many ways, and values can still be copied
-                self._unserved.add(about)
+                self._unsupported.add(about)
                 what = "statistics" if request is None else "sketches"
                 text = "tapscope: the device cannot compute %s of %s, so the values are copied to the host: %s"
                 _log.warning(text, what, tensor.dtype, error)

@@ -72,16 +72,16 @@ def teach(record_template: Any, tensor: Tensor, port: "SitePort") -> bool:
 
     launch = tap.row_launch(tensor.detach(), after_sketch=port.keep == "sketch")
     if port.keep == "sketch":
-        found = port.device_sketch
-        if launch is None or found is None or found.members != port.latest.members or is_pooled():
+        known = port.device_sketch
+        if launch is None or known is None or known.members != port.latest.members or is_pooled():
             return False
         from tapscope.kernels.triton.sketch import Part, sketch_launch
 
-        by_rows, slot, part, _ = found.place
-        how = sketch_launch(tensor.detach(), Part(*part), slot)
-        if how is None:
+        by_rows, slot, part, _ = known.place
+        kernel_launch = sketch_launch(tensor.detach(), Part(*part), slot)
+        if kernel_launch is None:
             return False
-        record_template.set_sketch_launch(*how, part, slot if by_rows else -1, found.grid, (port, by_rows))
+        record_template.set_sketch_launch(*kernel_launch, part, slot if by_rows else -1, known.grid, (port, by_rows))
     return launch is not None and bool(record_template.set_row_launch(EXCHANGE, tensor, *launch))
 
 
@@ -210,20 +210,20 @@ class StatsBlock:
                 self._sketches.merge(count)
                 self._host_counters[:count].copy_(self._counters[:count], non_blocking=True)
         self._copied.record(self._stream)
-        if count and device not in _merges and (how := tap.merge_launch(self._rows)) is not None:
-            _merges[device] = how
+        if count and device not in _merges and (kernel_launch := tap.merge_launch(self._rows)) is not None:
+            _merges[device] = kernel_launch
 
     def _close_by_driver(self) -> bool:
         """Close the block by a single call of the C++ library; returns False, with no effect, if that is impossible.
 
         Not possible for an empty block, with sketches, or before :meth:`close` has run once on the device.
         """
-        rows, count, how = self._rows, self.num_rows, _merges.get(self._rows.device)
-        if self._sketches is not None or how is None or not count:
+        rows, count, kernel_launch = self._rows, self.num_rows, _merges.get(self._rows.device)
+        if self._sketches is not None or kernel_launch is None or not count:
             return False
         address = rows.data_ptr()
         copies = packed_copies([(self._host.data_ptr(), address, count * 8 * ROW_WORDS)])
-        merge, stream = (how, count, address), self._stream.cuda_stream
+        merge, stream = (kernel_launch, count, address), self._stream.cuda_stream
         if not start_copies(rows.device, self._copied, copies, stream=stream, merge=merge):
             return False
         self.parts.used = 0

@@ -45,7 +45,7 @@ def start_copies(
         stream = _cuda._cuda_getCurrentRawStream(device.index)
     launch = None
     if merge is not None:
-        how, count, rows = merge
-        launch = how.function, count, how.threads, how.shared, how.overlaps, rows
-    later = None if aside is None else (aside[0].cuda_stream, aside[1])
-    return functions.copy_async(device.index, stream, handle, copies, launch, later)
+        kernel, count, rows = merge
+        launch = kernel.function, count, kernel.threads, kernel.shared, kernel.overlaps, rows
+    aside_copies = None if aside is None else (aside[0].cuda_stream, aside[1])
+    return functions.copy_async(device.index, stream, handle, copies, launch, aside_copies)

@@ -47,7 +47,7 @@ _DIRECT_BYTES = 256 << 10
 cuda: Any = torch.cuda  # parts of it have no type hints
 
 
-class _Waiting(NamedTuple):
+class _Deferred(NamedTuple):
     """A tensor of a tap whose kernel is launched later, in a batch."""
 
     tensor: Tensor
@@ -97,8 +97,8 @@ class GraphMemory:
         self._table: _Table | None = None
         self._sketch_tables: list[Tensor] = []  # read by the captured sketch launches, so they must stay alive
         self._defers = values_are_final and device.type == "cuda"
-        self._waiting: list[_Waiting] = []
-        self._launched: list[_Waiting] = []
+        self._deferred: list[_Deferred] = []
+        self._launched: list[_Deferred] = []
         self._known: dict[tuple[Any, ...], Tensor] = {}  # identity of a batched tensor -> its stand-in
         self._side: Any = None
         self.problems: list[str] = []
@@ -128,7 +128,7 @@ class GraphMemory:
             target = memory.view(tensor.dtype).view(tensor.shape)
         learn_plain(target)
         if self._defers:
-            self._wait(_Waiting(tensor, None, target, None, _version(tensor), None))
+            self._defer(_Deferred(tensor, None, target, None, _version(tensor), None))
         else:
             target.copy_(tensor)
         return target
@@ -146,8 +146,8 @@ class GraphMemory:
         from tapscope.kernels.triton import tap  # needs Triton
 
         tensor = tensor.detach()
-        about = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), num_rows, place, _version(tensor))
-        if (known := self._known.get(about)) is not None:
+        identity = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), num_rows, place, _version(tensor))
+        if (known := self._known.get(identity)) is not None:
             return known
         memory = self._place(ROW_BYTES if place is None else ROW_BYTES + NBYTES, ROW_BYTES)
         with torch.inference_mode(False), torch.no_grad():
@@ -162,10 +162,10 @@ class GraphMemory:
         if self._defers:
             readable = _readable(tensor)
             if readable.data_ptr() == tensor.data_ptr():  # tensor stays referenced, so its address stays unique
-                self._known[about] = stand_in
-            self._wait(_Waiting(readable, row, None, num_rows, _version(readable), place))
+                self._known[identity] = stand_in
+            self._defer(_Deferred(readable, row, None, num_rows, _version(readable), place))
         elif num_rows is not None:
-            waiting = [_Waiting(_readable(tensor), row, None, num_rows, 0, place)]
+            waiting = [_Deferred(_readable(tensor), row, None, num_rows, 0, place)]
             self._summarize(waiting)
             self._sketch(waiting)
         else:
@@ -174,10 +174,10 @@ class GraphMemory:
         learn_plain(stand_in)
         return stand_in
 
-    def _wait(self, waiting: _Waiting) -> None:
+    def _defer(self, waiting: _Deferred) -> None:
         """Add a tensor to the batch, and launch the batch once it is large enough."""
-        self._waiting.append(waiting)
-        if sum(each.tensor.nbytes for each in self._waiting) >= _LAUNCH_BYTES:
+        self._deferred.append(waiting)
+        if sum(each.tensor.nbytes for each in self._deferred) >= _LAUNCH_BYTES:
             self._launch()
             if sum(each.tensor.nbytes for each in self._launched) >= _WAITING_BYTES:
                 self._join()
@@ -189,7 +189,7 @@ class GraphMemory:
 
     def _launch(self) -> None:
         """Launch the batched taps in the side stream."""
-        waiting, self._waiting = self._waiting, []
+        waiting, self._deferred = self._deferred, []
         if not waiting:
             return
         if any(_version(each.tensor) != each.version for each in waiting):
@@ -216,23 +216,23 @@ class GraphMemory:
         self._launched.clear()
         self._known.clear()
 
-    def _summarize(self, waiting: "list[_Waiting]") -> None:
+    def _summarize(self, waiting: "list[_Deferred]") -> None:
         """Launch the statistics kernel, once per dtype and table of 512 tensors."""
         from tapscope.kernels.triton import tap  # needs Triton
 
-        by_type: dict[torch.dtype, list[_Waiting]] = {}
+        by_type: dict[torch.dtype, list[_Deferred]] = {}
         for each in sorted(waiting, key=lambda each: each.tensor.nbytes, reverse=True):  # a plan requires this order
             by_type.setdefault(each.tensor.dtype, []).append(each)
-        for alike in by_type.values():
-            for first in range(0, len(alike), _TABLE_ROWS):
-                some = alike[first : first + _TABLE_ROWS]
-                if self._table is None or not self._table.has_room(len(some)):
+        for same_dtype in by_type.values():
+            for first in range(0, len(same_dtype), _TABLE_ROWS):
+                batch = same_dtype[first : first + _TABLE_ROWS]
+                if self._table is None or not self._table.has_room(len(batch)):
                     self._table = _Table(self._device, self._table)
-                rows = [each.row for each in some if each.row is not None]
-                plan = tap.plan_of([each.tensor for each in some], rows)
-                tap.summarize_many(plan, *self._table.add(plan, [each.num_rows for each in some]))
+                rows = [each.row for each in batch if each.row is not None]
+                plan = tap.plan_of([each.tensor for each in batch], rows)
+                tap.summarize_many(plan, *self._table.add(plan, [each.num_rows for each in batch]))
 
-    def _sketch(self, waiting: "Sequence[_Waiting]") -> None:
+    def _sketch(self, waiting: "Sequence[_Deferred]") -> None:
         """Launch the sketch kernel once per dtype, and then the kernel that merges partial counters."""
         if not any(each.place for each in waiting):
             return

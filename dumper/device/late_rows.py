@@ -86,15 +86,15 @@ class LateRows:
             return
         slot = PayloadSlot(values.ctypes.data, values.nbytes, -1, None)
         layout = RecordLayout("", dtype, list(values.shape), values.size, values.nbytes)
-        came = False
+        has_arrived = False
 
         def arrived(_: bytes) -> bool:
-            nonlocal came
-            came = True
+            nonlocal has_arrived
+            has_arrived = True
             return False
 
         def done(_: PayloadSlot) -> None:
-            self._arrived(name, values, is_whole=came)
+            self._arrived(name, values, is_whole=has_arrived)
 
         # can_wait: do not wake the worker's thread, which would compete for the GIL with the forward that begins
         self._worker.start(tensor, layout, slot, done, arrived, can_wait=True)

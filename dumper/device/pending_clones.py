@@ -44,16 +44,16 @@ class PendingClones:
 
         ``stream``, which must be the current stream, waits until that clone has been copied to the host.
         """
-        found = self._take((tensor.device, stream.cuda_stream, tensor.nbytes))
-        if found is None:
+        oldest = self._take((tensor.device, stream.cuda_stream, tensor.nbytes))
+        if oldest is None:
             return None
-        copied, clone = found
+        copied, clone = oldest
         stream.wait_event(copied)
         with torch.inference_mode(False):  # a new tensor, because a view would inherit the clone's inference mode
-            again = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-            again.set_(clone.untyped_storage(), 0, tensor.shape, dense_strides(tensor.shape))
+            reused = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            reused.set_(clone.untyped_storage(), 0, tensor.shape, dense_strides(tensor.shape))
         with torch.no_grad():
-            return again.copy_(tensor, non_blocking=True)
+            return reused.copy_(tensor, non_blocking=True)
 
     def _take(self, place: tuple[torch.device, int, int]) -> tuple[torch.cuda.Event, torch.Tensor] | None:
         with self._lock:

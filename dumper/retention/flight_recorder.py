@@ -89,7 +89,7 @@ class FlightRecorder:
         self.limit = limit
         self.used = 0
         """Bytes held, or released and not yet acknowledged; at most ``limit``, except for the lines of a step."""
-        self._lent = 0  # the part of ``used`` that is released and not yet acknowledged
+        self._unacknowledged = 0  # the part of ``used`` that is released and not yet acknowledged
         self.discarded = BufferedStep(0)
         """Totals of the discarded steps; ``number`` is their count."""
 
@@ -140,7 +140,7 @@ class FlightRecorder:
         if record.slot is None:
             return self._queue.put(record)
         record.firing.step.current_counts.sent += 1
-        self._lent += record.nbytes
+        self._unacknowledged += record.nbytes
         self._queue.put_released([record])
         return True
 
@@ -181,9 +181,9 @@ class FlightRecorder:
         with self._lock:
             while self._steps:
                 self._drop_oldest()
-            forgotten, self.discarded = self.discarded, BufferedStep(0)
+            totals, self.discarded = self.discarded, BufferedStep(0)
             self._pass_until = -1
-            return forgotten
+            return totals
 
     # ---- releases
 
@@ -216,13 +216,13 @@ class FlightRecorder:
 
     def _hand_over(self, step: BufferedStep) -> None:
         self.used -= step.cost - step.nbytes
-        self._lent += step.nbytes
+        self._unacknowledged += step.nbytes
         self._queue.put_released(step.release())
 
     def free(self, slot: PayloadSlot) -> None:
         """Free a released slot, now that the recorder has acknowledged its bytes."""
         with self._lock:
-            self._lent -= slot.nbytes
+            self._unacknowledged -= slot.nbytes
             self._stalled = False
             self._release_slot(slot)
 
@@ -240,9 +240,9 @@ class FlightRecorder:
         if self._make_room(nbytes):
             return True
         # Memory is full of released steps: wait for acknowledgments as a full send queue does, once per stall.
-        if not self._lent or self._stalled:
+        if not self._unacknowledged or self._stalled:
             return False
-        self._stalled = not self._queue.wait_until(lambda: self._make_room(nbytes) or not self._lent)
+        self._stalled = not self._queue.wait_until(lambda: self._make_room(nbytes) or not self._unacknowledged)
         return self._make_room(nbytes)
 
     def _make_room(self, nbytes: int) -> bool:

@@ -75,8 +75,8 @@ class RetentionPolicy:
 
     def restart(self, run: Path) -> None:
         """Start a new run: reset the budgets and discard held steps of the old run."""
-        if self._flight is not None and (gone := self._flight.take_discarded()).number:
-            _log.info("tapscope: the flight recorder discarded %d steps of the run before %s", gone.number, run)
+        if self._flight is not None and (discarded := self._flight.take_discarded()).number:
+            _log.info("tapscope: the flight recorder discarded %d steps of the run before %s", discarded.number, run)
         self.capture_stop.restart()
         self.trigger_actions = TriggerActions(self._put_event, rank=self.trigger_actions.rank, run=run)
 
@@ -146,7 +146,7 @@ class RetentionPolicy:
         reason = f"divergence from the reference at {divergence.site}, step {divergence.step}, rank {divergence.rank}"
         return self._act(TriggerOutcome(keep, stop, reason), step)
 
-    def _act(self, orders: TriggerOutcome, step: OpenStep) -> bool:
+    def _act(self, outcome: TriggerOutcome, step: OpenStep) -> bool:
         """Apply a trigger outcome to ``step`` and notify the other ranks.
 
         Returns whether to keep the rest of the step in full.
@@ -154,19 +154,19 @@ class RetentionPolicy:
         first = last = step.info.step
         if self._flight is not None:
             first = min(self._flight.window(self._flight.num_steps)[0], last)
-        alarm = (last, orders.keep, orders.stop)
-        if (orders.keep or orders.stop) and alarm != self._last_alarm:
+        alarm = (last, outcome.keep, outcome.stop)
+        if (outcome.keep or outcome.stop) and alarm != self._last_alarm:
             self._last_alarm = alarm
-            fields = {"keep": orders.keep, "stop": orders.stop, "reason": orders.reason}
+            fields = {"keep": outcome.keep, "stop": outcome.stop, "reason": outcome.reason}
             # Send the alarm before our own steps, which may be large: the other ranks must still hold theirs.
             self._queue.append(Message("trigger", {"first": first, "last": last, **fields}))
             self._queue.flush()
-        if orders.keep:
+        if outcome.keep:
             step.in_full = True
-            self._try_release((first, last), orders.reason)
-        if orders.stop:
-            self.capture_stop.stop_for_trigger(orders.reason)
-        return orders.keep
+            self._try_release((first, last), outcome.reason)
+        if outcome.stop:
+            self.capture_stop.stop_for_trigger(outcome.reason)
+        return outcome.keep
 
     # ---- requests, from any thread
 
@@ -249,8 +249,8 @@ class RetentionPolicy:
         return released
 
     def _put_unreleased(self) -> None:
-        if self._flight is not None and (gone := self._flight.take_discarded()).number:
-            fields = {"num_steps": gone.number, "num_values": gone.num_values, "nbytes": gone.nbytes}
+        if self._flight is not None and (discarded := self._flight.take_discarded()).number:
+            fields = {"num_steps": discarded.number, "num_values": discarded.num_values, "nbytes": discarded.nbytes}
             self._put_event("unreleased", **fields)
 
     def _put_event(self, kind: str, **fields: Any) -> None:

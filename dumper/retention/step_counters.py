@@ -14,7 +14,7 @@ from tapscope.run_format import ledger
 from tapscope.run_format.ledger import StepCounts, encode_line, event_line
 
 _log = logging.getLogger("tapscope")
-_MAX_COMPLAINTS = 20
+_MAX_REPORTS = 20
 
 
 class StepCounters:
@@ -123,7 +123,7 @@ class StepCounters:
         """Write a problem as an event of the run; only the first 20 reports are written."""
         step = step or self.open_step
         self._num_reports += 1
-        if self._num_reports <= _MAX_COMPLAINTS:
+        if self._num_reports <= _MAX_REPORTS:
             number = step.info.step if step else None
             self._put_line(event_line(kind, where=where, reason=reason, step=number))
 

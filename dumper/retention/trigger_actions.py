@@ -53,13 +53,13 @@ class TriggerActions:
         number = step.info.step
         for trigger, stats in fired:
             self._fired[trigger, site] += 1
-            what = _used_statistics(trigger, stats)
+            statistics = _used_statistics(trigger, stats)
             if self._fired[trigger, site] <= _EVENTS_PER_SITE:
-                fields = {"condition": trigger.condition, "action": trigger.action, "found": what, "step": number}
+                fields = {"condition": trigger.condition, "action": trigger.action, "found": statistics, "step": number}
                 self._put_event("trigger", site=site, **fields)
             if self._last_step.get(trigger) != number:
                 self._last_step[trigger] = number
-                self._warn(trigger, site, what, number)
+                self._warn(trigger, site, statistics, number)
             if trigger.action == "run" and self._last_command_step.get(trigger) != number:
                 self._last_command_step[trigger] = number
                 self._run_command(trigger, site, number)
@@ -84,12 +84,12 @@ class TriggerActions:
                 _log.warning("tapscope: trigger '%s' fired %d times in all", trigger, amount)
         self._fired.clear()
 
-    def _warn(self, trigger: Trigger, site: str, what: dict[str, Any], step: int) -> None:
+    def _warn(self, trigger: Trigger, site: str, statistics: dict[str, Any], step: int) -> None:
         self._warned[trigger] += 1
         if self._warned[trigger] > _WARNINGS_PER_TRIGGER:
             return
         last = "; further firings are counted" if self._warned[trigger] == _WARNINGS_PER_TRIGGER else ""
-        numbers = ", ".join(f"{name}={value:.6g}" for name, value in what.items() if value is not None)
+        numbers = ", ".join(f"{name}={value:.6g}" for name, value in statistics.items() if value is not None)
         text = "tapscope: %s: %s (%s) at step %d, rank %d -> %s%s"
         _log.warning(text, site, trigger.condition, numbers, step, self.rank, trigger.action, last)
 

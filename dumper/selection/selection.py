@@ -65,7 +65,7 @@ class Selection:
         self._filters = [condition(config.filter)] if config.filter is not None else []
         here = {axis: (coords or {}).get(axis, 0) for axis in _AXES}
         self._known: dict[str, Any] = {"rank": rank, "model": model, **here}
-        self._here = [each for each in self._rules if _is_here(each.rule, self._known)]
+        self._rank_rules = [each for each in self._rules if _applies_to_rank(each.rule, self._known)]
         self.heads: frozenset[str] = frozenset()
         """Paths of the LM heads, whose outputs are captured in the mode ``core``, too."""
         self.vectors: frozenset[str] = frozenset()
@@ -120,16 +120,16 @@ class Selection:
             return True
         # A rule may name a port that only a firing reveals (out[0], an item of **kwargs): hook if the path matches.
         return any(
-            each.rule.keep != "off" and self._counts(each, kind) and each.may_match_unseen(path, kind, unnamed=unnamed)
-            for each in (*self._here, *(rule for rule, _ in self._triggers))
+            each.rule.keep != "off" and self._reaches(each, kind) and each.may_match_unseen(path, kind, unnamed=unnamed)
+            for each in (*self._rank_rules, *(rule for rule, _ in self._triggers))
         )
 
     def may_keep_kind(self, kind: str) -> bool:
         """Return whether any port of ``kind`` in any module may be kept; most kinds can be excluded globally."""
         may_keep = self._kinds.get(kind)
         if may_keep is None:
-            named = any(each.rule.keep != "off" and self._counts(each, kind) for each in self._here)
-            watched = any(self._counts(each, kind) for each, _ in self._triggers)
+            named = any(each.rule.keep != "off" and self._reaches(each, kind) for each in self._rank_rules)
+            watched = any(self._reaches(each, kind) for each, _ in self._triggers)
             may_keep = bool(self._requests) or self._is_ordinary(kind) or named or watched
             self._kinds[kind] = may_keep = may_keep or (kind == "buffer" and bool(self.vectors))
         return may_keep
@@ -145,7 +145,7 @@ class Selection:
         opened = set(open_paths)
 
         def may_match(each: CompiledRule) -> bool:
-            if any(each.matches(place) for place in _places(ports)):
+            if any(each.matches(place) for place in _site_parts(ports)):
                 return True
             kinds = ("in", "out", "in.grad", "out.grad", *(("tap", "tap.grad") if taps else ()))
             return any(
@@ -162,8 +162,8 @@ class Selection:
             return SiteDecision()
         is_ordinary = self._is_ordinary(place.kind, place.site)
         matched = []
-        for each in self._here:
-            if self._counts(each, place.kind, place.site) and each.matches(place):
+        for each in self._rank_rules:
+            if self._reaches(each, place.kind, place.site) and each.matches(place):
                 matched.append(each)
                 if each.is_plain:
                     break
@@ -199,7 +199,7 @@ class Selection:
     def _triggers_of(self, place: SiteParts) -> SiteTriggers | None:
         if not self._triggers or not self._is_enabled(place.path, place.kind):
             return None
-        watched = [(each, trigger) for each, trigger in self._triggers if self._counts(each, place.kind)]
+        watched = [(each, trigger) for each, trigger in self._triggers if self._reaches(each, place.kind)]
         triggers = [trigger for each, trigger in watched if each.matches(place)]
         return SiteTriggers(triggers, self._known | place.names()) if triggers else None
 
@@ -220,11 +220,11 @@ class Selection:
         switches = {"param": config.params, "buffer": config.buffers}
         return switches.get(base, True) and (config.grads or not grad)
 
-    def _counts(self, each: CompiledRule, kind: str, site: str = "") -> bool:
+    def _reaches(self, each: CompiledRule, kind: str, site: str = "") -> bool:
         return each.rule.keep == "off" or self._is_ordinary(kind, site) or each.names_kind(kind)
 
 
-def _places(ports: Mapping[str, Iterable[str]]) -> Iterator[SiteParts]:
+def _site_parts(ports: Mapping[str, Iterable[str]]) -> Iterator[SiteParts]:
     """Yield the parts of every port and its gradient; lazy because most rules match one of the first ports."""
     for path, known in ports.items():
         for port in known:
@@ -234,7 +234,7 @@ def _places(ports: Mapping[str, Iterable[str]]) -> Iterator[SiteParts]:
                 yield SiteParts.of(f"{place.site}.grad")
 
 
-def _is_here(rule: Rule, known: Mapping[str, Any]) -> bool:
+def _applies_to_rank(rule: Rule, known: Mapping[str, Any]) -> bool:
     """Return whether the rule applies to this rank, by its rank and mesh coordinates in ``known``."""
     wanted: Sequence[tuple[str, Any]] = [("rank", rule.ranks), *((axis, getattr(rule, axis)) for axis in _AXES)]
     return all(numbers is None or known[name] in numbers for name, numbers in wanted)

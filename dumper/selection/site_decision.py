@@ -27,7 +27,7 @@ class CaptureSpec(NamedTuple):
 
 
 OFF = CaptureSpec("off")
-_OF_VALUE = frozenset({"dtype", "shape", "ndim", "numel", "nbytes"})
+_VALUE_NAMES = frozenset({"dtype", "shape", "ndim", "numel", "nbytes"})
 
 
 class RuleCase(NamedTuple):
@@ -62,7 +62,7 @@ class SiteDecision:
         self._cases = tuple(kept)
         self._default = default
         self._filter = tuple(usage.recording(each.text, _value_of(each)) for each in filters)
-        self.needs_value = any(case.needs_value for case in kept) or any(each.names & _OF_VALUE for each in filters)
+        self.needs_value = any(case.needs_value for case in kept) or any(each.names & _VALUE_NAMES for each in filters)
         """Whether a condition reads properties of the value (dtype, shape, size)."""
         self.problem: str | None = None
         """Error of the first condition that failed to evaluate; such a condition counts as false."""
@@ -118,7 +118,7 @@ class SiteDecision:
 def needs_value(rule: Rule) -> bool:
     """Return whether conditions of ``rule`` read the dtype, shape or size of the value."""
     asked = bool(rule.dtypes) or rule.min_bytes is not None or rule.max_bytes is not None
-    return asked or (rule.when is not None and bool(condition(rule.when).names & _OF_VALUE))
+    return asked or (rule.when is not None and bool(condition(rule.when).names & _VALUE_NAMES))
 
 
 def spec_of(rule: Rule) -> CaptureSpec:
@@ -189,9 +189,9 @@ _COMPUTED: dict[str, Test] = {
 def _value_of(expression: Expression) -> Test:
     """Compile the expression to a function of the context that reads only the names used; absent tags are None."""
     names = sorted(expression.names)
-    fields = [(name, RuleContext._fields.index(name)) for name in names if name in _MOMENT_FIELDS]
+    fields = [(name, RuleContext._fields.index(name)) for name in names if name in _CONTEXT_NAMES]
     computed = [(name, _COMPUTED[name]) for name in names if name in _COMPUTED]
-    tags = [name for name in names if name not in _MOMENT_FIELDS and name not in _COMPUTED]
+    tags = [name for name in names if name not in _CONTEXT_NAMES and name not in _COMPUTED]
 
     def value(context: RuleContext) -> Any:
         values = {name: context[index] for name, index in fields}
@@ -204,4 +204,4 @@ def _value_of(expression: Expression) -> Test:
     return value
 
 
-_MOMENT_FIELDS = frozenset(RuleContext._fields) - {"tags", "requests"}
+_CONTEXT_NAMES = frozenset(RuleContext._fields) - {"tags", "requests"}

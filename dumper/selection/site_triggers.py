@@ -10,9 +10,9 @@ from tapscope.dumper.selection.rule_context import RuleContext
 from tapscope.run_format.stats import Stats
 
 _STATS = b'"stats":'
-_CALM_TEXT = b'"nan":0,"posinf":0,"neginf":0,'
+_FINITE_TEXT = b'"nan":0,"posinf":0,"neginf":0,'
 _NONFINITE = frozenset(("nan", "posinf", "neginf", "inf", "nonfinite"))
-_CALM = Stats(1, 0, 0, 0, 0, 0, 0.0, 0.0, 0.0, 0.0, 0.0)
+_FINITE_STATS = Stats(1, 0, 0, 0, 0, 0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 class SiteTriggers:
@@ -30,7 +30,7 @@ class SiteTriggers:
         self.num_problems = 0
         # Most triggers look for NaN and infinities, and most values have none: then a substring search suffices.
         only_nonfinite = all(t.names <= _NONFINITE for t in triggers)
-        self._skip_finite = only_nonfinite and not self._fired(_CALM, {})
+        self._skip_finite = only_nonfinite and not self._fired(_FINITE_STATS, {})
         self.num_problems, self.problem = 0, None
 
     def fired(self, text: bytes, context: Callable[[], RuleContext]) -> list[tuple[Trigger, Stats]]:
@@ -38,7 +38,7 @@ class SiteTriggers:
 
         ``text`` ends with the member ``stats`` of a record line; ``context`` is called only if a condition needs it.
         """
-        if self._skip_finite and _CALM_TEXT in text:
+        if self._skip_finite and _FINITE_TEXT in text:
             return []
         stats = Stats.from_json(json.loads(text[text.index(_STATS) + len(_STATS) :].decode()))
         values = self._known | _values(context()) if self._needs_moment else self._known

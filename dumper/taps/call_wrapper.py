@@ -33,7 +33,7 @@ class CallWrapper:
         self._had_own = name in module.__dict__
         self._original = getattr(module, name)
         self._module = module
-        self._arounds: list[Around] = []
+        self._watchers: list[Around] = []
         self.method = types.MethodType(_stand_in(self), module)
         setattr(module, name, self.method)
 
@@ -46,8 +46,8 @@ class CallWrapper:
         if owner is not self._module:
             bound = getattr(method, "__func__", None)
             return method(*args, **kwargs) if bound is None else bound(owner, *args, **kwargs)
-        for around in self._arounds:
-            method = _Inside(around, method)
+        for around in self._watchers:
+            method = _WatchedMethod(around, method)
         return method(*args, **kwargs)
 
     @property
@@ -63,14 +63,14 @@ class CallWrapper:
 
     def add(self, around: Around, *, innermost: bool = False) -> None:
         """Add a watcher, outside (or with ``innermost``, inside) the existing ones."""
-        self._arounds = [around, *self._arounds] if innermost else [*self._arounds, around]
+        self._watchers = [around, *self._watchers] if innermost else [*self._watchers, around]
 
     def remove(self, around: Around) -> None:
         """Remove a watcher; removing the last one restores the original method, unless other code wrapped ours."""
         # Build a new list: a call in progress keeps iterating over the old one.
-        self._arounds = [each for each in self._arounds if each != around]
+        self._watchers = [each for each in self._watchers if each != around]
         module = self._module
-        if self._arounds or module.__dict__.get(self.name) is not self.method:
+        if self._watchers or module.__dict__.get(self.name) is not self.method:
             return
         if self._had_own:
             setattr(module, self.name, self._original)
@@ -78,7 +78,7 @@ class CallWrapper:
             delattr(module, self.name)
 
 
-class _Inside:
+class _WatchedMethod:
     """The method as passed to the next outer watcher: ``around`` applied to the inner ``method``."""
 
     __slots__ = ("_around", "_method")

@@ -411,7 +411,9 @@ def _called(key: str, event: str, names: Sequence[str], values: Sequence[Tensor]
         if name == "past_length":
             arguments["past_key_values"] = _Past(next(counts))
         elif name == _PAST_OF_POSITIONS:
-            positions = next(arguments[told] for told in ("cache_position", "position_ids") if told in arguments)
+            positions = next(
+                arguments[argument] for argument in ("cache_position", "position_ids") if argument in arguments
+            )
             first = positions.reshape(-1, positions.shape[-1])[:, 0].max()
             arguments["past_key_values"] = _Past(first if first.is_cuda else int(first))
         elif name == "logits_to_keep":

@@ -44,7 +44,7 @@ class InferredSharding:
         self._num_heads = num_heads
         self._seen: dict[int, tuple[weakref.ref[torch.Tensor], Placement]] = {}
         self._serial = -1
-        self._came_in: dict[str, tuple[torch.Size, Placement]] = {}
+        self._inputs: dict[str, tuple[torch.Size, Placement]] = {}
 
     def placed(self, path: str, kind: str, leaf: torch.Tensor, serial: int) -> Placement | None:
         """Return the placement of ``leaf`` at a port of the module at ``path``; None if unknown.
@@ -54,14 +54,14 @@ class InferredSharding:
         if serial != self._serial:
             self._serial = serial
             self._seen.clear()
-            self._came_in.clear()
+            self._inputs.clear()
         placement = self._of_linear(path, kind, leaf) or self._of_tensor(leaf)
         if placement is None and kind == "out":
             placement = self._of_activation(path, leaf) or self._of_heads(path, leaf)
         if placement is not None:
             self._seen[id(leaf)] = weakref.ref(leaf), placement
             if kind == "in" and path in self._plain:
-                self._came_in[path] = leaf.shape, placement
+                self._inputs[path] = leaf.shape, placement
         return placement
 
     def _of_linear(self, path: str, kind: str, leaf: torch.Tensor) -> Placement | None:
@@ -75,7 +75,7 @@ class InferredSharding:
         return placement if seen is not None and seen() is leaf else None
 
     def _of_activation(self, path: str, leaf: torch.Tensor) -> Placement | None:
-        shape, placement = self._came_in.get(path, (None, None))
+        shape, placement = self._inputs.get(path, (None, None))
         return placement if shape == leaf.shape else None
 
     def _of_heads(self, path: str, leaf: torch.Tensor) -> Placement | None:

@@ -37,7 +37,7 @@ class PickleGuard:
     def begin(self, modules: Iterable[nn.Module]) -> None:
         """Register reducers for the classes of these modules, in addition to those already guarded."""
         if not _num_users.total():
-            _guard_others()
+            _patch_torch()
         for kind in {type(module) for module in modules}.difference(self._classes):
             if not _num_users[kind]:
                 if (present := copyreg.dispatch_table.get(kind)) is not None:
@@ -57,7 +57,7 @@ class PickleGuard:
         had_classes = bool(self._classes)
         self._classes.clear()
         if had_classes and not _num_users.total():
-            _release_others()
+            _unpatch_torch()
 
 
 def _reduced(module: nn.Module) -> Any:
@@ -113,7 +113,7 @@ def _prepare(module: nn.Module) -> nn.Module:
     return _plain(module, {})
 
 
-def _guard_others() -> None:
+def _patch_torch() -> None:
     """Patch the two places where torch does not use ``copyreg``: ``DataParallel`` replicas and TorchScript.
 
     An installed fast call would run the original module instead of the replica, and TorchScript cannot compile a tap.
@@ -133,7 +133,7 @@ def _guard_others() -> None:
     setattr(nn.Module, _REPLICATE, replicate)
 
 
-def _release_others() -> None:
+def _unpatch_torch() -> None:
     if getattr(nn.Module, _PREPARE, None) is _prepare:
         delattr(nn.Module, _PREPARE)
     plain = getattr(getattr(nn.Module, _REPLICATE, None), "tapscope_plain", None)

@@ -126,14 +126,14 @@ class Tap:
         if serial != self.serial:
             self.serial = serial
             self.firings.clear()
-        what = kind if micro == 0 else (kind, micro)
-        number = self.firings.get(what)
+        counter = kind if micro == 0 else (kind, micro)
+        number = self.firings.get(counter)
         if micro == 0 and (fast := self.fast.get(kind)) is not None:
             number = int(fast.serial == serial) if number is None else number
             fast.serial = serial
         if micro == 0 and not number and kind in self.marks:
             number = int(_is_any_at(self.marks[kind], serial))
-        self.firings[what] = (number or 0) + 1
+        self.firings[counter] = (number or 0) + 1
         return number or 0
 
     def has_fired_in(self, serial: int) -> bool:
