@@ -1,5 +1,4 @@
-"""Browse a run in the terminal, and the plain-text core that the screen shares with `tapscope show` and `info`.
+"""Terminal and web viewers of runs and comparisons, and the plain-text views that `tapscope show` and `info` print.
 
-Only :mod:`~tapscope.dashboard.app`, ``screens`` and ``widgets`` need Textual; ``oddity``, ``rows``, ``digest``,
-``paint`` and ``sources`` do not.
+Only :mod:`~tapscope.dashboard.app`, ``keymap``, ``messages``, ``theme``, ``screens`` and ``widgets`` import Textual.
 """

@@ -1,4 +1,4 @@
-"""The Textual app: themes, keys, and the screen to begin with."""
+"""Textual application: themes, key bindings and the initial screen."""
 
 import gc
 from asyncio import get_running_loop
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class TapscopeApp(App[TapscopeError]):
-    """Shows one run, or two side by side. Its result is the error that ended it, or None."""
+    """Terminal UI that browses one run or compares two. ``run()`` returns the error that ended the app, or None."""
 
     CSS_PATH = "app.tcss"
     TITLE = "tapscope"
@@ -51,11 +51,13 @@ class TapscopeApp(App[TapscopeError]):
         columns: Path | None = None,
         live: Path | None = None,
     ) -> None:
-        """``at`` is the place to open, ``keys`` are ``ID=KEYS`` strings and win over those of
-        ``keys_file``; ``open_diff`` comes with a title. ``bookmarks`` is the file of bookmarks,
-        ``columns`` that of chosen columns, ``live`` the run whose live screen is shown first.
+        """Configure the first screen: the run of ``open_source``, or the comparison of ``open_diff``.
 
-        Raises ConfigError for an invalid key, or for columns that cannot be read.
+        ``at`` is the place to open. ``keys`` are ``ID=KEYS`` strings and take precedence over ``keys_file``.
+        ``open_diff`` is an (opener, title) pair. ``bookmarks`` and ``columns`` are the files that store bookmarks and
+        chosen columns. ``live`` is the path of the run whose live screen is shown first.
+
+        Raises ConfigError for an invalid key binding, or if the columns file cannot be read.
         """
         super().__init__()
         self._open_source, self._open_diff, self._theme_name = open_source, open_diff, NAMES[theme]
@@ -68,7 +70,7 @@ class TapscopeApp(App[TapscopeError]):
         )
 
     def on_mount(self) -> None:
-        """Register themes and keys, and open the first screen."""
+        """Register themes and key bindings, and push the first screen."""
         get_running_loop().set_default_executor(DaemonThreads())
         for theme in (ANSI, DARK, LIGHT):
             self.register_theme(theme)
@@ -87,11 +89,11 @@ class TapscopeApp(App[TapscopeError]):
             self.push_screen(first)
 
     def on_unmount(self) -> None:
-        """Let the garbage collector scan the loaded data again."""
+        """Unfreeze the garbage collector, which ignored the loaded run while the app was running."""
         gc.unfreeze()
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
-        """The palette offers what the keys offer, by name."""
+        """Yield one command-palette entry per key of the screen, under the action's name."""
         for spec in screen.specs if isinstance(screen, KeymapScreen) else ():
             if spec.id != "palette":
                 run = partial(screen.run_action, spec.action)
@@ -107,9 +109,10 @@ def browse(
     control: CaptureControl | None = None,
     live: bool = False,
 ) -> int:
-    """Browse the run at ``path``, or follow it ``live``, until the user quits; returns the exit code.
+    """Browse the run at ``path`` in the terminal until the user quits; return the exit code.
 
-    Raises the errors of :func:`tapscope.sources.open_run`, and ConfigError for a wrong key.
+    With ``live``, start on the screen that follows the run while it is recorded. Raises the errors of
+    :func:`tapscope.sources.open_run`, and ConfigError for an invalid key binding.
     """
     require_run(path)
     return _run(
@@ -136,10 +139,10 @@ def diff(
     keys: Iterable[str] = (),
     at: Permalink | None = None,
 ) -> int:
-    """Compare two runs on a screen until the user quits; returns the exit code.
+    """Show the comparison of two runs in the terminal until the user quits; return the exit code.
 
-    Raises the errors of :func:`tapscope.open_run` and of :func:`tapscope.comparator.compare`, and ConfigError for a
-    wrong key.
+    Raises the errors of :func:`tapscope.open_run` and :func:`tapscope.comparator.compare`, and ConfigError for an
+    invalid key binding.
     """
     for path in (baseline, target):
         require_run(path)

@@ -1,4 +1,4 @@
-"""Background: threads that read and compare, which a user who quits does not wait for."""
+"""Daemon-thread executor for reads and comparisons, which do not delay quitting."""
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -10,11 +10,14 @@ T = TypeVar("T")
 
 
 class DaemonThreads(ThreadPoolExecutor):
-    """A daemon thread for each call. Those of a pool are joined when the loop and the process end: `q` would wait until
-    a run of gigabytes has been compared."""
+    """Executor that runs each call in a new daemon thread.
+
+    A thread pool joins its threads when the event loop and the process end, so `q` would block until a comparison of
+    gigabytes finishes.
+    """
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Call in a thread of its own."""
+        """Run ``fn`` in a new daemon thread and return its future."""
         future: Future[T] = Future()
 
         def call() -> None:
@@ -22,11 +25,11 @@ class DaemonThreads(ThreadPoolExecutor):
                 return
             try:
                 future.set_result(fn(*args, **kwargs))
-            except BaseException as error:  # noqa: BLE001 - it is raised where the result is taken
+            except BaseException as error:  # noqa: BLE001 - the future raises it to the caller
                 future.set_exception(error)
 
         Thread(target=call, daemon=True).start()
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Leave the threads alone."""
+        """Do nothing: running threads are neither joined nor canceled."""

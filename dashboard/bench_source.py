@@ -1,4 +1,4 @@
-"""BenchSource: benchmark results in files, folders and ZIP archives, as CI jobs store them."""
+"""Reader of benchmark results in files, folders and ZIP archives, as CI jobs store them."""
 
 import json
 import os
@@ -17,17 +17,17 @@ from tapscope.dashboard.model.bench_result import BenchFiles, BenchResult, Store
 from tapscope.run_format.manifest import MANIFEST
 
 MAX_FILE_BYTES = 64 << 20
-"""A larger JSON file is reported and not read. Files with details of every request can be that large."""
+"""Size limit of a JSON file; a larger one is reported and skipped. Files with per-request details can be that large."""
 MAX_FILES = 20_000
 _SUFFIXES = (".json", ".jsonl")
 _Stamp = tuple[int, int]
 
 
 class BenchSource:
-    """Benchmark results below some paths. Symbolic links are not followed; runs are skipped."""
+    """Benchmark results under the given paths. Symbolic links are not followed, and run directories are skipped."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
-        """Raises DataError for a path that does not exist."""
+        """Raise DataError for a path that does not exist."""
         for path in paths:
             if not path.exists():
                 raise DataError(f"no such file or directory: {path}")
@@ -35,7 +35,7 @@ class BenchSource:
         self._known: dict[Path, tuple[_Stamp, list[StoredResult], list[str], int, int]] = {}
 
     def read(self) -> BenchFiles:
-        """Read the files that are new or have changed since the last call."""
+        """Return all results; only files that are new or changed since the last call are parsed."""
         results: list[StoredResult] = []
         problems: list[str] = []
         num_files = num_other = 0
@@ -58,7 +58,7 @@ class BenchSource:
         return BenchFiles(tuple(results), tuple(problems), num_files, num_other, datetime.now(UTC))
 
     def _files(self, problems: list[str]) -> Iterator[tuple[Path, Path]]:
-        """(given path, file), in order of names."""
+        """Yield (given path, file) for every JSON file and ZIP archive, sorted by name within each folder."""
         num = 0
         for root in self._paths:
             if root.is_file():
@@ -79,7 +79,7 @@ class BenchSource:
 
 
 def _parsed(root: Path, path: Path, modified: datetime) -> tuple[list[StoredResult], list[str], int, int]:
-    """Results, problems, number of JSON files, and number of those without a result."""
+    """Parse one file; return its results, problems, number of JSON files, and number of JSON files without a result."""
     results: list[StoredResult] = []
     problems: list[str] = []
     num_files = num_other = 0
@@ -101,7 +101,10 @@ def _parsed(root: Path, path: Path, modified: datetime) -> tuple[list[StoredResu
 
 
 def _contents(path: Path) -> Iterator[tuple[str, bytes]]:
-    """(name within the archive, bytes) of each JSON file; raises OSError and what zipfile raises."""
+    """Yield (name within the archive, bytes) of each JSON file in ``path``; the name is empty for a plain file.
+
+    Raises OSError and the exceptions of zipfile.
+    """
     if path.suffix.lower() != ".zip":
         yield "", read_small(path, MAX_FILE_BYTES)
         return
@@ -111,7 +114,7 @@ def _contents(path: Path) -> Iterator[tuple[str, bytes]]:
             if member.is_dir() or not member.filename.lower().endswith(_SUFFIXES):
                 continue
             with archive.open(member) as opened:
-                raw = opened.read(left + 1)  # the stated size may be false
+                raw = opened.read(left + 1)  # the size in the ZIP header may be wrong
             if len(raw) > left:
                 raise OSError(0, f"its JSON files have more than {MAX_FILE_BYTES:,} bytes")
             left -= len(raw)
@@ -119,7 +122,10 @@ def _contents(path: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def _json_values(raw: bytes, *, is_lines: bool) -> tuple[list[Any], str]:
-    """The JSON values of a file, and a sentence about what is not JSON. SGLang appends one line per result."""
+    """Return the JSON values of a file, and an error message for invalid JSON, else empty.
+
+    A file that is not valid as a whole is parsed line by line, because SGLang appends one line per result.
+    """
     try:
         text = raw.decode("utf-8-sig")
         if not is_lines:
@@ -137,7 +143,11 @@ def _json_values(raw: bytes, *, is_lines: bool) -> tuple[list[Any], str]:
 
 
 def _complete(file: str, result: BenchResult, root: str, modified: datetime) -> StoredResult:
-    """With the commit that the file's path names, else the folder's or the file's name, and the file's date."""
+    """Return ``result`` with its file, commit and date filled in.
+
+    A missing commit is taken from the file's path, else it is the name of the folder or file. A missing date is the
+    file's modification time.
+    """
     path = PurePosixPath(file)
     folder = path.parent.name or root
     commit = result.commit or next(filter(None, map(commit_in, reversed(path.parts))), "")

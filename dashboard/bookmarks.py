@@ -1,4 +1,4 @@
-"""Bookmarks: named links to places in runs, kept in the user's state directory."""
+"""Named links to places in runs, stored in the user's state directory."""
 
 import fcntl
 from collections.abc import Callable
@@ -19,13 +19,13 @@ MAX_NAME = 100
 
 @dataclass(frozen=True, slots=True)
 class Bookmark:
-    """A place and its name."""
+    """A named link to a place in a run or a comparison."""
 
     name: str
     link: str
-    """Permalink."""
+    """A permalink, as text."""
     runs: tuple[str, ...]
-    """Paths of the run, or of baseline and target, that were open."""
+    """Paths of the open run, or of baseline and target, when the bookmark was set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,33 +40,34 @@ def bookmarks_path() -> Path:
 
 
 def path_text(path: Path) -> str:
-    """A path that ``tapscope view`` opens from any working directory: an absolute path, or a URL."""
+    """Return the path as text that ``tapscope view`` accepts from any working directory: an absolute path, or a URL."""
     return str(path) if url_of(path) is not None else str(path.absolute())
 
 
 class Bookmarks:
-    """The bookmarks of one file, which several processes may change."""
+    """The bookmarks stored in one file, which several processes may modify."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def read(self) -> tuple[Bookmark, ...]:
-        """In the order in which they were set; empty without a file. Raises ConfigError."""
+        """Return the bookmarks in the order in which they were set; empty if the file does not exist. Raises
+        ConfigError."""
         file = read_state(self.path, _File, SCHEMA, MAX_BYTES)
         return file.bookmarks if file is not None else ()
 
     def add(self, bookmark: Bookmark) -> None:
-        """Append a bookmark; one of the same name is replaced. Raises ConfigError."""
+        """Append a bookmark, replacing one with the same name. Raises ConfigError."""
         if not 0 < len(bookmark.name) <= MAX_NAME:
             raise ConfigError(f"a bookmark needs a name of 1 to {MAX_NAME} characters")
         self._change(lambda known: (*(each for each in known if each.name != bookmark.name), bookmark))
 
     def remove(self, name: str) -> None:
-        """Delete the bookmark of this name, if there is one. Raises ConfigError."""
+        """Delete the bookmark with this name, if it exists. Raises ConfigError."""
         self._change(lambda known: tuple(each for each in known if each.name != name))
 
     def _change(self, change: Callable[[tuple[Bookmark, ...]], tuple[Bookmark, ...]]) -> None:
-        """Read and write under a lock, as another process may do so too."""
+        """Apply ``change`` to the file under a lock, because another process may be writing too."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.with_suffix(".lock").open("w") as lock:

@@ -1,4 +1,4 @@
-"""Sources: what the browse screen asks of a run. Everything here may take long and is called from workers."""
+"""Data source of the browse screen: all queries of one run. Calls may be slow, so workers make them."""
 
 import shlex
 from bisect import bisect_left, bisect_right
@@ -41,42 +41,42 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 SORTS = ("in order", "by |max|", "by size")
 SORT_OF_COLUMN = dict(zip(("site", "|max|", "shape"), SORTS, strict=True))
-"""Column of the records -> the sort that a click on it starts."""
+"""Column of the record table -> sort order that a click on its header selects."""
 ACCOUNT_INDENT = 11
-"""Column in which the lines of :meth:`RunSource.account` begin."""
+"""Column in which the text of :meth:`RunSource.account` starts."""
 CACHED_DIGESTS = 32
 BIG_TENSOR_BYTES = 256 * 10**6
-"""A payload above this is read only when the user says so."""
+"""Payload size above which a tensor is read only on the user's request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """Which records the screen shows."""
+    """Selection and sort order of the records on the browse screen."""
 
     step: int
     rank: int
     path: str = ""
-    """Module whose records (and its submodules') are shown; empty for all."""
+    """Module whose records, including those of its submodules, are shown; empty for all modules."""
     sort: str = SORTS[0]
     reverse: bool = False
-    """Whether the order is turned around."""
+    """Whether the sort order is reversed."""
     find: str = ""
-    """A filter, see :func:`matching_records`; replaces ``path`` while it is set."""
+    """A filter, see :func:`matching_records`; while set, ``path`` is ignored."""
 
     @property
     def order(self) -> str:
-        """The sort in words."""
+        """Text that describes the sort order."""
         return f"{self.sort}, reversed" if self.reverse else self.sort
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ModuleCounts:
-    """Records of every module and its submodules, in one step on one rank."""
+    """Number of records and anomalies of each module and its submodules, in one step on one rank."""
 
     records: Array
-    """[modules + 1] int64: those of the modules with a smaller number."""
+    """[modules + 1] int64, prefix sums: entry i counts the records of modules numbered below i."""
     anomalies: Array
-    """The same, of those with an anomaly."""
+    """[modules + 1] int64, prefix sums of the records with an anomaly."""
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, ModuleCounts):
@@ -86,16 +86,16 @@ class ModuleCounts:
     __hash__ = None  # type: ignore[assignment]
 
     def of(self, module: SiteNode) -> tuple[int, int]:
-        """Number of records, and how many have an anomaly."""
+        """Return the number of records in the module's subtree, and the number of those with an anomaly."""
         first, stop = (module.first, module.stop)
         return int(self.records[stop] - self.records[first]), int(self.anomalies[stop] - self.anomalies[first])
 
 
 class RunSource:
-    """Answers of one run on disk; safe to call from several threads."""
+    """Queries of one run on disk; safe to call from several threads."""
 
     def __init__(self, run: Run, sizes: Mapping[str, int] | None = None) -> None:
-        """``sizes`` are those of :meth:`open`."""
+        """Index the records of ``run``. ``sizes`` are the bytes of its index files, taken before the run was read."""
         self.run, self._sizes = run, _sizes(run.path) if sizes is None else sizes
         run.records = records = filled(run, run.records)
         self._places = records.by_step()
@@ -107,10 +107,10 @@ class RunSource:
         order = np.lexsort((records.seq[places], ranks, records.step[places]))
         self._anomalies, self._is_nonfinite = places[order], self._is_nonfinite[order]
         self._is_anomalous = np.zeros(len(records), np.bool_)
-        """[records]"""
+        """[records] bool: whether the record has an anomaly."""
         self._is_anomalous[places] = True
         self.modules: dict[str, SiteNode] = modules_of(self._site_numbers)
-        """By path; that of the whole model is empty."""
+        """Module path -> module; the empty path is the whole model."""
         self.header = self._header()
         self._digests: OrderedDict[Key, Digest] = OrderedDict()
         self._lock = Lock()
@@ -118,30 +118,30 @@ class RunSource:
 
     @classmethod
     def open(cls, path: str | Path) -> "RunSource":
-        """Open a run that may be written meanwhile; raises what open_run raises."""
-        sizes = _sizes(Path(path))  # before it is read: what comes while it is read counts as more
+        """Open a run that may still be written. Raises the errors of :func:`open_run`."""
+        sizes = _sizes(Path(path))  # measured first: lines appended while the run is read count as growth
         return cls(open_run(path), sizes)
 
     @property
     def num_anomalies(self) -> int:
-        """Records of the whole run that look wrong."""
+        """Number of records with an anomaly in the whole run."""
         return len(self._anomalies)
 
     def phase(self, step: int, rank: int) -> str:
-        """Phase of the step as the rank reported it; empty when unknown."""
+        """Return the phase of the step as the rank reported it; empty if unknown."""
         line = self.run.steps.get(step, {}).get(rank)
         return line.info.phase if line else ""
 
     def num_records(self, step: int, rank: int) -> int:
-        """Records of one step on one rank."""
+        """Return the number of records of one step on one rank."""
         return len(self._of(step, rank))
 
     def _of(self, step: int, rank: int) -> Array:
-        """Indices of the records of one step and rank."""
+        """Return the indices of the records of one step and rank."""
         return self._places.get((step, rank), np.zeros(0, np.int64))
 
     def records(self, query: Query) -> Records:
-        """Records that match, in the query's order."""
+        """Return the records that match the query, in its sort order."""
         records = self._of_step(query.step, query.rank)
         if query.find:
             matches = matching_records(records, query.find)
@@ -158,14 +158,14 @@ class RunSource:
         return records.take(order[::-1] if query.reverse else order)
 
     def _of_step(self, step: int, rank: int) -> Records:
-        """The records of one step and rank; the latest are kept, because keys select among them."""
+        """Return the records of one step and rank. The latest result is cached: successive queries filter it."""
         latest = self._latest
         if latest is None or latest[0] != (step, rank):
             latest = self._latest = (step, rank), self.run.records.take(self._of(step, rank))
         return latest[1]
 
     def of_site(self, site: str, step: int | None = None, rank: int | None = None) -> Records:
-        """The records of a site, in order; None: of every step, of every rank."""
+        """Return the records of a site, in order; a ``step`` or ``rank`` of None selects all."""
         number = self._site_numbers.get(site, -1)
         if step is not None and rank is not None:
             places = self._of(step, rank)
@@ -175,7 +175,7 @@ class RunSource:
 
     @property
     def nonfinite_places(self) -> Array:
-        """Indices of the records that look wrong because of values that are not finite."""
+        """Indices of the records whose anomaly is a non-finite value."""
         return self._anomalies[self._is_nonfinite]
 
     @property
@@ -185,11 +185,11 @@ class RunSource:
 
     @property
     def site_numbers(self) -> tuple[list[str], Array]:
-        """Distinct sites in order of their first records; [records] int32: the site of each."""
+        """Distinct sites in order of their first records, and [records] int32: the index of each record's site."""
         return list(self._site_numbers), self._site_of
 
     def counts(self, step: int, rank: int) -> ModuleCounts:
-        """The records of every module in one step on one rank."""
+        """Count the records and anomalies of every module in one step on one rank."""
         places = self._of(step, rank)
         odd = places[self._is_anomalous[places]]
         return ModuleCounts(self._below(self._site_of[places]), self._below(self._site_of[odd]))
@@ -200,11 +200,12 @@ class RunSource:
 
     @cached_property
     def _module_of(self) -> Array:
-        """[sites]: number of the module of each."""
+        """[sites] int64: number of each site's module."""
         return np.array([self.modules[module_of(site)].first for site in self._site_numbers], np.int64)
 
     def next_anomaly(self, step: int, rank: int, seq: int, direction: int) -> Record | None:
-        """The next (or previous) record with an anomaly from this place, wrapping around; None if no record has one."""
+        """Return the next (``direction`` > 0) or previous record with an anomaly, wrapping around; None if there is
+        none."""
         num = len(self._anomalies)
         if not num:
             return None
@@ -213,24 +214,24 @@ class RunSource:
         return self.run.records[int(self._anomalies[at % num if direction > 0 else at - 1])]
 
     def num_firings(self, record: Record) -> int:
-        """How many records this site has in the same step, micro, pass and rank."""
+        """Return the number of records of this site in the same step, microbatch, pass and rank."""
         key = record.key
         others = (other.key._replace(occurrence=0) for other in self.of_site(key.site, key.step, key.rank))
         return sum(other == key._replace(occurrence=0) for other in others)
 
     def rows(self, record: Record) -> RowMap | None:
-        """Whose token rows the record holds."""
+        """Return the map of the record's rows to tokens; None if unknown."""
         return row_map(record, self.run.steps.get(record.key.step, {}).get(record.key.rank))
 
     def cached_digest(self, record: Record) -> Digest | None:
-        """The digest if it is at hand; never reads."""
+        """Return the cached digest of the record, or None; never reads the payload."""
         with self._lock:
             if record.key in self._digests:
                 self._digests.move_to_end(record.key)
             return self._digests.get(record.key)
 
     def digest(self, record: Record) -> Digest:
-        """Read the payload and boil it down; the latest 32 are kept. Raises RunCorruptError."""
+        """Return the digest of the record's payload; the latest 32 are cached. Raises RunCorruptError."""
         summary = self.cached_digest(record)
         if summary is None:
             summary = digest(self.run.array(record), self.rows(record))
@@ -241,20 +242,20 @@ class RunSource:
         return summary
 
     def table(self, record: Record) -> "ValueTable":
-        """All its values, read on demand. Raises RunCorruptError."""
+        """Return all values of the record as a table that reads on demand. Raises RunCorruptError."""
         from tapscope.dashboard.model.record_values import RecordValueTable
         from tapscope.dashboard.model.value_table import folded
 
         return folded(RecordValueTable(self.run, record))
 
     def module_graph(self, step: int, rank: int) -> "ModuleGraph":
-        """The modules that fired in one step on one rank."""
+        """Return the graph of the modules that fired in one step on one rank."""
         from tapscope.dashboard.model.module_graph import run_graph  # slow to import
 
         return run_graph(self.run, self.records(Query(step, rank)))
 
     def command(self, record: Record | None, query: Query) -> str:
-        """The command line that shows the same: ``tapscope show ...``, or ``tapscope ls ...`` without a record."""
+        """Return the equivalent command line: ``tapscope show ...``, or ``tapscope ls ...`` without a record."""
         words = ["tapscope", "ls", str(self.run.path)]
         if record is not None:
             words[1:] = ["show", str(self.run.path), record.key.site, "--step", str(record.key.step)]
@@ -266,7 +267,7 @@ class RunSource:
         return shlex.join(words)
 
     def account(self) -> Text:
-        """A summary of the run: contents, anomalies, missing data."""
+        """Return a summary of the run as text: contents, anomalies, missing data."""
         sections = [(name, line) for name, lines in run_report(self.run).sections() for line in lines]
         names = [name for name, _ in sections]
         width = ACCOUNT_INDENT - 1
@@ -276,25 +277,25 @@ class RunSource:
         return Text("\n".join(map(printable, shown)))
 
     def hint(self) -> str:
-        """Which sites there are, for an empty search."""
+        """Describe the sites of the run, as a hint for a search without matches."""
         return describe_layers(set(self._site_numbers))
 
     @property
     def is_open(self) -> bool:
-        """Whether it may grow."""
+        """Whether a rank has not closed the run, so that it may still grow."""
         return "OPEN" in self.header.state
 
     @property
     def may_grow(self) -> bool:
-        """Whether somebody still records it, as far as is known: a copy that was cut off stays as it is."""
+        """Whether the run is probably still being recorded; False for a copy of an unfinished run."""
         return self.is_open and may_grow(self.run.path)
 
     def has_grown(self) -> bool:
-        """Whether there are more lines on disk than when it was opened."""
+        """Return whether lines were appended on disk since the run was opened."""
         return _sizes(self.run.path) != self._sizes
 
     def close(self) -> None:
-        """Close the mapped files."""
+        """Close the memory-mapped files."""
         self.run.close()
 
     def _header(self) -> Header:
@@ -324,14 +325,14 @@ class RunSource:
 
 
 def _as_far_as_it_goes(ledger: Ledger) -> Ledger:
-    """Without the last step of ranks that still record: it is being taken, nothing of it is missing yet."""
+    """Return ``ledger`` without the last unfinished step of each open rank: that step is still in progress."""
     last = {rank: max(s for r, s in ledger.unfinished_steps if r == rank) for rank, _ in ledger.unfinished_steps}
     going_on = {(rank, step) for rank, step in last.items() if rank in ledger.open_ranks}
     return replace(ledger, unfinished_steps=[each for each in ledger.unfinished_steps if each not in going_on])
 
 
 def _sizes(path: Path) -> dict[str, int]:
-    """Bytes of the lines of every rank; a rank that has no directory yet is not among them."""
+    """Return the size in bytes of each rank's index file; ranks without a directory are left out."""
     return {str(file): file.stat().st_size for file in path.glob(f"rank-*/{INDEX}")}
 
 

@@ -1,4 +1,4 @@
-"""CaptureControl: switches capture of a live job through its control API, for the web page and the terminal."""
+"""Client of a live job's control API that switches capture; used by the web page and the terminal."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,14 +8,15 @@ from tapscope.core.errors import TapscopeError, UsageError
 from tapscope.core.formatting import plural, short
 
 ControlRequest = Callable[[str, dict[str, Any] | None], Any]
-"""Verb of the control API (``state``, ``configure``, ``capture``) and body -> response; raises TapscopeError."""
+"""A function (verb of the control API, body) -> response; raises TapscopeError. Verbs: ``state``, ``configure``,
+``capture``."""
 COMMANDS = "on, off, a number of steps, keep MODE, or rules RULE; RULE"
 MAX_STEPS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class CaptureState:
-    """The present capture of a job."""
+    """Current capture settings of a live job."""
 
     run: str
     epoch: int
@@ -28,13 +29,13 @@ class CaptureState:
 
 
 class CaptureControl:
-    """The capture switches of one job. Only these settings can be changed: no path, no trigger, no command."""
+    """Capture switches of one live job. Other settings, such as paths or triggers, cannot be changed here."""
 
     def __init__(self, request: ControlRequest) -> None:
         self._request = request
 
     def state(self) -> CaptureState:
-        """Raises TapscopeError if the job does not respond."""
+        """Return the current capture settings. Raises TapscopeError if the job does not respond."""
         answer = self._request("state", None)
         config = answer.get("config") or {}
         rules, ranks = config.get("rules") or (), answer.get("ranks") or ()
@@ -50,7 +51,10 @@ class CaptureControl:
         )
 
     def command(self, text: str) -> str:
-        """Apply one of :data:`COMMANDS` on all ranks; returns what happens from which step. Raises TapscopeError."""
+        """Apply one of :data:`COMMANDS` on all ranks; return a message with the change and its first step.
+
+        Raises UsageError for an invalid command, and TapscopeError if the job rejects it.
+        """
         word, _, rest = text.strip().partition(" ")
         word, rest = word.lower(), rest.strip()
         if word in ("on", "off") and not rest:
@@ -70,7 +74,8 @@ class CaptureControl:
 
 
 def _ranks(response: Any) -> str:
-    """From which step it applies, and what did not match."""
+    """Describe the ``ranks`` and ``unmatched`` fields of a response: the first step affected, and rules without a
+    match."""
     if not isinstance(response, dict) or not isinstance(response.get("ranks"), dict):
         return ""
     steps = sorted({str(step) for step in response["ranks"].values()} - {"pending"})
@@ -81,7 +86,7 @@ def _ranks(response: Any) -> str:
 
 
 def attempt(control: CaptureControl, text: str) -> str:
-    """The result of :meth:`CaptureControl.command`, or the message of its error."""
+    """Run :meth:`CaptureControl.command`; return its result, or the message of the TapscopeError it raises."""
     try:
         return control.command(text)
     except TapscopeError as error:

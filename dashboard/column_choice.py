@@ -1,4 +1,4 @@
-"""ColumnChoice: which columns of the lists the user has chosen, kept in the user's state directory."""
+"""The user's choice of columns per list, stored in the user's state directory."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,20 +24,20 @@ def columns_path() -> Path:
 
 
 class ColumnChoice:
-    """The choices of one file; those of this process only, without a file."""
+    """Chosen columns per list, stored in one file; without a file, kept in memory only."""
 
     def __init__(self, path: Path | None) -> None:
-        """Raises ConfigError for a file that cannot be read."""
+        """Read the choices; raise ConfigError for a file that cannot be read."""
         self._path = path
         file = read_state(path, _File, SCHEMA, _MAX_BYTES) if path is not None else None
         self._lists = file.lists if file is not None else {}
 
     def of(self, name: str) -> tuple[str, ...] | None:
-        """Columns of the list of this name; None where those that fit are shown."""
+        """Return the chosen columns of the list called ``name``; None if it shows as many default columns as fit."""
         return self._lists.get(name)
 
     def set(self, name: str, columns: Sequence[str] | None) -> None:
-        """Choose columns, or with None those that fit. Raises ConfigError if the file cannot be written."""
+        """Choose the columns of a list; None restores the default. Raises ConfigError if the file cannot be written."""
         self._lists = {each: chosen for each, chosen in self._lists.items() if each != name}
         if columns is not None:
             self._lists[name] = tuple(columns)

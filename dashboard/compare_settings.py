@@ -1,4 +1,4 @@
-"""Way: how two runs are compared, as keys change it: which is the baseline, and by what is judged."""
+"""Settings of a comparison that keys change while it is on the screen: swapped sides, and tolerance."""
 
 import math
 from dataclasses import dataclass
@@ -17,14 +17,14 @@ _Sided = TypeVar("_Sided", RenameEntry, DimsEntry, MeshEntry)
 
 @dataclass(frozen=True, slots=True)
 class CompareSettings:
-    """How the runs are compared, as keys change it."""
+    """Changes that the user made on the screen to the options of a comparison."""
 
     swapped: bool = False
     tolerance: tuple[float, float] | Literal["floor"] | None = None
-    """(rtol, atol), or the floor; None: as the flags say."""
+    """(rtol, atol), or ``"floor"`` to judge by the noise floor; None keeps the command-line flags."""
 
     def of(self, options: CompareOptions) -> CompareOptions:
-        """The options of the flags with that tolerance; raises ConfigError."""
+        """Return ``options`` with these changes applied. Raises ConfigError."""
         if self.swapped:
             options = _turned(options)
         if self.tolerance is None:
@@ -34,7 +34,7 @@ class CompareSettings:
 
 
 def _turned(options: CompareOptions) -> CompareOptions:
-    """Swap the sides of one setting. A noise run of the baseline says nothing about the target, so it is dropped."""
+    """Swap baseline and target in all options. The noise run is dropped: it describes the baseline only."""
 
     def turn(entries: tuple[_Sided, ...]) -> tuple[_Sided, ...]:
         return tuple(structs.replace(entry, side=_OTHER_SIDE.get(entry.side, entry.side)) for entry in entries)
@@ -45,7 +45,7 @@ def _turned(options: CompareOptions) -> CompareOptions:
 
 
 def parse_tolerance(text: str) -> tuple[float, float] | Literal["floor"]:
-    """``1e-3``, ``1e-3, 1e-5`` or nothing, which means the floor; raises ConfigError."""
+    """Parse ``1e-3`` or ``1e-3, 1e-5`` to (rtol, atol), or an empty string to ``"floor"``. Raises ConfigError."""
     words = text.replace(",", " ").split()
     try:
         numbers = [float(word) for word in words]

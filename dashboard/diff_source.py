@@ -1,4 +1,4 @@
-"""Diffing: what the diff screen asks of two runs. Everything here may take long and is called from workers."""
+"""Data source of the diff screen: all queries of one comparison. Calls may be slow, so workers make them."""
 
 import math
 import shlex
@@ -43,43 +43,44 @@ if TYPE_CHECKING:
 
 SORTS = ("in order", "by error ÷ floor", "by max |Δ|", "by rel l2", "by cosine", "by equal")
 SORT_OF_COLUMN = dict(zip(("site", "÷ floor", "max |Δ|", "rel l2", "cosine", "equal"), SORTS, strict=True))
-"""Column of the findings -> the sort that a click on it starts."""
+"""Column of the finding table -> sort order that a click on its header selects."""
 MAX_CACHED_TOKEN_VIEWS = 32
 
 
 @dataclass(frozen=True, slots=True)
 class DiffQuery:
-    """Which findings the screen shows."""
+    """Selection and sort order of the findings on the diff screen."""
 
     group: str | None = None
     """Name of a row of :func:`~tapscope.dashboard.model.grid.layer_grid`; None for all."""
     path: str = ""
-    """Only a module in it and its submodules; empty for all of the row."""
+    """Module within ``group`` whose findings, including those of its submodules, are shown; empty for all of the group.
+    """
     step: int | None = None
-    """Only what was compared in this target step; None for all."""
+    """Target step in which the findings were compared; None for all."""
     rank: int | None = None
-    """Only findings whose largest error is on this target rank; None for all."""
+    """Target rank with the finding's largest error; None for all."""
     find: str = ""
     only_bad: bool = False
     sort: str = SORTS[0]
     reverse: bool = False
-    """Whether the order is turned around."""
+    """Whether the sort order is reversed."""
     fold: bool = True
-    """Whether neighbouring downstream findings are one row, where only bad ones are shown in execution order."""
+    """Whether adjacent downstream findings share one row, if only bad findings are shown in execution order."""
 
     @property
     def order(self) -> str:
-        """The sort in words."""
+        """Text that describes the sort order."""
         return f"{self.sort}, reversed" if self.reverse else self.sort
 
     @property
     def folds(self) -> bool:
-        """Whether rows are folded now."""
+        """Whether rows are folded under this query."""
         return self.fold and self.only_bad and not self.find and self.sort == SORTS[0] and not self.reverse
 
 
 class DiffSource:
-    """A comparison of two runs on disk; answers may be asked for from several threads."""
+    """Queries of a comparison of two runs on disk; safe to call from several threads."""
 
     def __init__(
         self,
@@ -89,7 +90,8 @@ class DiffSource:
         way: CompareSettings | None = None,
         equal_steps: HashedSteps | None = None,
     ) -> None:
-        """``flags`` are the options that ``way`` changed; ``equal_steps`` those of the same runs, if at hand."""
+        """Index the findings. ``flags`` are the options before ``way`` changed them; ``equal_steps`` is reused if
+        given."""
         self._runs, self._comparison = runs, comparison
         self._flags, self._way = flags or comparison.report.options, way or CompareSettings()
         self.report = report = comparison.report
@@ -98,7 +100,7 @@ class DiffSource:
         self.layers: Grid = layer_grid(self.sites)
         self.steps = tuple(each.first for each in self.sites.columns)
         self.ranks = tuple(sorted({rank for f in report.findings if (rank := rank_of(f)) is not None}))
-        """Target ranks with the largest error of a finding."""
+        """Target ranks that have the largest error of a finding."""
         self.header = self._header()
         self._details: dict[int, Detail | None] = {}
         self._token_views: OrderedDict[int, tuple[PairReader | None, TokenView | None]] = OrderedDict()
@@ -113,7 +115,8 @@ class DiffSource:
         progress: Callable[[int, int], None] | None = None,
         way: CompareSettings | None = None,
     ) -> "DiffSource":
-        """Open both runs and compare them by ``options``, changed by ``way``; raises as open_run and compare do."""
+        """Open both runs and compare them by ``options``, changed by ``way``. Raises the errors of open_run and
+        compare."""
         way = way or CompareSettings()
         first, second = paths[::-1] if way.swapped else paths
         baseline = open_run(first)
@@ -130,9 +133,10 @@ class DiffSource:
             raise
 
     def again(self, way: CompareSettings, progress: Callable[[int, int], None] | None = None) -> "DiffSource":
-        """The same open runs in another way: another tolerance judges the same measurements again.
+        """Compare the same open runs with other settings.
 
-        Raises as :meth:`Comparison.rejudged` and compare do.
+        A new tolerance only judges the existing measurements again; swapped sides are compared from scratch. Raises the
+        errors of :meth:`Comparison.rejudged` and compare.
         """
         options = way.of(self._flags)
         if way.swapped == self._way.swapped:
@@ -142,12 +146,12 @@ class DiffSource:
         return DiffSource(runs, comparison, self._flags, way, self.equal_steps.swapped())
 
     def shares_runs(self, other: "DiffSource") -> bool:
-        """Whether both show the same open runs."""
+        """Return whether both sources use the same open runs."""
         return any(self._runs[0] is each for each in other._runs)
 
     @property
     def culprit(self) -> Finding | None:
-        """The finding of the first divergence, else the first one that is bad."""
+        """The finding of the first divergence, else the first bad finding; None if all are good."""
         first = self.report.first_divergence
         if first is not None:
             return self.report.findings[first.finding.order]
@@ -155,21 +159,21 @@ class DiffSource:
 
     @property
     def answer(self) -> tuple[Fact, ...]:
-        """The four lines that `tapscope diff` ends with."""
+        """The four lines at the end of the output of `tapscope diff`."""
         return answer_facts(self.report)
 
     @property
     def runs(self) -> dict[str, str]:
-        """Path -> name of baseline and target."""
+        """Path -> name of baseline and target, in this order."""
         return {path_text(run.path): run.name for run in self._runs}
 
     def link(self, finding: Finding) -> str:
-        """Permalink of the worst element of a finding, with its index where the target tells it."""
+        """Return the permalink of the finding's worst element, with its index if the target run provides it."""
         link = link_of(finding, (self.report.baseline.name, self.report.target.name))
         return str(located(link, finding.worst, self._runs[1]) if finding.target is not None else link)
 
     def findings(self, query: DiffQuery) -> list[Finding]:
-        """The findings that match, in the query's order."""
+        """Return the findings that match the query, in its sort order."""
         every = self.report.findings
         matches = np.broadcast_to(matching_findings(every, query.find), len(every)).tolist()
         column = None if query.step is None else self.sites.column_of(query.step)
@@ -189,7 +193,7 @@ class DiffSource:
         return findings[::-1] if query.reverse else findings
 
     def next_cause(self, order: int, direction: int) -> Finding | None:
-        """The nearest independent cause after (or before) this place in execution order, around the end."""
+        """Return the next (``direction`` > 0) or previous independent cause in execution order, wrapping around."""
         causes = sorted({divergence.finding.order for divergence in self.report.divergences})
         if not causes:
             return None
@@ -197,19 +201,19 @@ class DiffSource:
         return self.report.findings[(after or causes)[0 if direction > 0 else -1]]
 
     def next_bad(self, order: int, direction: int) -> Finding | None:
-        """The nearest bad finding after (or before) this place in execution order, around the end."""
+        """Return the next (``direction`` > 0) or previous bad finding in execution order, wrapping around."""
         bad = [f for f in self.report.findings if f.verdict.is_bad]
         if direction > 0:
             return next((f for f in bad if f.order > order), bad[0] if bad else None)
         return next((f for f in reversed(bad) if f.order < order), bad[-1] if bad else None)
 
     def cached(self, finding: Finding) -> tuple[bool, TokenView | None]:
-        """(whether it is known, the token view); never reads."""
+        """Return (whether the token view is cached, the token view); never reads payloads."""
         with self._lock:
             return finding.order in self._token_views, self._token_views.get(finding.order, (None, None))[1]
 
     def token_view(self, finding: Finding) -> TokenView | None:
-        """The finding row by row; the latest 32 are kept. Raises DataError."""
+        """Return the finding's errors per token row; the latest 32 are cached. Raises DataError."""
         return self._read(finding)[1]
 
     def _read(self, finding: Finding) -> tuple[PairReader | None, TokenView | None]:
@@ -225,22 +229,25 @@ class DiffSource:
         return cached
 
     def places(self, progress: Callable[[int, int], None]) -> PlaceGrids:
-        """Sites × ranks and × tokens, measured once. Raises DataError."""
+        """Return the heat maps of sites × ranks and sites × tokens, measured on the first call. Raises DataError."""
         if self._places is None:
             self._places = place_grids(self._comparison, progress)
         return self._places
 
     def modules(self) -> ModuleGraph:
-        """The modules of both runs, with the errors of their sites."""
+        """Return the module graph of both runs, with the errors of their sites."""
         return comparison_graph(self.header.name, self.report.findings, self._runs, self._comparison.origins())
 
     def table(self, finding: Finding) -> ValueTable | None:
-        """All its values, read on demand; None where nothing had to be read. Raises DataError."""
+        """Return all values of the finding as a table that reads on demand; None if no payload was compared.
+
+        Raises DataError.
+        """
         names = self.report.baseline.name, self.report.target.name
         return finding_table(finding, self._read(finding)[0], names, self._tokens)
 
     def worst_value(self, finding: Finding, step: int | None = None) -> tuple[int, int]:
-        """Row and column of the largest error of a finding, of one target step if given. Raises DataError."""
+        """Return row and column of the finding's largest error, within one target step if given. Raises DataError."""
         view = self.token_view(finding)
         return (0, 0) if view is None else worst_value(view, None if step is None else (step, step))
 
@@ -249,17 +256,20 @@ class DiffSource:
         return TokenLabels.of(self._runs[::-1], self._runs[1].step_lines(), self.report.options.tokenizer)
 
     def detail(self, finding: Finding) -> "Detail | None":
-        """The detail of a finding, measured on demand; None without values or if all are equal. Raises DataError."""
+        """Return the detailed measures of a finding, computed on the first call and cached.
+
+        None without values, or if all values are equal. Raises DataError.
+        """
         if finding.order not in self._details:
             self._details[finding.order] = self._comparison.detail(finding)
         return self._details[finding.order]
 
     def account(self) -> list[Text]:
-        """Coverage, assumptions, missing data, and the answer."""
+        """Return coverage, assumptions, missing data and the answer as lines."""
         return [Text(line.plain, style=line.style) for line in report_account(self.report)]
 
     def command(self, finding: Finding | None) -> str:
-        """The command line that shows the same."""
+        """Return the equivalent ``tapscope diff`` command line."""
         words = ["tapscope", "diff", *(str(run.path) for run in self._runs)]
         words += flags(self.report.options, sites=finding is None)
         if finding is not None:
@@ -267,7 +277,7 @@ class DiffSource:
         return shlex.join(words)
 
     def export(self, folder: Path) -> Path:
-        """Write the whole report as JSON lines, as `tapscope diff --json` prints it; never over another file."""
+        """Write the whole report as JSON lines, as `tapscope diff --json` prints it; never overwrite a file."""
         stem = f"diff-{self._runs[0].name}-{self._runs[1].name}"
         path = next(p for i in range(10**6) if not (p := folder / f"{stem}{f'-{i}' if i else ''}.jsonl").exists())
         with path.open("x", encoding="utf-8") as file:
@@ -276,7 +286,7 @@ class DiffSource:
         return path
 
     def close(self) -> None:
-        """Close the mapped files."""
+        """Close the memory-mapped files."""
         for run in self._runs:
             run.close()
 
@@ -302,7 +312,7 @@ def _sites_only(progress: Callable[[int, int], None] | None) -> Callable[[int, i
 
 
 def _standard(options: CompareOptions) -> str:
-    """By what is judged, where that is not the model of rounding alone."""
+    """Describe the options that change verdicts: tolerances, noise run, rules. Empty for the rounding model alone."""
     words = [f"{name} {value:g}" for name in ("rtol", "atol") if (value := getattr(options, name))]
     words += ["exact"] if options.tolerance == (0.0, 0.0) else []
     words += [f"noise run {options.noise_run.name}"] if options.noise_run is not None else []
@@ -311,7 +321,7 @@ def _standard(options: CompareOptions) -> str:
 
 
 def _or_inf(error: float) -> float:
-    """inf for nan, so that values which are not finite in one run only come first."""
+    """Map nan to inf, so that values that are non-finite in one run only sort first."""
     return math.inf if math.isnan(error) else error
 
 

@@ -1,4 +1,4 @@
-"""Export: a tensor of a run as a file of its own."""
+"""Export of a record's tensor to a .npy file."""
 
 import re
 from pathlib import Path
@@ -11,9 +11,10 @@ from tapscope.run_format.run import Run
 
 
 def export(run: Run, record: Record, folder: Path) -> str:
-    """Write a tensor as .npy, never over another file, and say so; types that numpy lacks become float32.
+    """Write a record's tensor to a new .npy file in ``folder``; return a message with its path.
 
-    Raises RunCorruptError where its bytes are gone, and OSError.
+    An existing file is never overwritten. Dtypes that numpy lacks are converted to float32. Raises OSError, and
+    RunCorruptError if the payload is missing or damaged.
     """
     values = run.array(record)
     is_foreign = values.dtype.type.__module__ != "numpy"  # ml_dtypes's bf16 and fp8

@@ -1,4 +1,4 @@
-"""One finding as lines of text: both sides, its metrics, its rows, and the values around the worst one."""
+"""Text of one finding: both sides, metrics, token rows, and the values around the largest difference."""
 
 from collections.abc import Iterable, Sequence
 
@@ -18,7 +18,7 @@ from tapscope.render.tensor_summary import Strip
 
 
 def measure_lines(finding: Finding, width: int) -> list[Text]:
-    """Lines for both sides of a finding, how they were judged, and their difference."""
+    """Return lines that describe both sides of a finding, its verdict and its metrics."""
     lines = [*_sides(finding, width), *_flow(facts(finding), width), *_flow(metrics(finding), width)]
     worst = worst_place(finding)
     return [*lines, *_flow([worst] if worst else [], width)]
@@ -29,12 +29,12 @@ def _flow(items: Iterable[Fact], width: int) -> list[Text]:
 
 
 def note_lines(finding: Finding) -> list[Text]:
-    """Further notes on the finding."""
+    """Return one line per note of the finding."""
     return [Text(f"note: {note}") for note in finding.notes]
 
 
 def detail_lines(detail: Detail) -> list[Text]:
-    """ULPs, percentiles and histogram, channels, agreement of logits, choices of a router."""
+    """Return the detailed measures: ULPs, percentiles, histogram, channels, agreement of logits, router choices."""
     return list(map(Text, sentences(detail)))
 
 
@@ -57,7 +57,7 @@ def _side(word: str, side: Side, width: int) -> Text:
 
 
 def strip_line(seen: TokenView, step: int | None, width: int) -> Text:
-    """The error of every row as blocks."""
+    """Return one line that draws the error of every token row of ``step`` (None: of all steps) as blocks."""
     errors = seen.errors if step is None else seen.errors[seen.steps == step]
     bad = ~np.isfinite(errors)
     strip = Strip(tuple(np.where(bad, 0.0, errors).tolist()), tuple(bad.tolist()), len(errors))
@@ -65,7 +65,7 @@ def strip_line(seen: TokenView, step: int | None, width: int) -> Text:
 
 
 def token_lines(seen: TokenView, step: int | None, width: int, height: int) -> list[Text]:
-    """The rows with the largest errors, worst first."""
+    """Return a table of the token rows with the largest errors, worst first, in at most ``height`` rows."""
     rows = np.arange(len(seen.errors)) if step is None else np.flatnonzero(seen.steps == step)
     if not len(rows):
         return [Text(f"no row was compared in step {step}", style=DIM)]
@@ -92,7 +92,7 @@ def _column(seen: TokenView, row: int) -> str:
 
 
 def value_lines(seen: TokenView, width: int) -> list[Text]:
-    """The worst row around its largest difference: both sides and the difference."""
+    """Return the values of the worst row around its largest difference: baseline, target and their difference."""
     window = seen.window
     with np.errstate(invalid="ignore"):
         sides = [window.baseline, window.target, window.target - window.baseline]

@@ -1,4 +1,4 @@
-"""Keys: the one registry of what can be pressed; the bindings, the key bar, the palette and the help come from it."""
+"""Registry of all key bindings; Textual bindings, the key bar, the command palette and the help are built from it."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,29 +13,29 @@ PANES = (SITES, RECORDS, TENSOR)
 """The panes of the browse screen, in tab order; also their widget ids."""
 LAYERS, FINDINGS, PAIR = "layers", "findings", "pair"
 DIFF_PANES = (LAYERS, FINDINGS, PAIR)
-"""The same of the diff screen."""
+"""Panes of the diff screen, in tab order; also their widget ids."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeySpec:
-    """One action and the keys that start it."""
+    """An action of a screen and the keys that trigger it."""
 
     id: str
-    """Stable name, for ``--key ID=KEYS``."""
+    """Stable name of the action, for ``--key ID=KEYS``."""
     keys: tuple[str, ...]
-    """As Textual spells them, e.g. ``left_square_bracket``."""
+    """Key names of Textual, e.g. ``left_square_bracket``."""
     action: str
-    """Action of the screen, e.g. ``step(1)``."""
+    """Textual action of the screen, e.g. ``step(1)``."""
     help: str
-    """One line for the help screen."""
+    """Description on the help screen, one line."""
     label: str = ""
-    """One or two words for the key bar; empty keeps it out of there."""
+    """Label in the key bar, one or two words; an empty label hides the action there."""
     panes: tuple[str, ...] = ()
-    """Where it means something; empty: everywhere."""
+    """Panes in which the action is available; empty for all."""
 
     @property
     def shown(self) -> str:
-        """The keys as a person reads them: ``↑ k``."""
+        """The keys in display form: ``↑ k``."""
         return " ".join(_GLYPHS.get(key, key.replace("ctrl+", "^")) for key in self.keys)
 
 
@@ -109,18 +109,18 @@ KEYS: tuple[KeySpec, ...] = (
     KeySpec("palette", ("ctrl+p",), "app.command_palette", "every action by name"),
     KeySpec("quit", ("q", "ctrl+c"), "quit", "quit", "quit"),
 )
-"""What can be pressed on the browse screen."""
+"""Actions of the browse screen."""
 BY_ID: Mapping[str, KeySpec] = {spec.id: spec for spec in KEYS}
 
 
 def _shared(id: str, help: str = "") -> KeySpec:
-    """The same key on another screen, with words of its own where it needs them."""
+    """Return the browse-screen action ``id`` for another screen, with another help text if given."""
     spec = BY_ID[id]
     return replace(spec, help=help or spec.help)
 
 
 def _zoom() -> tuple[KeySpec, KeySpec]:
-    """Of a heat map."""
+    """Return the actions that zoom a heat map in and out."""
     return (
         KeySpec("zoom_in", ("plus",), "zoom_columns(1)", "heat map: half as many columns, around the chosen step"),
         KeySpec("zoom_out", ("minus",), "zoom_columns(-1)", "heat map: twice as many columns, up to all"),
@@ -165,7 +165,7 @@ DIFF_KEYS: tuple[KeySpec, ...] = (
     _shared("reload", "read both runs and compare again (they may have grown)"),
     *map(_shared, ("back", "help", "palette", "quit")),
 )
-"""What can be pressed on the diff screen."""
+"""Actions of the diff screen."""
 
 
 CELL_KEYS: tuple[KeySpec, ...] = (
@@ -192,7 +192,7 @@ CELL_KEYS: tuple[KeySpec, ...] = (
     KeySpec("copy", ("y",), "copy", "copy the link of the value", "copy link"),
     *map(_shared, ("bookmark", "bookmarks", "back", "help", "palette", "quit")),
 )
-"""What can be pressed on the screen of all values of a tensor."""
+"""Actions of the screen with all values of a tensor."""
 
 MODULE_KEYS: tuple[KeySpec, ...] = (
     *map(_shared, ("up", "down", "page_up", "page_down", "first", "last")),
@@ -204,7 +204,7 @@ MODULE_KEYS: tuple[KeySpec, ...] = (
     KeySpec("copy", ("y",), "copy", "copy the link of that site", "copy link"),
     *map(_shared, ("bookmark", "bookmarks", "back", "help", "palette", "quit")),
 )
-"""What can be pressed on the list of modules."""
+"""Actions of the module list."""
 
 LIVE_KEYS: tuple[KeySpec, ...] = (
     *map(_shared, ("up", "down", "page_up", "page_down", "first", "last")),
@@ -215,7 +215,7 @@ LIVE_KEYS: tuple[KeySpec, ...] = (
     KeySpec("replay", ("p",), "replay", "replay the steps from here on", "replay"),
     *map(_shared, ("capture", "back", "help", "palette", "quit")),
 )
-"""What can be pressed on the live screen."""
+"""Actions of the live screen."""
 
 MAP_KEYS: tuple[KeySpec, ...] = (
     *map(_shared, ("up", "down", "page_up", "page_down", "first", "last")),
@@ -233,7 +233,7 @@ MAP_KEYS: tuple[KeySpec, ...] = (
     KeySpec("copy", ("y",), "copy", "copy the link of that record", "copy link"),
     *map(_shared, ("bookmark", "bookmarks", "back", "help", "palette", "quit")),
 )
-"""What can be pressed on the heat map of one run."""
+"""Actions of the heat map of one run."""
 
 BOOKMARK_KEYS: tuple[KeySpec, ...] = (
     *map(_shared, ("up", "down", "page_up", "page_down", "first", "last")),
@@ -242,7 +242,7 @@ BOOKMARK_KEYS: tuple[KeySpec, ...] = (
     _shared("copy", "copy the link of the bookmark"),
     *map(_shared, ("back", "quit")),
 )
-"""What can be pressed on the list of bookmarks."""
+"""Actions of the bookmark list."""
 
 
 COLUMN_KEYS: tuple[KeySpec, ...] = (
@@ -251,26 +251,27 @@ COLUMN_KEYS: tuple[KeySpec, ...] = (
     KeySpec("usual_columns", ("d",), "usual_columns", "show the default columns, as many as fit"),
     *map(_shared, ("back", "quit")),
 )
-"""What can be pressed on the list of columns."""
+"""Actions of the column list."""
 
 
 _OPENED = (CELL_KEYS, LIVE_KEYS, MAP_KEYS, MODULE_KEYS, BOOKMARK_KEYS, COLUMN_KEYS)
-"""Keys of the screens that open from another one."""
+"""Actions of each screen that opens from the browse or diff screen."""
 
 
 def bindings(specs: Iterable[KeySpec]) -> list[BindingType]:
-    """Textual bindings of these actions; the ids let :meth:`textual.app.App.set_keymap` change the keys."""
+    """Return the Textual bindings of the actions; their ids allow :meth:`textual.app.App.set_keymap` to change the
+    keys."""
     return [Binding(",".join(spec.keys), spec.action, spec.help, id=spec.id, show=False) for spec in specs]
 
 
 def parse_overrides(
     words: Iterable[str], specs: Sequence[KeySpec] = KEYS, *, file: Iterable[str] = (), where: str = "keys.toml"
 ) -> dict[str, str]:
-    """``["find=ctrl+f"]`` -> {"find": "ctrl+f"}; ``words`` are those of ``--key`` and win over those of the ``file``,
-    which errors call ``where``.
+    """Parse ``["find=ctrl+f"]`` to {"find": "ctrl+f"}.
 
-    Raises ConfigError for an id that no screen has, or a key that is taken on the screen with these ``specs`` or on the
-    screens that open from it: all values, heat map, modules, live, bookmarks, and columns.
+    ``words`` are the values of ``--key`` and take precedence over those of the ``file``, which errors call ``where``.
+    Raises ConfigError for an unknown action id, or for a key that is already bound on the screen with ``specs`` or on a
+    screen that opens from there: all values, heat map, modules, live, bookmarks, and columns.
     """
     overrides: dict[str, str] = {}
     known = dict.fromkeys(spec.id for each in (KEYS, DIFF_KEYS, *_OPENED) for spec in each)
@@ -290,7 +291,7 @@ def parse_overrides(
 
 
 def effective(overrides: Mapping[str, str], specs: Iterable[KeySpec] = KEYS) -> tuple[KeySpec, ...]:
-    """A screen's registry with the user's keys in it."""
+    """Return ``specs`` with the keys replaced by ``overrides`` (action id -> comma-separated keys)."""
     return tuple(
         replace(spec, keys=tuple(overrides[spec.id].split(","))) if spec.id in overrides else spec for spec in specs
     )

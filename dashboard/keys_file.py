@@ -1,4 +1,4 @@
-"""keys.toml: the user's keys for the terminal, read before those of ``--key``."""
+"""Reader of keys.toml, the user's key bindings for the terminal; ``--key`` takes precedence."""
 
 import os
 import tomllib
@@ -13,9 +13,10 @@ def keys_path() -> Path:
 
 
 def read_keys(path: Path) -> list[str]:
-    """``find = "ctrl+f"`` and ``next_step = ["w", "full_stop"]`` as ``ID=KEYS``; empty without a file.
+    """Return the bindings of a TOML file as ``ID=KEYS`` strings; empty if the file does not exist.
 
-    Raises ConfigError for a file that cannot be read, is not TOML, or holds anything but strings.
+    ``find = "ctrl+f"`` becomes ``find=ctrl+f``; ``next_step = ["w", "full_stop"]`` becomes ``next_step=w,full_stop``.
+    Raises ConfigError for a file that cannot be read, is not TOML, or has values that are not strings.
     """
     try:
         bindings = tomllib.loads(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Live runs: what has been recorded so far, read by the lines that were appended."""
+"""Incremental reader of a run that is still being recorded."""
 
 import math
 import os
@@ -20,19 +20,19 @@ from tapscope.run_format.index import MAX_LINE_BYTES
 from tapscope.run_format.manifest import INDEX, rank_dirs
 
 MAX_RECENT = 8
-"""Runs that are kept although nobody holds them: those of polling clients."""
+"""Number of runs cached without an active viewer, for clients that poll."""
 MAX_READ = 64 << 20
-"""Bytes read of a rank in one reading; more are reported as still to read."""
+"""Maximum bytes read per rank and call; the rest is reported as unread."""
 BLOCK = 1 << 20
 """Bytes parsed at a time."""
 SHARED_S = 0.2
-"""How old a view of several viewers may be."""
+"""Maximum age in seconds of a view that several viewers share."""
 MAX_STEPS = 300
-"""Steps that are kept one by one."""
+"""Number of recent steps kept individually; older ones are summed."""
 MAX_METRICS = 64
-"""Of a step."""
+"""Maximum number of metrics per step."""
 MAX_ANOMALIES = 100
-"""Records that are not finite, the latest ones."""
+"""Number of the latest records with non-finite values that are kept."""
 
 
 class _Stats(Struct, gc=False):
@@ -74,7 +74,7 @@ _decoder = msgspec.json.Decoder(_Line)
 
 @dataclass(slots=True)
 class _Step:
-    """The totals of one step."""
+    """Totals of one step over all ranks."""
 
     ended: bool = False
     records: int = 0
@@ -84,10 +84,10 @@ class _Step:
 
 
 class LiveRun:
-    """Reads a growing run; each call of :meth:`read` parses the appended lines alone.
+    """Reader of a growing run; each call of :meth:`read` parses only the appended lines.
 
-    The recorder publishes the same lines on a ZMQ PUB socket, after it has written them, and drops them for a slow
-    subscriber. The file has them as early, keeps them, and works for runs of another host, so it is the only source.
+    The recorder also publishes the lines on a ZMQ PUB socket, after writing them, and drops them for a slow subscriber.
+    The file has them no later, drops none, and works for runs recorded on another host, so it is the only source.
     """
 
     def __init__(self, path: Path) -> None:
@@ -96,27 +96,27 @@ class LiveRun:
         self._lock = Lock()
         self._read_at = -math.inf
         self._last: LiveView | None = None
-        """The view of the last change, with the number 0."""
+        """The latest distinct view, with number 0."""
         self._forget()
 
     def _forget(self) -> None:
-        """Begin again: another run is in the directory."""
+        """Reset all state, because the directory now contains another run."""
         self._offsets: dict[int, int] = {}
         self._files: dict[int, int] = {}
-        """Inode of the lines of each rank."""
+        """Rank -> inode of its index file."""
         self._closed_ranks: set[int] = set()
         self._steps: dict[int, _Step] = {}
         self._older, self._num_older = _Step(), 0
-        """Sums of the steps that are no longer kept, and how many of them had ended."""
+        """Sums over the evicted steps, and the number of evicted steps that had ended."""
         self._anomalies: deque[LiveAnomaly] = deque(maxlen=MAX_ANOMALIES)
         self._first_anomaly: LiveAnomaly | None = None
         self._unread = 0
         self._rates: deque[tuple[float, int]] = deque(maxlen=10)
 
     def read(self, max_age_s: float = 0.0) -> LiveView:
-        """Parse what is new; ``number`` of the view rises with every change of it.
+        """Parse the appended lines and return the current view; its ``number`` increases with every change.
 
-        A view that is not older than ``max_age_s`` is returned as it is. Several threads may read.
+        A view younger than ``max_age_s`` is returned without reading. Safe to call from several threads.
         """
         with self._lock:
             if self._last is None or time.monotonic() - self._read_at >= max_age_s:
@@ -172,7 +172,10 @@ class LiveRun:
         return "recording" if may_grow(self._path) else "dead"
 
     def _is_continued(self, files: Mapping[int, Path]) -> bool:
-        """Whether every rank that was read is there and at least as long: not deleted, replaced or compacted."""
+        """Return whether each rank's file still exists, has the same inode and has not shrunk since the last read.
+
+        False means that the run was deleted, replaced or compacted.
+        """
         for rank, offset in self._offsets.items():
             try:
                 status = files[rank].stat()
@@ -193,7 +196,7 @@ class LiveRun:
                     block += b"" if block.endswith(b"\n") else lines.readline(MAX_LINE_BYTES)
                     end = block.rfind(b"\n") + 1
                     if not end:
-                        break  # a line that is being written
+                        break  # an incomplete line, still being written
                     at += end
                     self._take_block(rank, block[:end])
                     if end < len(block):
@@ -211,7 +214,7 @@ class LiveRun:
             lines = _readable(block)
         step, number = _Step(), -1
         for line in lines:
-            if type(line) is _Record:  # nearly all lines, of one step after the other
+            if type(line) is _Record:  # nearly all lines; consecutive ones belong to the same step
                 if line.step != number:
                     step, number = self._step(line.step), line.step
                 step.records += 1
@@ -240,7 +243,10 @@ class LiveRun:
             self._older.records += line.num_records
 
     def _step(self, number: int) -> _Step:
-        """A step; of the oldest ones only the sums are kept."""
+        """Return the totals of a step, creating them if needed; evicts the oldest step beyond ``MAX_STEPS``.
+
+        A step older than all kept ones shares the summed totals.
+        """
         if number in self._steps:
             return self._steps[number]
         if len(self._steps) >= MAX_STEPS:
@@ -255,14 +261,15 @@ class LiveRun:
 
 
 def _readable(block: bytes) -> Iterator[_Line]:
-    """The lines one by one, without damaged ones, which are counted where the run is opened."""
+    """Yield the lines that can be decoded; damaged lines are skipped here and counted when the run is opened."""
     for line in block.splitlines():
         with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             yield _decoder.decode(line)
 
 
 class LiveRuns:
-    """Live runs, each read once for all its viewers; polling clients continue where the previous request stopped."""
+    """Registry of live runs: viewers of a run share one reader, and polling clients reuse the reader of earlier
+    requests."""
 
     def __init__(self) -> None:
         self._held: WeakValueDictionary[Path, LiveRun] = WeakValueDictionary()
@@ -270,7 +277,7 @@ class LiveRuns:
         self._lock = Lock()
 
     def of(self, path: Path) -> LiveRun:
-        """The run at ``path``; the latest ones are kept."""
+        """Return the reader of the run at ``path``; the most recently used ones are kept alive."""
         with self._lock:
             live = self._held.get(path) or LiveRun(path)
             self._held[path] = self._recent[path] = live

@@ -1,4 +1,4 @@
-"""Messages: how workers hand results to the screen, which drops late ones."""
+"""Messages that workers post to a screen with their results; the screen drops outdated ones."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from tapscope.render.tensor_summary import Digest
 from tapscope.run_format.record import Record
 from tapscope.run_format.records import Records
 
-if TYPE_CHECKING:  # the comparator is slow to import, and one run needs none of it
+if TYPE_CHECKING:  # the comparator is slow to import, and browsing a single run does not need it
     from tapscope.comparator import Finding, TokenView
     from tapscope.comparator.metrics.detail import Detail
     from tapscope.dashboard.diff_source import DiffSource
@@ -27,28 +27,28 @@ if TYPE_CHECKING:  # the comparator is slow to import, and one run needs none of
 
 @dataclass
 class Answer(Message):
-    """A worker's answer. It may be late, see :meth:`.WorkerScreen.accept`."""
+    """Result of a worker. It may be outdated on arrival, see :meth:`.WorkerScreen.accept`."""
 
     worker: Worker[None] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Called in the worker."""
+        """Store the current worker; runs in the worker's thread."""
         super().__post_init__()
         self.worker = get_current_worker()
 
 
 @dataclass
 class SourceOpened(Answer):
-    """The run's index has been read."""
+    """The run is open and its index has been read."""
 
     source: RunSource
     seconds: float
-    """How long that took."""
+    """Time that opening took."""
 
 
 @dataclass
 class RunExtended(Message):
-    """Whether a run that is followed has grown since it was read."""
+    """Result of checking whether a followed run has grown since it was read."""
 
     source: RunSource
     has_grown: bool
@@ -56,27 +56,27 @@ class RunExtended(Message):
 
 @dataclass
 class TableOpened(Answer):
-    """All values of a record or a finding can be read; None: there are none."""
+    """The value table of a record or finding is open; None if it has no values."""
 
     table: "ValueTable | None"
     title: str
     problem: str = ""
     place: tuple[int, int] = (0, 0)
-    """Row and column to begin at."""
+    """Row and column of the initial cursor position."""
 
 
 @dataclass
 class ModulesReady(Answer):
-    """The modules of a run or a comparison."""
+    """The module graph of a run or a comparison."""
 
     graph: "ModuleGraph"
     link_of: Callable[[str], Permalink]
-    """Site -> its place."""
+    """Site -> permalink."""
 
 
 @dataclass
 class SeriesReady(Answer):
-    """A site over all steps, and the run's metrics."""
+    """The series of a site over all steps, and the run's metrics."""
 
     site: str
     series: tuple[SiteSeries, ...]
@@ -84,14 +84,14 @@ class SeriesReady(Answer):
 
 @dataclass
 class OpenFailed(Answer):
-    """The run cannot be read at all."""
+    """The run cannot be opened."""
 
     error: TapscopeError
 
 
 @dataclass
 class RecordsReady(Answer):
-    """The answer to a query."""
+    """Records that match a query of the browse screen."""
 
     query: Query
     records: Records
@@ -99,14 +99,14 @@ class RecordsReady(Answer):
 
 @dataclass
 class CountsReady(Answer):
-    """The marks of the tree for one step and rank."""
+    """Record counts of the module tree for one step and rank."""
 
     counts: ModuleCounts
 
 
 @dataclass
 class DigestReady(Answer):
-    """A tensor has been read."""
+    """The digest of a tensor has been computed."""
 
     record: Record
     digest: Digest
@@ -114,7 +114,7 @@ class DigestReady(Answer):
 
 @dataclass
 class DigestFailed(Answer):
-    """A tensor cannot be read."""
+    """The tensor of a record cannot be read."""
 
     record: Record
     error: TapscopeError
@@ -122,14 +122,14 @@ class DigestFailed(Answer):
 
 @dataclass
 class Compared(Answer):
-    """Two runs have been compared."""
+    """The comparison of two runs is complete."""
 
     source: "DiffSource"
 
 
 @dataclass
 class Comparing(Answer):
-    """Progress: sites measured, and sites in all."""
+    """Progress of a comparison: sites measured, and sites in total."""
 
     done: int
     total: int
@@ -137,7 +137,7 @@ class Comparing(Answer):
 
 @dataclass
 class Measuring(Answer):
-    """Progress of the heat maps by rank and token: findings done, and findings in all."""
+    """Progress of the heat maps by rank and token: findings measured, and findings in total."""
 
     done: int
     total: int
@@ -145,7 +145,7 @@ class Measuring(Answer):
 
 @dataclass
 class PlacesReady(Answer):
-    """The heat maps by rank and token, or a sentence that says why there are none."""
+    """The heat maps by rank and token, or the reason why they are unavailable."""
 
     source: "DiffSource"
     grids: "PlaceGrids | None"
@@ -154,14 +154,14 @@ class PlacesReady(Answer):
 
 @dataclass
 class FindingsReady(Answer):
-    """The answer to a query of the diff screen."""
+    """Findings that match a query of the diff screen."""
 
     findings: "list[Finding]"
 
 
 @dataclass
 class TokenViewReady(Answer):
-    """The values of a finding, row by row; the token view is None if there are none."""
+    """The token view of a finding; None if it has no values."""
 
     finding: "Finding"
     token_view: "TokenView | None"
@@ -169,7 +169,7 @@ class TokenViewReady(Answer):
 
 @dataclass
 class DetailReady(Answer):
-    """A finding has been measured in detail, or a sentence says why it cannot be."""
+    """Detailed measures of a finding, or the reason why they are unavailable."""
 
     finding: "Finding"
     detail: "Detail | None"
@@ -185,14 +185,14 @@ class StatusMessage(Answer):
 
 @dataclass
 class AccountReady(Answer):
-    """The summary of the run on the screen, as text."""
+    """The summary of the run or comparison on the screen, as text."""
 
     text: Text
 
 
 @dataclass
 class TokenViewFailed(Answer):
-    """A finding cannot be read."""
+    """The values of a finding cannot be read."""
 
     finding: "Finding"
     error: TapscopeError

@@ -1,4 +1,4 @@
-"""Tree: the modules that sites hang on."""
+"""Module tree of a run, built from its sites."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -6,24 +6,25 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class SiteNode:
-    """One module of the site tree."""
+    """One module of the site tree. Modules are numbered in preorder, so a subtree is the range from ``first`` to
+    ``stop``."""
 
     path: str
     name: str
     children: dict[str, "SiteNode"] = field(default_factory=dict)
     first: int = 0
-    """Its number: a module before its submodules."""
+    """Preorder number of the module; smaller than the numbers of its submodules."""
     stop: int = 0
-    """One more than the number of its last submodule."""
+    """One more than the largest number in the module's subtree."""
 
 
 def contains(path: str, site: str) -> bool:
-    """Whether the site belongs to the module or to one of its submodules."""
+    """Return whether the site belongs to the module or to one of its submodules; an empty path contains every site."""
     return not path or site.startswith((path + ".", path + ":"))
 
 
 def relative(path: str, site: str) -> str:
-    """The site as seen from the module: ``o_proj:out`` under ``layers.3.attn``; its own ports as ``attn:out``."""
+    """Return the site relative to the module: ``o_proj:out`` under ``layers.3.attn``; its own ports as ``attn:out``."""
     if not path:
         return site
     if site.startswith(path + "."):
@@ -32,7 +33,10 @@ def relative(path: str, site: str) -> str:
 
 
 def modules_of(sites: Iterable[str]) -> dict[str, SiteNode]:
-    """Path -> module, the root (empty) included; children in order of first firing, numbered ones by number."""
+    """Build the module tree; return path -> module, including the root (empty path).
+
+    Children are in order of first firing, or sorted by number if all their names are numbers.
+    """
     nodes = {"": SiteNode("", "")}
     for site in sites:
         _module(site.rpartition(":")[0], nodes)
@@ -53,7 +57,7 @@ def _module(path: str, nodes: dict[str, SiteNode]) -> SiteNode:
 
 
 def _number(root: SiteNode) -> None:
-    """Order and number all modules; without recursion, because names of a foreign run may be deep."""
+    """Sort and number all modules in preorder. Iterative, because module paths of a foreign run may nest deeply."""
     order: list[SiteNode] = []
     stack = [root]
     while stack:

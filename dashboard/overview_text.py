@@ -1,4 +1,4 @@
-"""Text of an overview: metrics in one line; histograms, profiles, tokens and heat map as lines of blocks."""
+"""Text of an overview: metrics in one line; histograms, profiles, token rows and heat map as lines of blocks."""
 
 import math
 from collections.abc import Sequence
@@ -13,12 +13,12 @@ from tapscope.dashboard.model.value_map import ValueMap
 from tapscope.dashboard.model.value_table import ValueTable
 
 LABEL = 11
-"""Columns before the blocks."""
+"""Width of the label in front of the blocks, in columns."""
 MAP_LABEL = 16
 
 
 def metrics_text(overview: Overview, *, is_pair: bool) -> str:
-    """The metrics of all values, in one line."""
+    """Return the metrics over all values as one line; ``is_pair`` for a comparison of two tensors."""
     bad = f" · {overview.num_nonfinite:,} not finite" if overview.num_nonfinite else ""
     if not is_pair:
         return f"max |x| {overview.max_abs.text} · rms {overview.rms.text}{bad}"
@@ -30,9 +30,9 @@ def metrics_text(overview: Overview, *, is_pair: bool) -> str:
 
 
 def histogram_lines(bins: Sequence[SharedBin], width: int, sides: Sequence[str]) -> list[Text]:
-    """One line of blocks for each side, on the same bins; heights on a log scale.
+    """Return one line of blocks per side, on common bins with heights on a log scale, and a line with the value range.
 
-    Where bins do not fit, neighbouring ones are added up.
+    Neighboring bins are summed where ``width`` is too small for all of them.
     """
     if not bins:
         return [Text("no finite value to count", style="dim")]
@@ -48,16 +48,16 @@ def histogram_lines(bins: Sequence[SharedBin], width: int, sides: Sequence[str])
 
 
 def profile_lines(cells: Sequence[ProfileCell], what: str, width: int) -> list[Text]:
-    """One line of blocks, ``%`` where a value is not finite, and the largest four channels or rows."""
+    """Return a line of blocks, with ``%`` for non-finite values, and a line with the four largest channels or rows."""
     worst = sorted(cells, key=_size, reverse=True)[:4]
     largest = " · ".join(printable(each.text) for each in worst)
     return [Text(f"{what:<10} {_blocks(cells, width - LABEL)}"), Text(f"largest: {largest}")]
 
 
 def token_lines(strip: TokenStrip | None, width: int, key: str) -> list[Text]:
-    """One line of blocks, and the first 16 rows with their errors; ``key`` changes the order.
+    """Return a heading, a line of blocks, and the first 16 rows with their errors, four per line.
 
-    The first line tells how many rows the strip has, where those are not all.
+    ``key`` is the key that changes the order. The heading states the number of rows if ``strip`` is truncated.
     """
     if strip is None:
         return [Text("Reading all rows ...", style="dim")]
@@ -72,7 +72,7 @@ def token_lines(strip: TokenStrip | None, width: int, key: str) -> list[Text]:
 
 
 def map_lines(whole: ValueMap, table: ValueTable, width: int, height: int) -> list[Text]:
-    """The whole tensor in at most ``height`` lines of cells, each the maximum of its values."""
+    """Return the whole tensor as a heat map of at most ``height`` lines; a cell shows the maximum of its values."""
     label = min(max((len(printable(table.label(row))) for row, _ in whole.rows), default=1), MAP_LABEL)
     shown = whole.binned(height, max(width - label - 1, 1))
     size = f"{len(shown.rows)} × {len(shown.columns)} cells of {table.num_rows:,} × {table.num_columns:,} values"
@@ -82,7 +82,7 @@ def map_lines(whole: ValueMap, table: ValueTable, width: int, height: int) -> li
 
 
 def _blocks(cells: Sequence[ProfileCell] | Sequence[TokenRow], width: int) -> str:
-    """The largest share of each span; ``%`` where a value is not finite."""
+    """Draw each span of cells as a block for its largest share; ``%`` where a value is not finite."""
     parts = [max(map(_size, cells[a:b])) for a, b in even_spans(len(cells), width)]
     return "".join("%" if each == math.inf else block(each, 1.0) for each in parts)
 

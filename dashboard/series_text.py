@@ -1,4 +1,4 @@
-"""Text of series over steps: sparklines with their ranges."""
+"""Text of a site's series over steps: sparklines with their ranges."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from tapscope.dashboard.model.series import SiteSeries, sparkline
 
 
 def series_lines(series: Sequence[SiteSeries], width: int) -> list[Text]:
-    """A sparkline for every series, with its range."""
+    """Return one sparkline with its range per series, and a line with the range of steps."""
     if not series:
         return [Text("Reading all steps ...", style="dim")]
     shown = [

@@ -1,4 +1,4 @@
-"""Files of the user's state directory, which hold what one session of the viewer keeps for the next."""
+"""Files in the user's state directory, which persist viewer settings between sessions."""
 
 import os
 from pathlib import Path
@@ -11,11 +11,11 @@ from tapscope.core.regular_files import read_small
 
 
 class HasSchema(Protocol):
-    """The content of such a file."""
+    """Content of a state file."""
 
     @property
     def schema(self) -> str:
-        """``tapscope.NAME/N``."""
+        """Name and version of the format: ``tapscope.NAME/N``."""
 
 
 Content = TypeVar("Content", bound=HasSchema)
@@ -27,8 +27,10 @@ def state_path(name: str) -> Path:
 
 
 def read_state(path: Path, kind: type[Content], schema: str, max_bytes: int) -> Content | None:
-    """The content of a file; None without one. Raises ConfigError for a file that cannot be read, or has another
-    schema."""
+    """Return the decoded content of a state file; None if it does not exist.
+
+    Raises ConfigError for a file that cannot be read, is larger than ``max_bytes``, or has another schema.
+    """
     try:
         content = msgspec.json.decode(read_small(path, max_bytes), type=kind)
     except FileNotFoundError:

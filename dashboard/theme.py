@@ -1,6 +1,6 @@
-"""Themes: dark, light, and the terminal's own colours.
+"""Color themes: dark, light, and the terminal's own colors.
 
-Orange marks what differs, blue the focus. Colour is never the only signal.
+Orange marks differences and anomalies, blue the focus. Color is never the only signal.
 """
 
 from dataclasses import replace
@@ -36,9 +36,9 @@ LIGHT = Theme(
 )
 _ODD = "ansi_yellow"
 ANSI = replace(BUILTIN_THEMES["ansi-dark"], name="tapscope-ansi", accent=_ODD, warning=_ODD, error=_ODD)
-"""The terminal's 16 colours as Textual takes them, but for its accent, which is green: what differs is not."""
+"""Textual's theme for 16-color terminals, with yellow instead of its green accent, because green suggests success."""
 NAMES = {"dark": DARK.name, "light": LIGHT.name, "ansi": ANSI.name}
-"""Value of ``--theme`` -> theme."""
+"""Value of ``--theme`` -> name of the theme."""
 
 _HEAT: dict[str, tuple[tuple[str, str], ...]] = {
     DARK.name: (
@@ -65,11 +65,11 @@ _HEAT: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     ANSI.name: (*[("yellow", "default")] * 2, *[("black", "yellow")] * 2, *[("white", "red")] * 5),
 }
-"""Theme -> (text, background) by decades above the floor."""
+"""Theme -> (text color, background color) per heat-map glyph, from 1 to 9 decades above the floor."""
 
 
 def heat_style(theme: str, glyph: str) -> Style | None:
-    """The style of a heat-map cell whose glyph is a number of decades; None for any other glyph."""
+    """Return the style of a heat-map cell whose glyph is a digit from 1 to 9; None for any other glyph or theme."""
     colours = _HEAT.get(theme)
     if colours is None or not glyph.isdecimal():
         return None

@@ -1,4 +1,4 @@
-"""BenchHistory: benchmark results over commits, and the comparison of two commits."""
+"""History of benchmark results over commits, and comparison of two commits."""
 
 import statistics
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from tapscope.dashboard.model.bench_result import METRICS, BenchConfig, BenchFil
 from tapscope.dashboard.model.number import MISSING, Number
 
 MAX_COMMITS = 500
-"""The newest are shown."""
+"""Maximum number of commits shown; the newest ones are kept."""
 SHORT_COMMIT = 10
 _UNDATED = datetime.min.replace(tzinfo=UTC)
 
@@ -23,12 +23,12 @@ _ORDER: tuple[Verdict, ...] = ("regression", "improvement", "only baseline", "on
 
 @dataclass(frozen=True, slots=True)
 class CommitView:
-    """A column of the history."""
+    """Column of the history: a commit with its results."""
 
     commit: str
-    """Or the name of the folder or file, if nothing names a commit."""
+    """Commit hash, or the name of the folder or file if none is known."""
     label: str
-    """Shortened."""
+    """Shortened hash or name."""
     date: str
     branch: str
     run: str
@@ -38,21 +38,21 @@ class CommitView:
 
 @dataclass(frozen=True, slots=True)
 class MetricSeries:
-    """One metric of one configuration; parallel tuples, one element per commit that has it."""
+    """Series of one metric of one configuration: parallel tuples with one element per commit that has the metric."""
 
     metric: str
     commits: tuple[int, ...]
     """Indices of :attr:`BenchHistory.commits`, ascending."""
     values: tuple[float, ...]
-    """Means of the repeats."""
+    """Mean over the repeats."""
     formatted: tuple[str, ...]
     low: tuple[float, ...]
     high: tuple[float, ...]
-    """99 % confidence interval."""
+    """Upper end of the 99 % confidence interval; ``low`` is the lower end."""
     counts: tuple[int, ...]
-    """Repeats."""
+    """Number of repeats."""
     noise: str
-    """What the interval is estimated from."""
+    """Source of the noise estimate behind the interval."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,30 +65,30 @@ class ConfigSeries:
 
 @dataclass(frozen=True, slots=True)
 class BenchHistory:
-    """Results over commits."""
+    """Series of all configurations and metrics over commits."""
 
     commits: tuple[CommitView, ...]
     """Oldest first."""
     series: tuple[ConfigSeries, ...]
     metrics: tuple[BenchMetric, ...]
-    """Those that some series has."""
+    """Metrics that at least one series has."""
     num_results: int
     summary: str
     problems: tuple[str, ...]
     updated: str
-    """When the files were read, ISO 8601."""
+    """Time when the files were read, ISO 8601."""
 
 
 @dataclass(frozen=True, slots=True)
 class ComparedMetric:
-    """One metric of one configuration at two commits."""
+    """Comparison of one metric of one configuration between two commits."""
 
     config: BenchConfig
     metric: BenchMetric
     baseline: Number
     target: Number
     change: Number
-    """Relative difference, from -1 on; the text is a percentage."""
+    """Relative difference, at least -1; the text is a percentage."""
     band: Number
     """Largest relative difference that noise explains."""
     noise: str
@@ -98,7 +98,7 @@ class ComparedMetric:
 
 @dataclass(frozen=True, slots=True)
 class BenchComparison:
-    """Two commits; regressions first."""
+    """Comparison of two commits, with regressions first."""
 
     baseline: CommitView
     target: CommitView
@@ -112,14 +112,14 @@ class BenchComparison:
 
 @dataclass(frozen=True, slots=True)
 class _Values:
-    """Repeats of one metric, by commit."""
+    """Repeats of one metric, by commit, and their noise."""
 
     by_commit: dict[str, list[float]]
     noise: BenchNoise
 
 
 class BenchTable:
-    """Results by configuration, metric and commit: what the views are made of."""
+    """Table of results by configuration, metric and commit, from which the views are built."""
 
     def __init__(self, files: BenchFiles) -> None:
         self._files = files
@@ -142,7 +142,7 @@ class BenchTable:
         }
 
     def history(self) -> BenchHistory:
-        """The series of every configuration and metric."""
+        """Return the series of every configuration and metric."""
         index = {view.commit: i for i, view in enumerate(self.commits)}
         known = {name for of_config in self._values.values() for name in of_config}
         problems = list(self._files.problems)
@@ -169,7 +169,7 @@ class BenchTable:
         )
 
     def commit(self, name: str) -> CommitView:
-        """The commit of this name, or the only one that begins with it. Raises DataError."""
+        """Return the commit called ``name``, or the only one that starts with it. Raises DataError."""
         matches = [view for view in self.commits if view.commit.startswith(name)] if name else []
         exact = [view for view in matches if view.commit == name]
         if len(exact or matches) == 1:
@@ -180,7 +180,7 @@ class BenchTable:
         raise DataError(f"no benchmark result of commit {name!r}{did_you_mean(name, labels)}")
 
     def compare(self, baseline: str, target: str) -> BenchComparison:
-        """The comparison of two commits, each by its name or the beginning of it. Raises DataError."""
+        """Compare two commits, each given by its name or an unambiguous prefix. Raises DataError."""
         before, after = self.commit(baseline), self.commit(target)
         rows = [
             row
@@ -201,7 +201,7 @@ class BenchTable:
 
 
 def metric_text(value: float) -> str:
-    """Four significant digits, and no fraction from 1000 on: ``0.01234``, ``98.77``, ``12,346``."""
+    """Format a value with four significant digits, without a fraction from 1000: ``0.01234``, ``98.77``, ``12,346``."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
@@ -234,7 +234,7 @@ def _compared(
         return ComparedMetric(config, metric, first, second, MISSING, MISSING, values.noise.basis, counts, verdict)
     change = statistics.fmean(after) / statistics.fmean(before) - 1
     band = values.noise.band(*counts)
-    size = max(change, 1 / (1 + change) - 1)  # +100 % and -50 % are the same distance
+    size = max(change, 1 / (1 + change) - 1)  # symmetric: +100 % and -50 % are equally large
     if size <= band:
         verdict = "within noise"
     else:
@@ -271,7 +271,7 @@ def _is_hash(text: str) -> bool:
 
 
 def _full_names(commits: set[str]) -> dict[str, str]:
-    """A short hash is the one longer hash that begins with it."""
+    """Map every commit to its full hash: a short hash maps to the longer hash that it is an unambiguous prefix of."""
     full_names = {}
     for commit in commits:
         longer = [each for each in commits if _is_hash(commit) and len(each) > len(commit) and each.startswith(commit)]
@@ -289,6 +289,6 @@ def _date(stored: StoredResult) -> datetime:
 
 
 def _natural(config: BenchConfig) -> tuple[str, str, str, str, tuple[int, str], str]:
-    """``batch 8`` before ``batch 16``."""
+    """Sort key that puts ``batch 8`` before ``batch 16``."""
     digits = "".join(char for char in config.load if char.isdigit())[:9]
     return config.model, config.hardware, config.variant, config.tool, (int(digits or 0), config.load), config.workload

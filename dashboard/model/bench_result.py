@@ -1,7 +1,7 @@
-"""BenchResult: one benchmark result, from the JSON of `tapscope bench`, SGLang or vLLM.
+"""Parser of benchmark results: the JSON of `tapscope bench`, SGLang and vLLM.
 
-Known formats: `tapscope bench`; SGLang's `bench_serving`, `bench_one_batch_server` and the nightly metrics of its CI;
-vLLM's `bench serve`, `bench throughput` and `bench latency`.
+Supported formats: `tapscope bench`; SGLang's `bench_serving`, `bench_one_batch_server` and nightly CI metrics; vLLM's
+`bench serve`, `bench throughput` and `bench latency`.
 """
 
 import math
@@ -15,13 +15,13 @@ from typing import Any
 Fields = Mapping[str, Any]
 
 MAX_TEXT = 300
-"""Characters kept of a name."""
+"""Maximum length of a string field, in characters; the rest is cut off."""
 _COMMIT = re.compile(r"[0-9a-f]{7,40}")
 
 
 @dataclass(frozen=True, slots=True)
 class BenchMetric:
-    """A quantity that benchmarks measure."""
+    """Metric of a benchmark, with label and unit for display."""
 
     name: str
     label: str
@@ -41,67 +41,67 @@ METRICS = (
     ),
     BenchMetric("accept_length", "accept length", "tokens", True),
 )
-"""In the order of every table and chart."""
+"""All metrics, in the order of tables and charts."""
 
 
 @dataclass(frozen=True, slots=True)
 class BenchConfig:
-    """The configuration of a measurement. Results are compared only if it is equal."""
+    """Configuration of a measurement. Only results with equal configurations are compared."""
 
     model: str
     hardware: str
     variant: str
-    """Parallelism, dtype, tag: whatever distinguishes servers of one model."""
+    """Parallelism, dtype, tag: everything that distinguishes servers of the same model."""
     load: str
     """``batch 8``, ``concurrency 64``, ``8 requests/s`` or ``all at once``."""
     workload: str
     """Dataset, lengths, number of prompts."""
     tool: str
-    """``tapscope bench serving``, ``SGLang bench_serving``, …"""
+    """Benchmark tool: ``tapscope bench serving``, ``SGLang bench_serving``, …"""
 
 
 @dataclass(frozen=True, slots=True)
 class BenchResult:
-    """One measurement of one configuration at one commit."""
+    """Measurement of one configuration at one commit."""
 
     config: BenchConfig
     commit: str
-    """Empty if the file does not name it."""
+    """Empty if the file does not contain a commit."""
     date: str
     """ISO 8601; empty if the file does not contain it."""
     branch: str
     run: str
     """Id of the CI run."""
     run_url: str
-    """Address of the CI run; http or https, else empty."""
+    """URL of the CI run; empty unless http or https."""
     metrics: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
 class StoredResult:
-    """A result and where it is stored."""
+    """A benchmark result with the file that contains it."""
 
     file: str
-    """Path relative to the given path; ``artifact.zip/result.json`` within an archive."""
+    """Path relative to the scanned path; ``artifact.zip/result.json`` within an archive."""
     result: BenchResult
-    """Its commit and date are never empty."""
+    """The result, with commit and date filled in."""
 
 
 @dataclass(frozen=True, slots=True)
 class BenchFiles:
-    """Everything that one reading found."""
+    """Results and problems of one scan."""
 
     results: tuple[StoredResult, ...]
     problems: tuple[str, ...]
-    """A sentence for each file that could not be read or parsed."""
+    """One sentence per file that could not be read or parsed."""
     num_files: int
     num_other: int
-    """JSON files without a benchmark result."""
+    """Number of JSON files without a benchmark result."""
     read_at: datetime
 
 
 def bench_results(item: Any) -> list[BenchResult]:
-    """The results of one JSON value: an object, or a list of objects; empty for other JSON."""
+    """Parse one JSON value, an object or a list of objects; return its results. Empty for other JSON."""
     if isinstance(item, list):
         return [result for each in item if isinstance(each, dict) for result in bench_results(each)]
     if not isinstance(item, dict):
@@ -158,7 +158,7 @@ def _adapters(item: Fields) -> str:
 
 
 def _nightly(item: Fields) -> Iterator[BenchResult]:
-    """SGLang's consolidated metrics of a nightly run, and those of one of its partitions."""
+    """Yield the results of SGLang's consolidated nightly metrics, or of one partition's nightly metrics."""
     for group in item["results"]:
         if not isinstance(group, dict) or not isinstance(group.get("benchmarks"), list):
             continue
@@ -178,7 +178,7 @@ def _nightly(item: Fields) -> Iterator[BenchResult]:
 
 
 def _one_batch_server(item: Fields) -> Iterator[BenchResult]:
-    """A result of SGLang's `bench_one_batch_server` (times in seconds)."""
+    """Yield the result of SGLang's `bench_one_batch_server`, whose times are in seconds."""
     run_name = _text(item.get("run_name"))
     config = BenchConfig(
         _model(item.get("model_path")),
@@ -260,11 +260,11 @@ def _vllm_latency(item: Fields) -> Iterator[BenchResult]:
 
 
 _TIMES = {"e2e_ms": ("e2e_latency", "e2el"), "ttft_ms": ("ttft",), "tpot_ms": ("tpot",), "itl_ms": ("itl",)}
-"""Our name of a time -> SGLang's and vLLM's."""
+"""Metric key -> names of the same time in the output of SGLang and vLLM."""
 
 
 def _serving(item: Fields) -> dict[str, Any]:
-    """Metrics by the names that SGLang and vLLM share."""
+    """Return the serving metrics, whose field names SGLang and vLLM mostly share."""
     metrics = {
         "requests_per_s": item.get("request_throughput"),
         "input_tokens_per_s": item.get("input_throughput"),
@@ -288,7 +288,7 @@ _FORMATS: tuple[tuple[Callable[[Fields], bool], Callable[[Fields], Iterator[Benc
     (lambda i: "tokens_per_second" in i and "elapsed_time" in i, _vllm_throughput),
     (lambda i: "avg_latency" in i, _vllm_latency),
 )
-"""A format's test and its reader; the first that matches is used."""
+"""(predicate, parser) per format; the first matching format is used."""
 
 
 # --- fields ----------------------------------------------------------------------------------------
@@ -311,14 +311,15 @@ def _result(config: BenchConfig, about: Fields, metrics: Fields) -> BenchResult:
 
 
 def commit_in(part: str) -> str:
-    """The commit that a file or folder name contains, or nothing."""
+    """Return the commit hash in a file or folder name, or an empty string."""
     pieces = filter(_COMMIT.fullmatch, re.split(r"[^0-9a-zA-Z]+", part))
-    hashes = [piece for piece in pieces if re.search("[a-f]", piece) and re.search(r"\d", piece)]  # no word, no date
+    # a hash has letters and digits: skips words and dates
+    hashes = [piece for piece in pieces if re.search("[a-f]", piece) and re.search(r"\d", piece)]
     return hashes[-1] if hashes else ""
 
 
 def _number(value: Any) -> float | None:
-    """Positive and finite: a throughput or time of 0 is a measurement that failed."""
+    """Return a positive finite number, else None: a throughput or time of 0 means that the measurement failed."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
@@ -340,7 +341,7 @@ def _text(value: Any) -> str:
 
 
 def _iso(text: str) -> str:
-    """vLLM writes ``20260125-222402``; the others ISO 8601."""
+    """Convert vLLM's ``20260125-222402`` to ISO 8601; other dates are ISO 8601 already."""
     if match := re.fullmatch(r"(\d{4})(\d\d)(\d\d)-(\d\d)(\d\d)(\d\d)", text):
         year, month, day, hour, minute, second = match.groups()
         return f"{year}-{month}-{day}T{hour}:{minute}:{second}"
@@ -348,7 +349,7 @@ def _iso(text: str) -> str:
 
 
 def _statistics(key: str, values: Any) -> dict[str, Any]:
-    """``{"mean": …, "p50": …, "p99": …}`` of `tapscope bench`."""
+    """Flatten the ``{"mean": …, "p50": …, "p99": …}`` of `tapscope bench` to metrics with the prefix ``key``."""
     known = values if isinstance(values, dict) else {}
     return {f"{key}_{name}": known.get(name) for name in ("mean", "p50", "p99")}
 
@@ -358,7 +359,7 @@ def _words(*parts: Any) -> str:
 
 
 def _model(value: Any) -> str:
-    """The repository id, or the last two components of a path."""
+    """Return the repository id, or the last two components of a local path."""
     return "/".join(_text(value).rstrip("/").split("/")[-2:]) or "unknown"
 
 
@@ -393,9 +394,10 @@ def _lengths(item: Fields, prompt: str, output: str) -> str:
 
 
 def _mean_lengths(item: Fields) -> str:
-    """vLLM's file states no lengths: mean prompt length to two digits, mean output length to a power of two.
+    """Describe approximate prompt and output lengths, because vLLM's file does not contain the configured ones.
 
-    Outputs that end at EOS differ a little between commits, and have to remain one series.
+    The mean prompt length is rounded to two digits, the mean output length to a power of two: outputs that end at EOS
+    differ slightly between commits and must stay in one series.
     """
     prompt, output = _number(item.get("total_input_tokens")), _number(item.get("total_output_tokens"))
     requests = _number(item.get("completed"))

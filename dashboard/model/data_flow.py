@@ -1,12 +1,12 @@
-"""Data flow: which module received the output of which, from what one rank recorded in one step.
+"""Data flow between modules: which module received which output, derived from the records of one rank and step.
 
 Three kinds, from the strongest to the weakest:
 
-- an input holds the bytes of an output;
-- an input is a simple function of earlier values (:func:`~tapscope.dashboard.model.flow_proof.function_of`), as the
-  recorded values show;
-- an input is neither: a function that is not recorded gave it. Its arguments are inferred from the order: the outputs
-  that fired before in the same module and that no other module received, or else what that module received itself.
+- an input has the same bytes as an output;
+- an input is a simple function of earlier values (:func:`~tapscope.dashboard.model.flow_proof.function_of`), which the
+  recorded values prove;
+- an input is neither, so an unrecorded function produced it. Its arguments are inferred from the order: the earlier
+  outputs in the same parent module that no other module received, or else the inputs of that parent module.
 """
 
 from collections import deque
@@ -28,65 +28,67 @@ Array = np.ndarray[Any, Any]
 PERMUTE = "permute"
 """The same elements in another order."""
 FUNCTION = "function"
-"""How an inferred flow goes: through a function that is not recorded."""
+"""Kind of an inferred flow: through a function that is not recorded."""
 MAX_PROOFS = 1_000
-"""Inputs whose values are read; those after them are inferred."""
+"""Maximum number of inputs whose values are read; flows to later inputs are inferred."""
 _WINDOW = 24
-"""Earlier values that an input may be a function of, next to what the modules around received: the latest ones, and the
-latest ones of its shape."""
+"""Number of latest values, overall and of an input's shape, that are candidate arguments of the input's function.
+
+The inputs of the enclosing modules are candidates as well.
+"""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class FlowValue:
-    """A recorded tensor."""
+    """A recorded tensor with its hash."""
 
     site: str
     dtype: str
     shape: tuple[int, ...]
     hash: str
     bag: str | None = None
-    """Of its elements in any order, see docs/reference/run-format.md."""
+    """Order-independent hash of the elements, see docs/reference/run-format.md."""
     read: Callable[[], Array] | None = None
-    """Reads its values; None where they were not kept. May raise TapscopeError."""
+    """Reads the values; None if the payload was not recorded. May raise TapscopeError."""
 
     @property
     def path(self) -> str:
-        """The path of its module."""
+        """Path of the module that the site belongs to."""
         return module_of(self.site)
 
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """From an output to an input."""
+    """Data flow from an output to an input."""
 
     producer: str
     """Site of the output."""
     consumer: str
     """Site of the input."""
     through: str = ""
-    """Empty where the bytes are equal, else the function that was shown, or FUNCTION."""
+    """Empty if the bytes are equal, else the proven function, or FUNCTION."""
 
 
 def is_input(site: str) -> bool:
-    """Whether its module received it in the forward."""
+    """Return whether the site is a forward input of its module."""
     return _port(site).startswith("in[")
 
 
 def is_output(site: str) -> bool:
-    """Whether its module returned it in the forward."""
+    """Return whether the site is a forward output of its module."""
     return _port(site).partition("[")[0] == "out"
 
 
 def _port(site: str) -> str:
-    """Without the number of the call; empty for a gradient."""
+    """Return the port without its call number; empty for a gradient."""
     port = port_of(site).partition("#")[0]
     return "" if port.endswith(".grad") else port
 
 
 def data_flows(values: Iterable[FlowValue]) -> list[Flow]:
-    """``values`` are those of one step on one rank, in execution order.
+    """Derive the data flows of ``values``: one step on one rank, in execution order.
 
-    Flows between a module and one inside it are left out, as is what the model itself received and returned.
+    Flows between a module and its own submodules are left out, as are flows to or from the root module.
     """
     return list(_Flows().of(values))
 
@@ -94,19 +96,21 @@ def data_flows(values: Iterable[FlowValue]) -> list[Flow]:
 class _Flows:
     def __init__(self) -> None:
         self._origins: dict[str, list[tuple[str, str]]] = {}
-        """Hash -> (site of an output, through what) that gave these bytes first."""
+        """Hash -> (site, function) of the outputs that first produced these bytes; an empty function means equal bytes.
+        """
         self._open: dict[str, dict[str, list[FlowValue]]] = {}
-        """Module -> module in it -> the latest outputs in that which no later module in the former received."""
+        """Module -> child module -> the child's latest outputs that no later child has received."""
         self._given: dict[str, list[FlowValue]] = {}
-        """Module -> what its latest call received."""
+        """Module -> inputs of its latest call."""
         self._latest: deque[FlowValue] = deque(maxlen=_WINDOW)
         self._of_shape: dict[tuple[int, ...], deque[FlowValue]] = {}
         self._arrays: dict[str, Array] = {}
-        """Hash -> values, of those that the latest input was compared with: not every format maps its files."""
+        """Hash -> array of the values that the latest input was compared with; a cache, as not all formats map their
+        files."""
         self._num_proofs = 0
 
     def of(self, values: Iterable[FlowValue]) -> Iterator[Flow]:
-        """One call of a module after the other."""
+        """Process the calls of modules in order and yield their flows."""
         ports = (value for value in values if is_input(value.site) or is_output(value.site))
         for (path, received), group in groupby(ports, key=lambda value: (value.path, is_input(value.site))):
             firings = list(group)
@@ -124,7 +128,8 @@ class _Flows:
                 if shown:
                     self._origins[value.hash] = shown
         unknown = [value for value in values if value.hash not in self._origins and _is_float(value)]
-        if len(unknown) == len([value for value in values if _is_float(value)]):  # else they may well be masks
+        # if the origin of another input is known, these may be masks
+        if len(unknown) == len([value for value in values if _is_float(value)]):
             before = self._before(path)
             for value in unknown:
                 self._origins[value.hash] = [(site, FUNCTION) for site in before]
@@ -144,14 +149,14 @@ class _Flows:
             self._open.setdefault(around, {})[inner] = [value for value in values if _is_float(value)]
 
     def _take(self, path: str, site: str) -> None:
-        """A module received an output: no later one is taken to have received it by inference."""
+        """Remove a received output from the candidates for inference in later modules."""
         for around, inner in _around(path):
             for module, outputs in self._open.get(around, {}).items():
                 if module != inner:
                     outputs[:] = [each for each in outputs if (site, "") not in self._origins.get(each.hash, ())]
 
     def _before(self, path: str) -> list[str]:
-        """Sites of the outputs that a module may have received through a function."""
+        """Return the sites of the outputs that a module may have received through an unrecorded function."""
         for around, inner in _around(path):
             fired = [each for name, outputs in self._open.get(around, {}).items() if name != inner for each in outputs]
             if fired:
@@ -162,11 +167,12 @@ class _Flows:
         return []
 
     def _first(self, value: FlowValue) -> str:
-        """Site of the output that held the same bytes first."""
+        """Return the site of the first output with the same bytes."""
         return next((site for site, through in self._origins.get(value.hash, ()) if not through), value.site)
 
     def _shown(self, value: FlowValue) -> list[tuple[str, str]]:
-        """Where the arguments of the function come from that the values show."""
+        """Return the origins of the arguments of the function that the values of an input prove; empty if there is no
+        proof."""
         if self._num_proofs >= MAX_PROOFS or not _is_float(value) or value.read is None:
             return []
         earlier = self._earlier(value)
@@ -177,7 +183,7 @@ class _Flows:
             shown = function_of(array, list(self._arrays.values()))
             if shown is None and is_evidence(array):
                 shown = next(((PERMUTE, (i,)) for i, each in enumerate(earlier) if _is_permuted(each, value)), None)
-        except TapscopeError:  # the run is damaged here, and other screens say so
+        except TapscopeError:  # the run is damaged; other screens report it
             return []
         if shown is None:
             return []
@@ -208,7 +214,7 @@ class _Flows:
 
 
 def _is_permuted(one: FlowValue, other: FlowValue) -> bool:
-    """Whether two values with other bytes have the same elements."""
+    """Return whether two values with different bytes have the same elements."""
     return (
         one.bag is not None
         and (one.bag, one.dtype) == (other.bag, other.dtype)
@@ -221,7 +227,7 @@ def _is_float(value: FlowValue) -> bool:
 
 
 def _around(path: str) -> Iterator[tuple[str, str]]:
-    """(module, the module in it that is or holds the path), from the inside out."""
+    """Yield (ancestor, its child on the path) from the innermost ancestor to the root."""
     while path:
         around = path.rpartition(".")[0]
         yield around, path

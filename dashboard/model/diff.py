@@ -1,4 +1,4 @@
-"""DiffView: a comparison of two runs, causes before consequences."""
+"""View of a comparison of two runs, with causes before downstream findings."""
 
 import math
 import shlex
@@ -23,12 +23,12 @@ from tapscope.dashboard.model.number import Number, ratio
 from tapscope.run_format.run import Run
 
 _Recorded = dict[str, frozenset[int]]
-"""Site -> steps."""
+"""Site -> steps in which it was recorded."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """Facts about a run, for the header."""
+    """Facts about a run, for the page header."""
 
     name: str
     path: str
@@ -36,17 +36,17 @@ class RunFacts:
     framework: str
     precision: str
     mesh: str
-    """``tp2 pp2``; empty for one rank."""
+    """Mesh axes with sizes above 1, ``tp2 pp2``; empty for one rank."""
     steps: int
     records: int
     is_open: bool
     provenance: tuple[Fact, ...] = ()
-    """Further facts of the manifest: when, where and by which version it was recorded."""
+    """Further facts of the manifest: creation time, host, and versions."""
 
 
 @dataclass(frozen=True, slots=True)
 class VerdictCount:
-    """How many findings have a verdict."""
+    """Number of findings with one verdict."""
 
     verdict: str
     glyph: str
@@ -55,35 +55,35 @@ class VerdictCount:
 
 @dataclass(frozen=True, slots=True)
 class CauseView:
-    """A module that adds an error of its own, and what follows from it."""
+    """A divergence: the module that adds an error, and the findings downstream of it."""
 
     number: int
-    """1 for the first."""
+    """Number of the cause, starting at 1."""
     order: int
-    """Its finding."""
+    """Position of the cause's finding in execution order."""
     module: str
     site: str
     layer: int | None
     headline: str
-    """What differs, and by how much."""
+    """The difference and its size, in one line."""
     cause: str
-    """The hypothesis that explains its values; empty where none does."""
+    """Hypothesis that explains the values; empty if no hypothesis does."""
     evidence: str
     step: int
     where: str
     ratio: Number
     is_certain: bool
     others: tuple[str, ...]
-    """Modules that may have added the error instead."""
+    """Other modules that may have added the error."""
     link: str
-    """Permalink of the worst element of its first bad step."""
+    """Permalink of the worst element in the first bad step."""
     downstream: tuple[int, ...]
-    """Bad findings that only pass an error on, between this cause and the next in execution order."""
+    """Positions of the bad findings that only propagate an error, up to the next cause in execution order."""
 
 
 @dataclass(frozen=True, slots=True)
 class DiffView:
-    """A comparison as a page, a file or a screen shows it."""
+    """Content of a comparison for a web page, a report file or a screen."""
 
     title: str
     state: str
@@ -96,17 +96,17 @@ class DiffView:
     target: RunFacts
     causes: tuple[CauseView, ...]
     findings: tuple[FindingView, ...]
-    """In execution order; the worst ones where there are more than were asked for."""
+    """Findings in execution order; only the worst ones if there are more than the requested maximum."""
     num_findings: int
     account: tuple[Fact, ...]
-    """What was covered, assumed and missing."""
+    """Facts about coverage, assumptions and missing data."""
     options: tuple[Fact, ...]
-    """Options that are not at their defaults."""
+    """Options with non-default values."""
     command: str
-    """The command line that gives the same result."""
+    """Command line that reproduces the result."""
     layers: GridData = field(default_factory=lambda: GridData((), ()))
     version: str = ""
-    """Of tapscope, that made the comparison."""
+    """Version of tapscope that made the comparison."""
 
 
 def diff_view(
@@ -118,9 +118,10 @@ def diff_view(
     grid: Grid | None = None,
     max_steps: int = 1000,
 ) -> DiffView:
-    """``runs`` give the provenance; ``grid`` is that of all sites, where it is at hand.
+    """Build the view of a report.
 
-    Steps beyond ``max_steps`` are joined by their maximum.
+    ``runs`` supply provenance and permalinks. ``grid`` is the heat map of all sites, built here if not given. Steps
+    beyond ``max_steps`` are binned by their maximum; findings beyond ``max_findings`` are dropped, the best ones first.
     """
     from tapscope._version import __version__
 
@@ -147,26 +148,26 @@ def diff_view(
 
 
 class HashedSteps:
-    """Target steps of which a finding says nothing because its hashes are equal.
+    """Target steps for which a finding has no measurement, because hashes of both sides are equal.
 
-    None where there may be other reasons, such as rows that were not aligned.
+    Empty if the measurement may be missing for other reasons, such as unaligned rows.
     """
 
     def __init__(self, recorded: tuple[_Recorded, _Recorded]) -> None:
-        """``recorded``: the steps of each site of baseline and target."""
+        """``recorded`` are the steps of each site, in baseline and target."""
         self._recorded = recorded
 
     @classmethod
     def of(cls, runs: tuple[Run, Run]) -> "HashedSteps":
-        """The steps of two runs, baseline and target."""
+        """Index the steps of two runs, baseline and target."""
         return cls((_recorded(runs[0]), _recorded(runs[1])))
 
     def swapped(self) -> "HashedSteps":
-        """The steps of the same runs with swapped sides."""
+        """Return the same index with the sides swapped."""
         return HashedSteps(self._recorded[::-1])
 
     def __call__(self, finding: Finding) -> frozenset[int]:
-        """Those of a finding."""
+        """Return the target steps in which the finding's hashes are equal."""
         rows, sides = finding.rows, (finding.baseline, finding.target)
         is_whole = not (rows.num_forked or rows.num_unaligned or rows.num_absent) and finding.basis in (
             "hash",
@@ -180,29 +181,29 @@ class HashedSteps:
 
 
 def _recorded(run: Run) -> _Recorded:
-    """The steps in which each site was recorded."""
+    """Return the steps in which each site was recorded."""
     numbers, site_of = run.records.site_codes()
     steps, step_of = np.unique(run.records.step, return_inverse=True)
     num_steps = np.int64(max(len(steps), 1))
-    places = np.sort(site_of * num_steps + step_of)  # np.unique would hash each
+    places = np.sort(site_of * num_steps + step_of)  # faster than np.unique, which hashes every element
     sites, columns = np.divmod(places[np.diff(places, prepend=-1) > 0], num_steps)
     bounds, fired = np.searchsorted(sites, range(len(numbers) + 1)).tolist(), steps[columns].tolist()
     return {site: frozenset(fired[bounds[i] : bounds[i + 1]]) for site, i in numbers.items()}
 
 
 def answer_facts(report: Report) -> tuple[Fact, ...]:
-    """The four lines that `tapscope diff` ends with."""
+    """Return the four lines at the end of the output of `tapscope diff`."""
     return tuple(Fact(line[:LABEL].strip(), line[LABEL:]) for line in answer(report))
 
 
 def verdict_counts(report: Report) -> tuple[VerdictCount, ...]:
-    """Verdicts that occur."""
+    """Return the number of findings per verdict, for the verdicts that occur."""
     counts = {verdict: sum(f.verdict is verdict for f in report.findings) for verdict in Verdict}
     return tuple(VerdictCount(str(verdict), verdict.glyph, num) for verdict, num in counts.items() if num)
 
 
 def causes(report: Report, runs: tuple[Run, Run] | None = None) -> tuple[CauseView, ...]:
-    """Every divergence with its downstream findings, in the order in which the errors began."""
+    """Return every divergence with its downstream findings, in the order in which the errors start."""
     downstream = downstream_of(report)
     return tuple(
         _cause(number, divergence, downstream[divergence.finding.order], _link(report, divergence, runs))
@@ -211,7 +212,10 @@ def causes(report: Report, runs: tuple[Run, Run] | None = None) -> tuple[CauseVi
 
 
 def downstream_of(report: Report) -> dict[int, tuple[int, ...]]:
-    """Order of a cause -> orders of the downstream findings that follow it, before the next cause."""
+    """Return order of a cause -> orders of its downstream findings.
+
+    A downstream finding belongs to the last cause before it in execution order; those before all causes, to the first.
+    """
     orders = sorted({divergence.finding.order for divergence in report.divergences})
     by_cause: dict[int, list[int]] = {order: [] for order in orders}
     for finding in report.findings if orders else ():
@@ -247,18 +251,18 @@ def _cause(number: int, divergence: Divergence, downstream: Sequence[int], link:
 
 @dataclass(frozen=True, slots=True)
 class Downstream:
-    """Consecutive downstream findings as one row."""
+    """Consecutive downstream findings that are shown as one row."""
 
     findings: tuple[Finding, ...]
 
     @property
     def text(self) -> str:
-        """What the row says: ``258 downstream``."""
+        """Text of the row: ``258 downstream``."""
         return f"{len(self.findings):,} downstream"
 
 
 def fold_downstream(findings: Sequence[Finding]) -> list[Finding | Downstream]:
-    """One row for every stretch of at least two neighbouring downstream findings."""
+    """Replace each group of two or more adjacent downstream findings by one row."""
     rows: list[Finding | Downstream] = []
     for is_downstream, group in groupby(findings, key=lambda finding: finding.role == "downstream"):
         members = tuple(group)
@@ -277,14 +281,17 @@ def _link(report: Report, divergence: Divergence, runs: tuple[Run, Run] | None) 
 
 
 def state(report: Report) -> str:
-    """The outcome in one or two words."""
+    """Return the outcome: ``DIFFERS``, ``NOT COMPARABLE``, ``PARTIAL`` or ``AGREES``."""
     if any(f.verdict in (Verdict.DIFFERS, Verdict.NONFINITE) for f in report.findings):
         return "DIFFERS"
     return "NOT COMPARABLE" if report.num_bad else "PARTIAL" if fail_on.PARTIAL in report.met else "AGREES"
 
 
 def worst_findings(findings: Sequence[Finding], limit: int) -> list[Finding]:
-    """All, or the ``limit`` worst: producers, then other bad ones, then by error ÷ floor; in execution order."""
+    """Return the ``limit`` worst findings in execution order.
+
+    Producers rank first, then other bad findings, then by error ÷ floor.
+    """
     if len(findings) <= limit:
         return list(findings)
     ranked = sorted(findings, key=lambda f: (f.role != "producer", not f.verdict.is_bad, -_finite(f.ratio)))
@@ -292,7 +299,7 @@ def worst_findings(findings: Sequence[Finding], limit: int) -> list[Finding]:
 
 
 def command(report: Report) -> str:
-    """The command line that gives the same report."""
+    """Return the command line that reproduces the report."""
     words = ["tapscope", "diff", report.baseline.path, report.target.path, *flags(report.options)]
     return shlex.join(words)
 
@@ -309,7 +316,7 @@ def _options(report: Report) -> tuple[Fact, ...]:
 
 
 def _account(report: Report) -> tuple[Fact, ...]:
-    """The lines of the text report without its headers, its verdicts and its answer."""
+    """Return the lines of the text report without headers, verdicts and answer."""
     lines = [line.plain for line in report_account(report)]
     facts = [Fact(line[:LABEL].strip(), line[LABEL:]) for line in lines if line.strip()]
     left_out = {"baseline", "target", "verdicts", "what", "where", "why", "next"}

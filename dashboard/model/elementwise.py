@@ -1,4 +1,4 @@
-"""Element-wise arithmetic on both sides of a table: float64, differences, magnitudes."""
+"""Element-wise arithmetic on both sides of a value table: float64 conversion, differences, magnitudes."""
 
 from typing import Any
 
@@ -8,19 +8,19 @@ Array = np.ndarray[Any, Any]
 
 
 def is_integer(values: Array) -> bool:
-    """Whether these are integers or bools, which are subtracted and shown exactly; true of int4 too."""
+    """Return whether the dtype is bool or integer, including int4; such values are subtracted and displayed exactly."""
     return values.dtype.kind in "iub" or "int" in values.dtype.name
 
 
 def as_float64(values: Array) -> Array:
-    """float64 of any dtype; of complex numbers their magnitudes."""
+    """Convert any dtype to float64; complex numbers to their magnitudes."""
     if values.dtype.kind == "c":
         values = np.abs(values)
     return np.asarray(values.astype(np.float64))
 
 
 def difference(left: Array, right: Array) -> Array:
-    """right - left; integers exactly, 0 where both are equal or both are nan."""
+    """Return right - left: exact for integers, 0 where the sides are equal or both nan."""
     if is_integer(left) and is_integer(right):
         if np.uint64 in (left.dtype.type, right.dtype.type):
             exact = [[int(b) - int(a) for a, b in zip(*pair, strict=True)] for pair in zip(left, right, strict=True)]
@@ -33,6 +33,6 @@ def difference(left: Array, right: Array) -> Array:
 
 
 def magnitudes(left: Array, right: Array, *, is_pair: bool) -> Array:
-    """float64: |right - left| of a pair, |right| of one run."""
+    """Return |right - left| of a pair, or |right| of a single run, as float64."""
     with np.errstate(all="ignore"):
         return np.abs(as_float64(difference(left, right) if is_pair else right))

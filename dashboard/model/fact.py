@@ -1,11 +1,11 @@
-"""Fact: one labelled sentence of a view."""
+"""Labeled line of text in a view."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """A label and what it says."""
+    """Label and text."""
 
     label: str
     text: str

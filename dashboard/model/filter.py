@@ -1,6 +1,6 @@
-"""Filter: words that must all hold, such as ``mlp is:differs ratio:>10 -layer:0..3``.
+"""Filter language: words that must all match, such as ``mlp is:differs ratio:>10 -layer:0..3``.
 
-A word is a part of a site, or a pattern with ``*`` and ``?``; with a field, ``FIELD:VALUE``. ``-`` in front negates it.
+A word is part of a site, a pattern with ``*`` and ``?``, or ``FIELD:VALUE``. A leading ``-`` negates it.
 """
 
 import re
@@ -30,30 +30,30 @@ _COMPARISONS: Mapping[str, Callable[[Array, float], Array]] = {
 
 @dataclass(frozen=True, slots=True)
 class NumberField:
-    """``FIELD:>10``, ``FIELD:0..3`` or ``FIELD:7``."""
+    """Numeric field: ``FIELD:>10``, ``FIELD:0..3`` or ``FIELD:7``."""
 
     numbers: Callable[[], Array]
-    """[items] float64; nan matches nothing."""
+    """Returns [items] float64; nan matches no condition."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChoiceField:
-    """``FIELD:NAME``, where an item has any number of names out of ``names``."""
+    """Field with names, ``FIELD:NAME``; an item may have any number of them."""
 
     has: Callable[[str], Array]
-    """[items] bool: which have a name."""
+    """Returns [items] bool: whether each item has the given name."""
     names: tuple[str, ...] = ()
-    """Valid ones; empty: any."""
+    """Valid names; empty if any name is valid."""
 
 
 Field = NumberField | ChoiceField
 
 
 def matching(text: str, sites: Callable[[Callable[[str], bool]], Array], fields: Mapping[str, Field]) -> Array | bool:
-    """[items] bool: which match all words of ``text``; True without words.
+    """Return [items] bool: whether each item matches all words of ``text``; True if there are no words.
 
-    ``sites`` finds the items whose site holds for a function. A word whose part before ``:`` is none of the ``fields``
-    is a part of a site, such as ``mlp:out``. Raises ConfigError for a value that a field does not have.
+    ``sites`` applies a predicate to the site of every item. A word with an unknown field before ``:`` is part of a
+    site, such as ``mlp:out``. Raises ConfigError for an invalid value of a field.
     """
     is_match: Array | bool = True
     for word in text.split():
@@ -78,13 +78,13 @@ def _matching_word(word: str, sites: Callable[[Callable[[str], bool]], Array], f
 
 
 def dtype_names(dtype: str | None) -> tuple[str, ...]:
-    """Names that ``dtype:`` matches: ``float8_e4m3fn``, the short name ``fp8e4``, and ``fp8`` for every 8-bit float."""
+    """Return the names that ``dtype:`` matches: ``float8_e4m3fn``, ``fp8e4``, and ``fp8`` for all 8-bit floats."""
     short = dtypes.short(dtype)
     return (dtype or "", short, "fp8") if short.startswith("fp8") else (dtype or "", short)
 
 
 def site_test(word: str) -> Callable[[str], bool]:
-    """A pattern when it has * or ?, else a part of the site in any case."""
+    """Return the predicate of a word: a pattern if it contains * or ?, else a case-insensitive substring."""
     if "*" in word or "?" in word:
         return Glob(word).matches
     part = word.lower()

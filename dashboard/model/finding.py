@@ -1,4 +1,4 @@
-"""FindingView: one compared site."""
+"""View of one finding, formatted for the front ends."""
 
 import math
 from dataclasses import dataclass, replace
@@ -38,29 +38,29 @@ TESTS = {
     "plain": "a plain value",
     "attention": "the attention of the run's own queries, keys and values",
 }
-"""Test of the comparator -> what it looks at."""
+"""Test of the comparator -> description for the user."""
 
 
 @dataclass(frozen=True, slots=True)
 class SideView:
-    """One run's part of a finding."""
+    """One side of a finding."""
 
     site: str
     dtype: str
-    """In short, e.g. ``bf16``; ``value`` for what is not a tensor."""
+    """Short dtype, e.g. ``bf16``; ``value`` for a value that is not a tensor."""
     shape: str
     dims: str
     ranks: tuple[int, ...]
     parts: tuple[str, ...]
-    """The sites that it was assembled from; empty where :attr:`site` alone is."""
+    """Sites that this side was assembled from; empty if it is :attr:`site` alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class FindingView:
-    """One matched pair of sites, or a site of one run alone, over all steps."""
+    """A matched pair of sites, or a site that only one run has, over all steps."""
 
     order: int
-    """Place in execution order, from 0."""
+    """Position in execution order, from 0."""
     site: str
     layer: int | None
     verdict: str
@@ -69,7 +69,7 @@ class FindingView:
     role: str
     """``producer``, ``downstream`` or empty."""
     ratio: Number
-    """error ÷ floor of the test that decided; ``exact`` where integers must be equal."""
+    """error ÷ floor of the deciding test; ``exact`` if integers must be equal."""
     error: Number
     floor: Number
     max_abs: Number
@@ -83,17 +83,17 @@ class FindingView:
     matched_by: str
     judged_by: str
     decided_by: str
-    """What the test looks at, in words."""
+    """Description of the deciding test."""
     baseline: SideView | None
     target: SideView | None
     notes: tuple[str, ...]
     link: str
-    """Permalink of the worst place in the target; in the baseline for what only it has."""
+    """Permalink of the worst place in the target, or in the baseline if only the baseline has the site."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepCells:
-    """The cells of a finding in one step."""
+    """Table cells of a finding for one step."""
 
     verdict: Verdict
     max_abs: Number
@@ -102,7 +102,7 @@ class StepCells:
 
 
 def finding_view(finding: Finding, names: tuple[str, str] = ("baseline", "target")) -> FindingView:
-    """``names`` are those of the baseline and the target run."""
+    """Format a finding; ``names`` are the names of the baseline and target run."""
     numbers = finding.metrics
     return FindingView(
         order=finding.order,
@@ -132,16 +132,16 @@ def finding_view(finding: Finding, names: tuple[str, str] = ("baseline", "target
 
 
 def step_cells(finding: Finding, step: int) -> StepCells:
-    """The cells of a finding in one target step that was compared."""
+    """Return the table cells of a finding for one compared target step."""
     result = next((each for each in finding.steps if each.step == step), None)
-    if result is None:  # its hashes are equal
+    if result is None:  # steps with equal hashes are not measured
         return StepCells(Verdict.SAME, Number(0.0, "0"), Number(0.0, "0"), MISSING)
     of_row = ratio(result.error / finding.row_floor) if finding.row_floor > 0.0 else MISSING
     return StepCells(step_verdict(finding, result), magnitude(result.max_abs), magnitude(result.rel_l2), of_row)
 
 
 def facts(finding: Finding) -> tuple[Fact, ...]:
-    """How the finding was judged, and its metrics."""
+    """Return the verdict, and how it was reached: error, floor, test, standard, matching, role."""
     items = [Fact("verdict", f"{finding.verdict.glyph} {finding.verdict}")]
     if finding.floor > 0.0:
         amounts = f"{number(finding.error)} ÷ {number(finding.floor)}"
@@ -154,7 +154,7 @@ def facts(finding: Finding) -> tuple[Fact, ...]:
 
 
 def metrics(finding: Finding) -> tuple[Fact, ...]:
-    """The global metrics; empty where no values were compared."""
+    """Return the metrics over all compared values; empty if no values were compared."""
     numbers = finding.metrics
     if numbers is None:
         return ()
@@ -170,7 +170,7 @@ def metrics(finding: Finding) -> tuple[Fact, ...]:
 
 
 def worst_place(finding: Finding) -> Fact | None:
-    """Step, token or index, and rank of the largest error over all steps."""
+    """Return step, token or index, and rank of the largest error over all steps; None if the finding is ``same``."""
     if finding.worst is None or finding.verdict is Verdict.SAME:
         return None
     rank = f", rank {finding.worst.rank}" if finding.worst.rank is not None else ""
@@ -178,7 +178,7 @@ def worst_place(finding: Finding) -> Fact | None:
 
 
 def place_text(finding: Finding) -> str:
-    """``step 3 0:5`` for position 5 of request 0, or ``step 3 [5,17]``; ``-`` where nothing is off."""
+    """Return ``step 3 0:5`` for position 5 of request 0, or ``step 3 [5,17]``; ``-`` if there is no difference."""
     place = finding.worst
     if place is None or finding.verdict is Verdict.SAME:
         return "-"
@@ -187,7 +187,7 @@ def place_text(finding: Finding) -> str:
 
 
 def link_of(finding: Finding, names: tuple[str, str]) -> Permalink:
-    """The worst place as it was recorded in the target; in the baseline for what only it has."""
+    """Return the permalink of the worst place in the target, or in the baseline if only the baseline has the site."""
     side = finding.target or finding.baseline
     is_target = finding.target is not None
     site = side.site if side else finding.site
@@ -201,7 +201,7 @@ def link_of(finding: Finding, names: tuple[str, str]) -> Permalink:
 
 
 def located(link: Permalink, place: Place | None, run: Run) -> Permalink:
-    """The link with the index of a token row's worst element in the recorded tensor, where the run tells it."""
+    """Add the index of a token row's worst element in the recorded tensor to ``link``, if the row map is known."""
     if link.index is not None or place is None or place.position is None or not place.index:
         return link
     line = run.steps.get(link.step, {}).get(link.rank)

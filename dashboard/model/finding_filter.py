@@ -1,4 +1,4 @@
-"""Finding filter: what ``is:differs ratio:>10 layer:0..3`` means for the findings of a comparison."""
+"""Filter of findings, such as ``is:differs ratio:>10 layer:0..3``."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -14,12 +14,13 @@ Array = np.ndarray[Any, Any]
 
 
 def rank_of(finding: Finding) -> int | None:
-    """The target rank with the largest error of a finding; None where all hold the same, or nothing differs."""
+    """Return the target rank with the largest error of a finding; None if all ranks are equal or the finding is
+    ``same``."""
     return finding.worst.rank if finding.worst is not None and finding.verdict is not Verdict.SAME else None
 
 
 def matching_findings(findings: Sequence[Finding], text: str) -> Array | bool:
-    """[findings] bool: which match a filter, see :mod:`.model.filter`; raises ConfigError."""
+    """Return [findings] bool: whether each finding matches a filter, see :mod:`.model.filter`. Raises ConfigError."""
 
     def numbers(of: Callable[[Finding], float]) -> NumberField:
         return NumberField(lambda: np.array([of(finding) for finding in findings], np.float64))
@@ -48,18 +49,18 @@ def _dtypes(finding: Finding) -> list[str]:
 
 
 def metric_of(name: str, missing: float) -> Callable[[Finding], float]:
-    """A metric of a finding by its name; ``missing`` where nothing was measured."""
+    """Return a function that reads a metric of a finding by name; it returns ``missing`` if nothing was measured."""
     return lambda finding: float(getattr(finding.metrics, name)) if finding.metrics else missing
 
 
 def share_equal(finding: Finding) -> float:
-    """The share of equal elements; inf where nothing was compared."""
+    """Return the share of equal elements; inf if nothing was compared."""
     metrics = finding.metrics
     return metrics.num_equal / metrics.num_elements if metrics and metrics.num_elements else math.inf
 
 
 def _marks(finding: Finding) -> Iterable[str]:
-    """The marks that ``is:`` matches."""
+    """Yield the names that ``is:`` matches."""
     yield str(finding.verdict).replace(" ", "-")
     if finding.verdict.is_bad:
         yield "bad"

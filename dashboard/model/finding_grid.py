@@ -1,4 +1,4 @@
-"""Finding grid: the heat map of the findings of a comparison, sites × steps."""
+"""Heat map of the findings of a comparison, sites × steps."""
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
@@ -13,11 +13,12 @@ from tapscope.dashboard.model.grid import BY_SEVERITY, CODES, Grid, GridColumn, 
 Array = np.ndarray[Any, Any]
 
 EqualSteps = Callable[[Finding], Iterable[int]]
-"""Target steps of which a finding has no result because the hashes of both sides are equal."""
+"""Function that returns the target steps for which a finding has no result because the hashes of both sides are equal.
+"""
 
 
 def site_grid(findings: Sequence[Finding], equal_steps: EqualSteps = lambda finding: ()) -> Grid:
-    """One row per finding, one column per compared step of the target."""
+    """Build the heat map with one row per finding and one column per compared target step."""
     results = [finding.result.steps for finding in findings]
     every = list(chain.from_iterable(results))
     row = np.repeat(np.arange(len(findings)), list(map(len, results)))
@@ -45,19 +46,21 @@ def site_grid(findings: Sequence[Finding], equal_steps: EqualSteps = lambda find
 
 
 def site_rows(findings: Sequence[Finding]) -> tuple[GridRow, ...]:
-    """A row per finding."""
+    """Return one row per finding."""
     return tuple(GridRow(f.site, f.site, f.verdict, (i,), f.role == "producer") for i, f in enumerate(findings))
 
 
 def judged_cells(
     findings: Sequence[Finding], row: Array, errors: Array, max_abs: Array, largest: Array
 ) -> tuple[Array, Array]:
-    """[cells] error ÷ floor, and the codes of verdicts: a site that differs in one of many steps agrees in the others.
+    """Judge cells on their own: a site that differs in one of many steps may agree in the others.
 
-    ``row``: [cells] which of the findings; ``errors``: [cells] of the worst row, inf where a value is not finite in one
-    run only; ``largest``: [findings] of all cells.
-    Where a bad cell does not exceed its floor, another test decided (a common scale, the typical row), and the ratio of
-    that test is given.
+    ``row`` [cells] is the index of each cell's finding; ``errors`` [cells] is the error of its worst row, inf for a
+    value that is non-finite in one run only; ``largest`` [findings] is the maximum over all cells. Returns error ÷
+    floor [cells] and verdict codes [cells].
+
+    If a bad cell does not exceed its floor, another test decided (a common scale, the typical row), and the ratio of
+    that test is returned.
     """
     verdict = np.array([CODES[each.verdict] for each in findings], np.uint8)[row]
     is_bad = np.array([each.verdict.is_bad for each in findings], np.bool_)[row]
@@ -77,7 +80,7 @@ def judged_cells(
 
 
 def step_verdict(finding: Finding, result: StepResult) -> Verdict:
-    """The verdict of a finding in one of its steps."""
+    """Return the verdict of a finding in one of its steps."""
     largest = np.array([max((each.error for each in finding.result.steps), default=0.0)])
     error = np.inf if result.num_nonfinite_mismatch else result.error
     cell = np.zeros(1, np.int64), np.array([error]), np.array([result.max_abs])

@@ -1,4 +1,4 @@
-"""Flow lanes: where the data flow between the rows of a folded module tree is drawn, as lines next to the rows."""
+"""Layout of data-flow lines next to the rows of a folded module tree."""
 
 from bisect import bisect, insort
 from collections.abc import Collection, Sequence
@@ -9,30 +9,30 @@ from tapscope.dashboard.model.module_graph import ModuleGraph
 
 @dataclass(frozen=True, slots=True)
 class FlowLane:
-    """The output of a row's module, and the rows that received it."""
+    """Line from a row whose module produced an output to the rows whose modules received the output."""
 
     producer: int
     consumers: tuple[int, ...]
     lane: int
-    """Column of its line; 0 is next to the rows. Lines in one column never overlap."""
+    """Column of the line; 0 is adjacent to the rows. Lines in one column do not overlap."""
     is_inferred: bool = False
-    """Whether its flows are inferred from the order, see :attr:`DataFlow.is_inferred`."""
+    """Whether the flows are inferred, see :attr:`DataFlow.is_inferred`."""
 
     @property
     def first(self) -> int:
-        """The uppermost row of the line."""
+        """Topmost row of the line."""
         return min(self.producer, *self.consumers)
 
     @property
     def last(self) -> int:
-        """The lowest row of the line."""
+        """Bottommost row of the line."""
         return max(self.producer, *self.consumers)
 
 
 def visible_modules(graph: ModuleGraph, folded: Collection[int]) -> list[int]:
-    """Indices of the modules that are in no folded module, in order."""
+    """Return the indices of the modules outside all folded modules, in order."""
     indices: list[int] = []
-    hidden: int | None = None  # depth of the folded module that hides what follows
+    hidden: int | None = None  # depth of the folded module that hides the following deeper nodes
     for i, node in enumerate(graph.nodes):
         if hidden is not None and node.depth > hidden:
             continue
@@ -42,11 +42,10 @@ def visible_modules(graph: ModuleGraph, folded: Collection[int]) -> list[int]:
 
 
 def flow_lanes(graph: ModuleGraph, visible: Sequence[int]) -> list[FlowLane]:
-    """A lane for each row whose output another row received, and one for those that are inferred; short lines are next
-    to the rows.
+    """Lay out one line per row whose output another row received, and a separate one for inferred flows.
 
-    What a hidden module sends or receives belongs to the visible one around it. A module with visible submodules does
-    not repeat what one of these receives.
+    Shorter lines are closer to the rows. Flows of a hidden module are attributed to its visible ancestor. A module with
+    visible submodules does not repeat the inputs of its submodules.
     """
     flows: dict[tuple[int, bool], dict[int, None]] = {}
     for (producer, consumer), is_inferred in sorted(_visible_flows(graph, visible).items()):
@@ -65,7 +64,10 @@ def flow_lanes(graph: ModuleGraph, visible: Sequence[int]) -> list[FlowLane]:
 
 
 def _visible_flows(graph: ModuleGraph, visible: Sequence[int]) -> dict[tuple[int, int], bool]:
-    """(row, row) -> whether the flow is inferred: it is not if any flow between modules of the two rows is shown."""
+    """Return (producer row, consumer row) -> whether the flow is inferred.
+
+    A flow counts as inferred only if all flows between modules of the two rows are.
+    """
     row_of: dict[int, int] = {node: row for row, node in enumerate(visible)}
     rows: list[int] = []
     for i, node in enumerate(graph.nodes):
@@ -88,7 +90,7 @@ def _visible_flows(graph: ModuleGraph, visible: Sequence[int]) -> dict[tuple[int
 
 
 def _around(graph: ModuleGraph, visible: Sequence[int], row_of: dict[int, int], row: int) -> set[int]:
-    """Rows of the modules around a row's module."""
+    """Return the rows of all ancestors of a row's module."""
     rows, parent = set[int](), graph.nodes[visible[row]].parent
     while parent is not None:
         rows.add(row_of[parent])
@@ -97,6 +99,6 @@ def _around(graph: ModuleGraph, visible: Sequence[int], row_of: dict[int, int], 
 
 
 def _has_room(others: list[tuple[int, int]], line: FlowLane) -> bool:
-    """Whether none of the others, which are sorted, overlaps the line; it may begin in the row in which one ends."""
+    """Return whether ``line`` overlaps none of the sorted ``others``; lines may share an end row."""
     at = bisect(others, (line.first, line.last))
     return (at == 0 or others[at - 1][1] <= line.first) and (at == len(others) or line.last <= others[at][0])

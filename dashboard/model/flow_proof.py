@@ -1,4 +1,4 @@
-"""Flow proof: which simple function of earlier values a value is, shown on the values themselves."""
+"""Proof that a tensor is a simple function of earlier tensors, by comparing their values."""
 
 from collections.abc import Sequence
 from math import prod
@@ -10,23 +10,23 @@ Array = np.ndarray[Any, Any]
 
 CAST, SLICE, CONCATENATE, SELECT_ROWS, ADD, MULTIPLY = "cast", "slice", "concatenate", "select rows", "add", "multiply"
 SAMPLE = 1 << 16
-"""Most elements that are compared; of larger tensors evenly spaced rows."""
+"""Maximum number of compared elements; evenly spaced rows of larger tensors are sampled."""
 EVIDENCE = 8
-"""Distinct values that a proof rests on at least: few values are equal by accident."""
+"""Minimum number of distinct values in a proof, since few values may be equal by chance."""
 _PROBE = 64
-"""Elements that are compared first."""
+"""Number of elements compared first."""
 _MAX_BYTES = 1 << 24
-"""Of a tensor that is searched."""
+"""Maximum size of a tensor that is searched for bytes."""
 _MAX_HITS = 16
 _ARITHMETIC = frozenset({"float16", "bfloat16", "float32", "float64"})
 
 
 def function_of(value: Array, earlier: Sequence[Array]) -> tuple[str, tuple[int, ...]] | None:
-    """The function that gives ``value``, and the indices of its arguments among ``earlier``; None if none is shown.
+    """Return the function that yields ``value`` and its argument indices in ``earlier``; None without a proof.
 
-    Looks for a cast, a slice along an axis, a concatenation along an axis, rows of a matrix in any order, and the sum
-    and the product of two values. A sum or a product is computed in float32 (of float64 values in float64) and rounded
-    to the dtype, as PyTorch does. Later values are tried first.
+    Tries a cast, a slice and a concatenation along one axis, a selection of matrix rows in any order, and the sum and
+    the product of two values. Sums and products are computed in float32 (in float64 if a value is float64) and rounded
+    to the dtype, as PyTorch does. Later candidates are tried first.
     """
     if not is_evidence(value):
         return None
@@ -39,12 +39,12 @@ def function_of(value: Array, earlier: Sequence[Array]) -> tuple[str, tuple[int,
 
 
 def is_evidence(value: Array) -> bool:
-    """Whether it holds enough distinct numbers not to be a function of other values by accident."""
+    """Return whether the tensor has enough distinct floating-point values that a match is not chance."""
     return is_float(value) and _num_distinct(_sample(value)) >= EVIDENCE
 
 
 def is_float(value: Array) -> bool:
-    """Whether it holds real floating-point numbers, bf16 and fp8 included."""
+    """Return whether the dtype is a real floating-point type, including bf16 and fp8."""
     return str(value.dtype.name).startswith(("float", "bfloat"))
 
 
@@ -58,7 +58,7 @@ def _cast(value: Array, earlier: Sequence[Array]) -> tuple[str, tuple[int, ...]]
 
 
 def _pieces(value: Array, earlier: Sequence[Array]) -> tuple[str, tuple[int, ...]] | None:
-    """As [outer, inner] for each axis: its rows are parts of another value's rows, or those of several in sequence."""
+    """Reshape to [outer, inner] per axis and test for a slice of another value's rows, or a concatenation."""
     for outer in dict.fromkeys(prod(value.shape[:axis]) for axis in range(value.ndim)):
         rows = value.reshape(outer, -1)
         others = {
@@ -76,7 +76,7 @@ def _pieces(value: Array, earlier: Sequence[Array]) -> tuple[str, tuple[int, ...
 
 
 def _has_part(whole: Array, part: Array) -> bool:
-    """Whether the rows of ``part`` are those of ``whole`` from one column on."""
+    """Return whether ``part`` is a contiguous range of columns of ``whole``, both [rows, columns]."""
     if whole[0].nbytes > _MAX_BYTES:
         return False
     text, wanted, size = whole[0].tobytes(), part[0, :_PROBE].tobytes(), part.dtype.itemsize
@@ -93,7 +93,7 @@ def _has_part(whole: Array, part: Array) -> bool:
 
 
 def _parts(rows: Array, others: dict[int, Array]) -> list[int]:
-    """The values whose rows, one after the other, are ``rows``; empty if there are none."""
+    """Return the indices of the values whose rows concatenate to ``rows``; empty if there are none."""
     indices: list[int] = []
     at = 0
     while at < rows.shape[1]:
@@ -147,14 +147,14 @@ def _elementwise(value: Array, earlier: Sequence[Array]) -> tuple[str, tuple[int
 
 
 def _broadcasts(value: Array, shape: tuple[int, ...]) -> bool:
-    """Whether PyTorch would extend the value to the shape."""
+    """Return whether PyTorch would broadcast the value to ``shape``."""
     if value.dtype.name not in _ARITHMETIC or value.ndim > len(shape):
         return False
     return all(own in (1, wanted) for own, wanted in zip(value.shape[::-1], shape[::-1], strict=False))
 
 
 def _is_result(function: np.ufunc, pair: tuple[Array, ...], value: Array, wide: Any) -> bool:
-    """Whether the function gives the value, and both arguments matter for it."""
+    """Return whether the function of ``pair`` yields ``value``, and both arguments affect the result."""
     one, other = (each.astype(wide) for each in pair)
     if not np.array_equal(function(one, other).astype(value.dtype), value):
         return False
@@ -163,20 +163,20 @@ def _is_result(function: np.ufunc, pair: tuple[Array, ...], value: Array, wide: 
 
 
 def _same_rows(one: Array, other: Array) -> bool:
-    """Whether two matrices of one shape are equal, first by a few elements."""
+    """Return whether two matrices of equal shape have equal bits in a sample; a few elements are compared first."""
     if not _equal_bits(one[0, :_PROBE], other[0, :_PROBE]):
         return False
     return _equal_bits(_lead(one), _lead(other))
 
 
 def _lead(matrix: Array) -> Array:
-    """Evenly spaced rows of a matrix, at most SAMPLE elements."""
+    """Return evenly spaced rows of a matrix, at most SAMPLE elements."""
     columns = matrix[:, :SAMPLE]
     return columns[_spaced(len(columns), max(SAMPLE // columns.shape[1], 1))]
 
 
 def _sample(value: Array) -> Array:
-    """Evenly spaced rows, flat."""
+    """Return evenly spaced rows, flattened, at most about SAMPLE elements."""
     if value.ndim < 2:
         return value.reshape(-1)[:SAMPLE]
     columns = value[..., :SAMPLE]

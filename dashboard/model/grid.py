@@ -1,7 +1,7 @@
-"""Grid: the heat map of a comparison, sites or layers × steps, ranks or tokens.
+"""Heat map of a comparison: sites or layers × steps, ranks or tokens.
 
-A cell holds the largest error ÷ floor of what it stands for and its worst verdict. Cells are only ever joined by their
-maximum, so that a bad one never disappears in an average.
+A cell has the worst verdict and the largest error ÷ floor of its members. Cells are merged only by maximum, so a bad
+cell never disappears in an average.
 """
 
 import math
@@ -23,7 +23,7 @@ Array = np.ndarray[Any, Any]
 AnyGrid = TypeVar("AnyGrid", bound="Grid")
 
 EMPTY = "·"
-"""Nothing was compared."""
+"""Glyph of a cell without a comparison."""
 BY_SEVERITY = (
     None,
     Verdict.ONLY_TARGET,
@@ -34,45 +34,45 @@ BY_SEVERITY = (
     Verdict.DIFFERS,
     Verdict.NONFINITE,
 )
-"""Code of a cell -> its verdict; the largest code wins where cells are joined."""
+"""Code of a cell -> its verdict; merged cells take the largest code."""
 CODES = {verdict: code for code, verdict in enumerate(BY_SEVERITY)}
 _FEW = 8
-"""Rows that are joined by a loop have at least this many members."""
+"""Average number of members per row from which a loop over rows is faster than ``reduceat``."""
 _DECADES = 9
-"""Most decades above the floor that have a digit of their own."""
+"""Largest number of decades above the floor that has its own digit."""
 
 
 @dataclass(frozen=True, slots=True)
 class GridRow:
-    """A row: a layer, a module outside every layer, or a site."""
+    """Row of a heat map: a layer, a module outside all layers, or a site."""
 
     name: str
-    """The layer's number, the module's path (empty for the model itself), or the site."""
+    """Layer number, module path (empty for the model itself), or site."""
     label: str
-    """``layer 12``, ``lm_head``; ``(root)`` for the model itself; of a row in another one relative to that."""
+    """``layer 12`` or ``lm_head``; ``(root)`` for the model itself; a nested row's label is relative to its parent."""
     verdict: Verdict
-    """The worst of its findings, over all steps."""
+    """Worst verdict of the row's findings, over all columns."""
     orders: tuple[int, ...]
-    """Its findings, by their place in execution order."""
+    """Indices of the row's members: findings in execution order, or rows of the grid that was grouped."""
     is_cause: bool = False
-    """Whether one of them adds an error of its own."""
+    """Whether the row contains a producer, which adds its own error."""
 
 
 @dataclass(frozen=True, slots=True)
 class GridColumn:
-    """A column: consecutive compared steps, ranks or tokens of the target."""
+    """Column of a heat map: consecutive compared steps, ranks or tokens of the target."""
 
     first: int
-    """Step, rank, or index among all tokens."""
+    """First step, rank, or index among all tokens."""
     last: int
     name: str = ""
-    """Of a token: ``0:5`` for position 5 of request 0; else empty."""
+    """Name of a token, ``0:5`` for position 5 of request 0; empty for steps and ranks."""
     last_name: str = ""
-    """Of the last of several tokens."""
+    """Name of the last token, if the column spans several."""
 
     @property
     def label(self) -> str:
-        """``7``, ``7-12``, ``0:5`` or ``0:5…0:8``."""
+        """Text of the column: ``7``, ``7-12``, ``0:5`` or ``0:5…0:8``."""
         if self.name:
             return f"{self.name}…{self.last_name}" if self.last_name else self.name
         return str(self.first) if self.first == self.last else f"{self.first}-{self.last}"
@@ -80,24 +80,24 @@ class GridColumn:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One cell for people and programs."""
+    """One cell of a heat map."""
 
     verdict: Verdict | None
-    """None where nothing was compared."""
+    """Worst verdict; None if nothing was compared."""
     ratio: float
-    """error ÷ floor; 0 for equal, inf where no floor applies, nan where nothing was compared."""
+    """error ÷ floor; 0 for equal values, inf if no floor applies, nan if nothing was compared."""
 
     @property
     def value(self) -> float | None:
-        """log10(error ÷ floor); None where that is not finite."""
+        """log10(error ÷ floor); None unless finite."""
         return math.log10(self.ratio) if 0.0 < self.ratio < math.inf else None
 
     @property
     def glyph(self) -> str:
-        """One character that needs no colour.
+        """One character that represents the cell without color.
 
-        ``1`` to ``9``: decades above the floor, so ``2`` is up to 100 times; ``!``: it differs by another measure;
-        ``%``: not finite; ``#``: not comparable; ``~``: within the floor; ``=``: equal; ``·``: nothing compared.
+        ``1`` to ``9``: decades above the floor, so ``2`` is up to 100 times; ``!``: differs by another measure; ``%``:
+        non-finite; ``#``: not comparable; ``~``: within the floor; ``=``: equal; ``·``: not compared.
         """
         if self.verdict is None:
             return EMPTY
@@ -107,28 +107,28 @@ class Cell:
 
     @property
     def text(self) -> str:
-        """error ÷ floor as every front end shows it; ``-`` where it is not a number."""
+        """error ÷ floor as all front ends show it; ``-`` if it is not a number."""
         is_measured = math.isfinite(self.ratio) and (self.ratio > 0.0 or self.verdict is not Verdict.CLOSE)
         return share(self.ratio) if is_measured and self.verdict is not None else "-"
 
 
 @dataclass(frozen=True, slots=True)
 class GridRowData:
-    """A row as JSON."""
+    """A heat-map row as JSON."""
 
     name: str
     label: str
     verdict: str
     is_cause: bool
     glyphs: str
-    """One character a column, see :attr:`Cell.glyph`."""
+    """One character per column, see :attr:`Cell.glyph`."""
     values: tuple[float | None, ...]
-    """log10(error ÷ floor) by column."""
+    """log10(error ÷ floor) per column."""
 
 
 @dataclass(frozen=True, slots=True)
 class GridData:
-    """A grid as JSON."""
+    """A heat map as JSON."""
 
     columns: tuple[GridColumn, ...]
     rows: tuple[GridRowData, ...]
@@ -136,66 +136,70 @@ class GridData:
 
 @dataclass(frozen=True, slots=True)
 class PackedRow:
-    """A row of a report's heat map."""
+    """A heat-map row in the compact JSON of a report."""
 
     label: str
     verdict: str
     is_cause: bool
     glyphs: str
     cells: str
-    """error ÷ floor by column, separated by spaces; ``TEXT*N`` stands for N columns, see :func:`_run_lengths`."""
+    """error ÷ floor per column, separated by spaces; ``TEXT*N`` repeats TEXT for N columns, see :func:`_run_lengths`.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class PackedGrid:
-    """A heat map as a report and a page hold it."""
+    """A heat map in the compact JSON of a report or web page."""
 
     columns: tuple[tuple[int, int], ...]
     """First and last step of each column."""
     rows: tuple[PackedRow, ...]
     axis: str = "step"
-    """What a column is: ``step``, ``rank`` or ``token``."""
+    """Meaning of a column: ``step``, ``rank`` or ``token``."""
     names: tuple[str, ...] = ()
-    """Labels of the columns, where their numbers do not name them."""
+    """Labels of the columns; empty if their numbers suffice."""
     spans: tuple[tuple[int, int], ...] = ()
-    """First and last row of the table that each line joins; empty for sites and layers."""
+    """First and last table row that each line merges; empty for sites and layers."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Grid:
-    """Rows × columns."""
+    """A heat map: rows × columns with an error and a verdict per cell."""
 
     rows: tuple[GridRow, ...]
     columns: tuple[GridColumn, ...]
     ratios: Array
-    """[rows, columns] float64: the largest error ÷ floor; nan where nothing was compared."""
+    """[rows, columns] float64, the largest error ÷ floor; nan if nothing was compared."""
     codes: Array
-    """[rows, columns] uint8: the worst verdict."""
+    """[rows, columns] uint8, the worst verdict as an index of :data:`BY_SEVERITY`."""
     axis: str = "step"
-    """What a column is: ``step``, ``rank`` or ``token``."""
+    """Meaning of a column: ``step``, ``rank`` or ``token``."""
 
     def cell(self, row: int, column: int) -> Cell:
-        """The content of one cell."""
+        """Return the cell at ``row`` and ``column``."""
         return Cell(BY_SEVERITY[self.codes[row, column]], float(self.ratios[row, column]))
 
     def column_of(self, step: int) -> int | None:
-        """The column that holds a step."""
+        """Return the index of the column that contains ``step``; None if no column does."""
         return next((i for i, each in enumerate(self.columns) if each.first <= step <= each.last), None)
 
     def span(self, first: int, stop: int) -> Self:
-        """The columns from ``first`` to ``stop``."""
+        """Return the columns with indices from ``first`` up to, not including, ``stop``."""
         here = slice(first, stop)
         return replace(self, columns=self.columns[here], ratios=self.ratios[:, here], codes=self.codes[:, here])
 
     def within(self, first: int, last: int) -> Self:
-        """The columns of the steps, ranks or tokens ``first`` to ``last``. Raises ConfigError if there are none."""
+        """Return the columns that overlap the steps, ranks or tokens from ``first`` to ``last``, inclusive.
+
+        Raises ConfigError if there are none.
+        """
         here = [i for i, each in enumerate(self.columns) if each.first <= last and each.last >= first]
         if not here:
             raise ConfigError(f"no {self.axis} from {first} to {last} in the heat map")
         return self.span(here[0], here[-1] + 1)
 
     def binned(self, num_columns: int) -> Self:
-        """At most ``num_columns`` columns, each the maximum of those it joins."""
+        """Merge adjacent columns by maximum so that at most ``num_columns`` remain."""
         num = len(self.columns)
         if num <= num_columns or num_columns < 1:
             return self
@@ -205,23 +209,23 @@ class Grid:
         return replace(self, columns=columns, ratios=ratios, codes=codes)
 
     def grouped(self, rows: Sequence[GridRow]) -> Self:
-        """These rows instead; their ``orders`` are indices of the rows of this grid."""
+        """Merge rows by maximum into the given ``rows``, whose ``orders`` are row indices of this grid."""
         order = np.array([i for row in rows for i in row.orders], np.int64)
         starts = np.cumsum([0, *(len(row.orders) for row in rows)][:-1]) if rows else np.zeros(0, np.int64)
-        in_order = np.array_equal(order, np.arange(len(self.rows)))  # as layers mostly are: nothing is copied
+        in_order = np.array_equal(order, np.arange(len(self.rows)))  # usual for layers: avoids a copy
         shuffled = self if in_order else replace(self, ratios=self.ratios[order], codes=self.codes[order])
         ratios, codes = shuffled._joined(starts, axis=0)
         return replace(self, rows=tuple(rows), ratios=ratios, codes=codes)
 
     def selected(self, indices: Sequence[int]) -> Self:
-        """Some of the rows."""
+        """Return the rows with the given indices."""
         picked = list(indices)
         return replace(
             self, rows=tuple(self.rows[i] for i in picked), ratios=self.ratios[picked], codes=self.codes[picked]
         )
 
     def packed(self) -> "PackedGrid":
-        """As JSON of few bytes: formatted values, repeated ones counted."""
+        """Return compact JSON: formatted values with run-length encoding."""
         return PackedGrid(
             tuple((each.first, each.last) for each in self.columns),
             tuple(
@@ -239,7 +243,7 @@ class Grid:
             yield row, [self.cell(r, c) for c in range(len(self.columns))]
 
     def data(self) -> GridData:
-        """As JSON."""
+        """Return the grid as JSON."""
         rows = tuple(
             GridRowData(
                 row.name,
@@ -257,7 +261,7 @@ class Grid:
         if not self.ratios.size or not len(starts):
             shape = (len(starts), self.ratios.shape[1]) if axis == 0 else (self.ratios.shape[0], len(starts))
             return np.full(shape, np.nan), np.zeros(shape, np.uint8)
-        if axis == 0 and len(starts) * _FEW <= len(self.ratios):  # reduceat along rows is seven times as slow
+        if axis == 0 and len(starts) * _FEW <= len(self.ratios):  # reduceat along rows is seven times slower
             stops = [*starts[1:].tolist(), len(self.ratios)]
             spans = [slice(a, b) for a, b in zip(starts.tolist(), stops, strict=True)]
             ratios = np.stack([np.fmax.reduce(self.ratios[span], axis=0) for span in spans])
@@ -266,14 +270,14 @@ class Grid:
 
 
 def joined_columns(columns: Sequence[GridColumn]) -> GridColumn:
-    """Neighbouring columns as one."""
+    """Merge adjacent columns into one."""
     first, last = columns[0], columns[-1]
     is_one = len(columns) == 1
     return first if is_one else GridColumn(first.first, last.last, first.name, last.last_name or last.name)
 
 
 def layer_grid(sites: AnyGrid) -> AnyGrid:
-    """A row per layer, and per module outside every layer, in the order in which they run first."""
+    """Merge sites into one row per layer and one per module outside all layers, in order of first execution."""
     members: dict[tuple[str, bool], list[int]] = {}
     for i, row in enumerate(sites.rows):
         members.setdefault(group_of(row.name), []).append(i)
@@ -283,7 +287,7 @@ def layer_grid(sites: AnyGrid) -> AnyGrid:
 
 
 def joined_row(sites: Sequence[GridRow], name: str, label: str, orders: Sequence[int]) -> GridRow:
-    """A row that stands for some sites."""
+    """Return the row that merges the sites with the indices ``orders``."""
     own = [sites[i] for i in orders]
     return GridRow(
         name, label, worst([each.verdict for each in own]), tuple(orders), any(each.is_cause for each in own)
@@ -291,19 +295,19 @@ def joined_row(sites: Sequence[GridRow], name: str, label: str, orders: Sequence
 
 
 def group_of(site: str) -> tuple[str, bool]:
-    """Name of the row of :func:`layer_grid` that a site belongs to, and whether that is a layer."""
+    """Return the name of the site's row in :func:`layer_grid`, and whether that row is a layer."""
     path = module_of(site)
     layer = layer_of(path)
     return (path, False) if layer is None else (str(layer), True)
 
 
 def worst(verdicts: Iterable[Verdict]) -> Verdict:
-    """The most severe one."""
+    """Return the most severe verdict."""
     return max(set(verdicts), key=lambda verdict: CODES[verdict])
 
 
 def _labels(names: Iterable[tuple[str, bool]]) -> dict[tuple[str, bool], str]:
-    """The last component of a module's path, or where several end like that the whole path."""
+    """Label each row: ``layer N``, or the last component of a module path, the whole path if that is ambiguous."""
     last = {who: who[0].rpartition(".")[2] for who in names if not who[1]}
     often = Counter(last.values())
     labels = {who: name if often[name] == 1 else who[0] for who, name in last.items()}
@@ -311,7 +315,10 @@ def _labels(names: Iterable[tuple[str, bool]]) -> dict[tuple[str, bool], str]:
 
 
 def _run_lengths(cells: Sequence[Cell]) -> str:
-    """Values are shortened: ``.45`` for 0.45, ``5.8e4`` for 5.8e+04, ``5.8E4`` for 5.8e-04."""
+    """Encode the error ÷ floor of cells: repeated values as ``TEXT*N``, numbers shortened as by :func:`_short`.
+
+    ``.45`` stands for 0.45, ``5.8e4`` for 5.8e+04, ``5.8E4`` for 5.8e-04.
+    """
     return " ".join(
         text if (num := len(list(same))) == 1 else f"{text}*{num}"
         for text, same in groupby(_short(cell.text) for cell in cells)

@@ -1,4 +1,4 @@
-"""Grid levels: what a row of a heat map consists of, from layers over modules down to sites."""
+"""Levels of a heat map: layers, their modules and submodules, and sites."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -9,29 +9,29 @@ from tapscope.core.site import module_of
 from tapscope.dashboard.model.grid import AnyGrid, GridRow, PackedGrid, joined_row, layer_grid
 
 MAX_CELLS = 200_000
-"""Of a level; where there are more, columns are joined by their maximum."""
+"""Maximum number of cells in a level; columns are merged by maximum if there are more."""
 
 
 @dataclass(frozen=True, slots=True)
 class GridLevel:
-    """A level of a heat map as a page shows it."""
+    """One level of a heat map, as the web page shows it."""
 
     grid: PackedGrid
     names: tuple[str, ...]
-    """Of each row: its module or site; of a layer its number."""
+    """Module or site of each row; the number of a layer."""
     sites: tuple[int | None, ...]
-    """Of each row: its place among all sites; None for what consists of several."""
+    """Index of each row's site among all sites; None for a row with several sites."""
     around: tuple[str, ...]
-    """Labels of the rows that the level is in, outermost first; empty for the layers."""
+    """Labels of the enclosing rows, outermost first; empty for the layers."""
     path: str = ""
-    """The innermost module that holds the whole level; empty for the layers."""
+    """Innermost module that contains the whole level; empty for the layers."""
 
 
 def grid_level(sites: AnyGrid, at: Sequence[int], max_columns: int, within: tuple[int, int] | None = None) -> GridLevel:
-    """The layers, or below them what is in the row that ``at`` leads to: rows of successive levels, from the layers on.
+    """Return the level at path ``at``: row indices of successive levels, starting at the layers; empty for the layers.
 
-    ``within`` restricts the columns to those from the first to the last of its steps, ranks or tokens. Raises
-    ConfigError for a row or a range of columns that does not exist.
+    ``within`` restricts the columns to an inclusive range of steps, ranks or tokens. Raises ConfigError for a row or a
+    range of columns that does not exist.
     """
     layers = layer_grid(sites)
     rows, around, path = layers.rows, list[str](), ""
@@ -54,10 +54,10 @@ def grid_level(sites: AnyGrid, at: Sequence[int], max_columns: int, within: tupl
 
 
 def inner_rows(sites: Sequence[GridRow], row: GridRow) -> tuple[GridRow, ...]:
-    """The next level below a row: the modules in it and its own sites, in the order in which they run first.
+    """Return the level below a row: its submodules and own sites, in order of first execution; empty for a site.
 
-    ``sites`` are the rows of all sites, and the ``orders`` of every row index them. A module with one site is that
-    site, and one whose sites are all in one submodule is that submodule. A site has no rows below it.
+    ``sites`` are the rows of all sites; the ``orders`` of every row are indices of ``sites``. A module with a single
+    site is represented by the site, and a module with all sites in one submodule by the submodule.
     """
     if len(row.orders) < 2:
         return ()
@@ -71,7 +71,7 @@ def inner_rows(sites: Sequence[GridRow], row: GridRow) -> tuple[GridRow, ...]:
 
 
 def module_grid(sites: AnyGrid) -> AnyGrid:
-    """The level below the layers, of all of them: a row per module that is directly in one, and per site of its own."""
+    """Return the combined level below all layers: a row per direct submodule, and per site of a layer itself."""
     rows: list[GridRow] = []
     for layer in layer_grid(sites).rows:
         inner = inner_rows(sites.rows, layer) or tuple(sites.rows[i] for i in layer.orders)
@@ -85,7 +85,8 @@ def _row(sites: Sequence[GridRow], around: str, own: Sequence[int]) -> GridRow:
 
 
 def _common_path(names: Iterable[str]) -> str:
-    """The innermost module that holds all of these sites; empty for the model itself."""
+    """Return the innermost module that contains all of these sites; empty for the model itself."""
     paths = [module_of(name).split(".") for name in names]
-    pairs = zip(min(paths), max(paths), strict=False)  # what the first and the last share, those between share too
+    # all paths between the smallest and the largest share the common prefix of the two
+    pairs = zip(min(paths), max(paths), strict=False)
     return ".".join(one for one, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -1,4 +1,4 @@
-"""LiveView: a run while it is recorded, as it is now or as it was after a step."""
+"""View of a run that is being recorded, in its current state or as of an earlier step."""
 
 import math
 from collections.abc import Callable
@@ -18,21 +18,21 @@ STATES = {
 
 @dataclass(frozen=True, slots=True)
 class LivePoint:
-    """A finished step, and what had been recorded up to its end."""
+    """A finished step, with the cumulative counts at its end."""
 
     step: int
     num_steps: int
     num_records: int
     num_dropped: int
     num_nonfinite: int
-    """Records that hold values that are not finite."""
+    """Number of records with non-finite values."""
     values: dict[str, float | None]
-    """Metrics of the step: the largest of all ranks; null if not finite."""
+    """Metrics of the step, the maximum over all ranks; null if not finite."""
 
 
 @dataclass(frozen=True, slots=True)
 class LiveAnomaly:
-    """A record that is not finite."""
+    """A record with non-finite values."""
 
     step: int
     rank: int
@@ -40,52 +40,53 @@ class LiveAnomaly:
 
     @property
     def text(self) -> str:
-        """Site, step and rank."""
+        """Site, step and rank as text."""
         return f"{self.site} step {self.step} rank {self.rank}"
 
 
 @dataclass(frozen=True, slots=True)
 class LiveView:
-    """A run while it is recorded."""
+    """State of a run that is being recorded."""
 
     number: int
-    """Goes up with every change; the id of the server-sent event."""
+    """Counter that increases with every change; the id of the server-sent event."""
     state: str
-    """``recording``, ``closed`` or ``dead``: the recorder no longer holds its lock and did not close the run."""
+    """``recording``, ``closed``, or ``dead`` if the recorder released its lock without closing the run."""
     num_records: int
     num_steps: int
     last_step: int | None
     num_dropped: int
     num_nonfinite: int
     records_per_s: float | None
-    """Null for a step that is over."""
+    """Null in the view of an earlier step."""
     bytes_unread: int
     anomalies: tuple[LiveAnomaly, ...]
-    """The latest ones."""
+    """The latest records with non-finite values."""
     first_anomaly: LiveAnomaly | None
-    """The first one of the earliest step."""
+    """The first record with non-finite values in the earliest step."""
     points: tuple[LivePoint, ...]
-    """The latest steps, in order."""
+    """The latest finished steps, in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class LivePage:
-    """A run while it is recorded, as the web page draws it: now, or as it was after a step."""
+    """Content of the web page of a live run, in its current state or as of an earlier step."""
 
     name: str
-    """Of the run."""
+    """Name of the run."""
     view: LiveView
-    """Without its points."""
+    """The state of the run, without its points."""
     state: str
-    """In words."""
+    """State for the user, such as ``RECORDING``."""
     facts: tuple[Fact, ...]
     series: tuple[Series, ...]
     steps: tuple[int, ...]
-    """The steps that :func:`live_page` has, in order."""
+    """Steps that :func:`live_page` accepts, in order."""
 
 
 def live_page(view: LiveView, name: str, step: int | None = None) -> LivePage:
-    """The page of a run as it is now, or as it was after ``step``; raises ValueError."""
+    """Build the page of a run in its current state, or as of ``step``. Raises ValueError for a step before all kept
+    ones."""
     shown = view if step is None else view_at(view, step)
     steps = tuple(point.step for point in view.points)
     series, state = live_series(shown).series, STATES[view.state]
@@ -93,7 +94,8 @@ def live_page(view: LiveView, name: str, step: int | None = None) -> LivePage:
 
 
 def view_at(view: LiveView, step: int) -> LiveView:
-    """The run as it was after this step, or the last one before it among those that are kept; raises ValueError."""
+    """Return the state as of ``step``, or of the last kept step before. Raises ValueError for a step before all kept
+    ones."""
     points = tuple(point for point in view.points if point.step <= step)
     if not points:
         why = f"the oldest kept step is {view.points[0].step}" if view.points else "no step has been recorded"
@@ -115,7 +117,7 @@ def view_at(view: LiveView, step: int) -> LiveView:
 
 
 def live_facts(view: LiveView) -> tuple[Fact, ...]:
-    """Numbers of the run as text."""
+    """Return counts and rates of the run as text."""
     first = f", first {printable(view.first_anomaly.text)}" if view.first_anomaly is not None else ""
     rate = "-" if view.records_per_s is None else count(round(view.records_per_s))
     return (
@@ -130,13 +132,14 @@ def live_facts(view: LiveView) -> tuple[Fact, ...]:
 
 
 def live_series(view: LiveView) -> SiteSeries:
-    """Records and drops of each step, and the metrics: those of the recorder's queue, latency and KV cache first."""
+    """Return series of records and drops per step, and of all metrics; queue, latency and KV cache come first."""
     added: tuple[tuple[str, Callable[[LivePoint], int]], ...] = (
         ("records", lambda point: point.num_records),
         ("dropped", lambda point: point.num_dropped),
     )
     series = []
-    is_whole = bool(view.points) and view.points[0].num_steps == 1  # else what the first point added is unknown
+    # without the step before, the increment of the first point is unknown
+    is_whole = bool(view.points) and view.points[0].num_steps == 1
     for name, total in added:
         totals = [total(point) for point in view.points]
         values = [
@@ -152,7 +155,7 @@ def live_series(view: LiveView) -> SiteSeries:
 
 
 def _with_usage(values: dict[str, float | None]) -> dict[str, float | None]:
-    """The share of the KV cache that is used instead of its size, which never changes."""
+    """Replace the KV cache's page counts by its usage from 0 to 1, because the total is constant."""
     used, total = values.get("kv_pages_used"), values.get("kv_pages_total")
     if used is None or not total:
         return values
@@ -160,7 +163,7 @@ def _with_usage(values: dict[str, float | None]) -> dict[str, float | None]:
 
 
 def largest(one: float | None, other: float | None) -> float | None:
-    """The larger value of two ranks; None if either is not finite."""
+    """Return the larger value of two ranks; None if either is not finite."""
     if one is None or other is None or not (math.isfinite(one) and math.isfinite(other)):
         return None
     return max(one, other)

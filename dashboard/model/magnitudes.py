@@ -1,4 +1,4 @@
-"""MagnitudeGrid: the heat map of one run, sites or layers × steps, by one of several measures of the values."""
+"""Heat map of one run, sites or layers × steps, by one of several measures of magnitude."""
 
 import math
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from tapscope.run_format.records import Records
 Array = np.ndarray[Any, Any]
 
 MEASURES = ("|max|", "rms", "not finite", "zeros")
-"""The largest magnitude, the rms, and the number of values that are not finite or zero."""
+"""Measures of a cell: largest magnitude, rms, and the number of non-finite or zero values."""
 MAX_COLUMNS = 500
 _MAGNITUDES = MEASURES[:2]
 _ZERO = "∅"
@@ -29,38 +29,43 @@ _ZERO = "∅"
 
 @dataclass(frozen=True, slots=True)
 class MagnitudeCell(Cell):
-    """One cell; :attr:`ratio` holds its measure."""
+    """Cell of a run's heat map; :attr:`ratio` is its measure."""
 
     scale: LevelScale = field(default_factory=LevelScale)
-    """Of the run's measures, without those of the sites that are :attr:`MagnitudeGrid.aside`."""
+    """Scale of the run's measures, excluding the sites in :attr:`MagnitudeGrid.aside`."""
     shows_nonfinite: bool = True
-    """Whether values that are not finite hide the measure of the others."""
+    """Whether non-finite values take precedence over the measure of the finite ones."""
 
     @property
     def glyph(self) -> str:
-        """``1`` to ``9`` from the run's smallest to its largest measure on a log scale; ``∅`` for zero; ``%`` for
-        values that are not finite, unless these are counted; ``·`` without statistics."""
+        """``1`` to ``9`` on a log scale from the run's smallest to its largest measure.
+
+        ``∅`` is zero, ``%`` non-finite unless the measure is a count, ``·`` without statistics.
+        """
         is_bad = self.shows_nonfinite and self.verdict is Verdict.NONFINITE
         return self.scale.glyph(self.ratio, bad=is_bad, zero=_ZERO)
 
     @property
     def text(self) -> str:
-        """The measure; ``-`` without statistics."""
+        """The measure as text; ``-`` without statistics."""
         return _text(self.ratio, is_count=not self.shows_nonfinite)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class MagnitudeGrid(Grid):
-    """As :class:`.Grid`: ``ratios`` holds the measure, and the only bad verdict is ``nonfinite``."""
+    """A :class:`.Grid` whose ``ratios`` are the measure, and whose only bad verdict is ``nonfinite``."""
 
     measure: str = MEASURES[0]
     scale: LevelScale = field(default_factory=LevelScale)
     aside: frozenset[str] = frozenset()
-    """Sites that rows of several sites ignore, because their measures are not comparable: masks, and, for magnitudes,
-    integers such as ids and positions. NaN and infinity in them still count, and so do they if a row has no others."""
+    """Sites without comparable measures, which merged rows ignore: masks and, for magnitudes, integers such as token
+    ids.
+
+    Their NaN and infinity still count, and so do their measures if a row has no other sites.
+    """
 
     def grouped(self, rows: Sequence[GridRow]) -> Self:
-        """As :meth:`.Grid.grouped`, without the measures of the sites that are :attr:`aside`."""
+        """Merge rows as :meth:`.Grid.grouped` does, ignoring the measures of the sites in :attr:`aside`."""
         every = Grid.grouped(self, rows)
         kept = [replace(row, orders=tuple(self._counted(row.orders))) for row in rows]
         if all(len(row.orders) == len(few.orders) for row, few in zip(rows, kept, strict=True)):
@@ -72,19 +77,19 @@ class MagnitudeGrid(Grid):
         return counted or rows
 
     def cell(self, row: int, column: int) -> MagnitudeCell:
-        """The content of one cell."""
+        """Return the cell at ``row`` and ``column``."""
         verdict = Verdict.NONFINITE if self.codes[row, column] else Verdict.SAME
         return MagnitudeCell(verdict, float(self.ratios[row, column]), self.scale, self.shows_nonfinite)
 
     @property
     def shows_nonfinite(self) -> bool:
-        """Whether values that are not finite hide the measure of the others: counts are shown as they are."""
+        """Whether non-finite values take precedence over the measure; False for counts."""
         return self.measure in _MAGNITUDES
 
     def largest(self, rows: Sequence[int], column: int | None = None) -> tuple[int, int] | None:
-        """(row, column) of the largest measure in these rows, in one column or in all; the first of equal ones.
+        """Return (row, column) of the largest measure in ``rows``, in one column or in all; the first one on ties.
 
-        Values that are not finite come first, unless they are counted. None where no statistics were recorded.
+        Non-finite values rank first unless the measure is a count. None if there are no statistics.
         """
         columns = slice(None) if column is None else slice(column, column + 1)
         values, codes = (each[list(rows), columns] for each in (self.ratios, self.codes))
@@ -95,13 +100,13 @@ class MagnitudeGrid(Grid):
             return None
         ranked = np.where(known, values, -np.inf)
         place = int(np.argmax(np.where(bad, ranked, -np.inf) if bad.any() else ranked))
-        if bad.any() and not bad.ravel()[place]:  # none of the bad ones has a measure
+        if bad.any() and not bad.ravel()[place]:  # no non-finite cell has a measure
             place = int(np.argmax(bad))
         row, at = divmod(place, values.shape[1])
         return rows[row], at + (column or 0)
 
     def packed(self) -> PackedGrid:
-        """As a page holds it: the measures of a row separated by spaces."""
+        """Return compact JSON for a page: the measures of a row, separated by spaces."""
         glyphs = self.scale.glyphs(self.ratios, (self.codes > 0) & self.shows_nonfinite, _ZERO)
         text = partial(_text, is_count=not self.shows_nonfinite)
         rows = [
@@ -120,10 +125,10 @@ def magnitudes_of(
     measure: str = MEASURES[0],
     within: tuple[int, int] | None = None,
 ) -> MagnitudeGrid:
-    """The largest measure of every site, in the order of their first records, by step, over all ranks or of one.
+    """Return the largest measure per site and step, over all ranks or of one; sites are in order of first records.
 
-    Steps beyond ``max_columns`` are joined by their maximum. ``within`` restricts the steps to those from the first to
-    the last; rows and scale stay those of all. Raises ConfigError for an unknown measure, or a range without steps.
+    Steps beyond ``max_columns`` are binned by maximum. ``within`` restricts the columns to an inclusive range of steps;
+    rows and scale remain those of all steps. Raises ConfigError for an unknown measure, or a range without steps.
     """
     if measure not in MEASURES:
         raise ConfigError(f"invalid measure {measure!r}: expected {', '.join(MEASURES)}")
@@ -169,7 +174,7 @@ def _rows(names: Sequence[str], is_bad: Array) -> tuple[GridRow, ...]:
 
 
 def _measured(records: Records, measure: str) -> Array:
-    """[records] float64: the measure of each; nan without statistics."""
+    """Return [records] float64: the measure of each record; nan without statistics."""
     if measure in _MAGNITUDES:
         return records.absmax if measure == "|max|" else records.rms
     counts = records.counts.astype(np.float64)

@@ -1,4 +1,4 @@
-"""ModuleGraph: the modules of a run or a comparison in execution order, with class, shapes, error, and data flow."""
+"""Module graph of a run or comparison, in execution order, with class, shapes, error, and data flow per module."""
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,13 +21,13 @@ from tapscope.run_format.records import Records
 from tapscope.run_format.run import Run
 
 FIRST_ROWS = 60
-"""Initially, levels are unfolded while the tree has at most this many rows."""
+"""Limit on the number of rows of the initially unfolded levels."""
 _VERDICTS = {code: verdict for verdict, code in CODES.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleNode:
-    """A module."""
+    """One module of the graph."""
 
     path: str
     """Empty for the model itself."""
@@ -36,60 +36,61 @@ class ModuleNode:
     cls: str
     """Class of the module; empty where it was not recorded."""
     depth: int
-    """Number of modules around it."""
+    """Number of ancestors."""
     parent: int | None
-    """Index of the module around it."""
+    """Index of the parent module."""
     shape: str
-    """Of its output in the target, or of its first value; empty where it has none."""
+    """Shape of the module's output, else of its first value, in the target; empty if there is none."""
     dtype: str
-    """The same, in short; ``fp32 → bf16`` where both runs differ."""
+    """Short dtype of the same value; ``fp32 → bf16`` if the runs differ."""
     site: str
-    """The site that stands for it: the worst one of a comparison, else the output or the first one."""
+    """Representative site: the worst one of a comparison, else the output or the first one."""
     verdict: str
-    """The worst verdict of its own sites; of one run ``nonfinite``, or empty."""
+    """Worst verdict of the module's own sites; for a single run ``nonfinite`` or empty."""
     worst_inside: str
-    """The worst verdict of it and of the modules in it."""
+    """Worst verdict in the module's subtree, including the module."""
     glyph: str
-    """One character for the error, as in the heat map; ``·`` where nothing was compared."""
+    """One character for the error, as in the heat map; ``·`` if nothing was compared."""
     ratio: Number
-    """The largest error ÷ floor of its own sites."""
+    """Largest error ÷ floor of the module's own sites."""
     is_cause: bool
-    """Whether it adds an error of its own."""
+    """Whether the module adds its own error."""
 
 
 @dataclass(frozen=True, slots=True)
 class DataFlow:
-    """The output of a module that another one received."""
+    """Data flow from the output of one module to the input of another."""
 
     producer: int
     consumer: int
     through: str = ""
-    """Empty where the bytes are equal; the function between them that the values show, such as ``add``; or
-    ``function`` where the flow is inferred from the order of the modules."""
+    """Empty if the bytes are equal; a function between the modules that the values prove, such as ``add``; or
+    ``function`` for a flow that is inferred from the order of the modules."""
 
     @property
     def is_inferred(self) -> bool:
-        """Whether it is likely and not shown."""
+        """Whether the flow is inferred and not proven by values."""
         return self.through == FUNCTION
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleGraph:
-    """Modules in execution order: a module before those in it, neighbours in the order of their first records."""
+    """Modules in preorder; siblings are in order of their first records."""
 
     title: str
     nodes: tuple[ModuleNode, ...]
     flows: tuple[DataFlow, ...]
-    """Each pair of modules once, by the strongest of the kinds of :mod:`~tapscope.dashboard.model.data_flow`."""
+    """One flow per pair of modules, of the strongest kind of :mod:`~tapscope.dashboard.model.data_flow`."""
     folded: tuple[int, ...]
-    """Modules that are folded at first: whole levels are shown while the tree is short, and what leads to a cause."""
+    """Indices of the initially folded modules. Whole levels are unfolded while the tree is short, and all paths to
+    causes."""
 
     def producers(self, node: int) -> dict[str, list[ModuleNode]]:
-        """Through what -> the modules whose outputs a module received."""
+        """Return function -> modules whose outputs this module received through the function."""
         return self._by_function((each.through, each.producer) for each in self.flows if each.consumer == node)
 
     def consumers(self, node: int) -> dict[str, list[ModuleNode]]:
-        """Through what -> the modules that received its output."""
+        """Return function -> modules that received this module's output through the function."""
         return self._by_function((each.through, each.consumer) for each in self.flows if each.producer == node)
 
     def _by_function(self, flows: Iterable[tuple[str, int]]) -> dict[str, list[ModuleNode]]:
@@ -101,7 +102,7 @@ class ModuleGraph:
 
 @dataclass(frozen=True, slots=True)
 class _Value:
-    """A site of a module."""
+    """Value at one site of a module, of a run or a comparison."""
 
     site: str
     shape: str
@@ -114,9 +115,10 @@ class _Value:
 def comparison_graph(
     title: str, findings: Sequence[Finding], runs: Sequence[Run], origins: Sequence[int | None]
 ) -> ModuleGraph:
-    """``runs`` are baseline and target, ``origins`` as :meth:`Comparison.origins`.
+    """Build the module graph of a comparison.
 
-    Flows through functions are those of the target in its first step, on the lowest rank.
+    ``runs`` are baseline and target, ``origins`` the result of :meth:`Comparison.origins`. Flows through functions are
+    found in the first step of the target, on its lowest rank.
     """
     flows = [Flow(findings[i].site, findings[n].site) for n, i in enumerate(origins) if i is not None]
     flows += _through_functions(findings, runs[-1], {flow.consumer for flow in flows})
@@ -124,7 +126,7 @@ def comparison_graph(
 
 
 def run_graph(run: Run, records: Records) -> ModuleGraph:
-    """The modules of ``records``, those of one step on one rank in execution order."""
+    """Build the module graph of ``records``: one step on one rank, in execution order."""
     values: list[_Value] = []
     for record in records:
         anomaly, site = anomaly_of(record), record.key.site
@@ -135,7 +137,7 @@ def run_graph(run: Run, records: Records) -> ModuleGraph:
 
 
 def _through_functions(findings: Sequence[Finding], target: Run, known: Container[str]) -> Iterator[Flow]:
-    """Between sites of findings, other than to those that are ``known``."""
+    """Yield the flows through functions between sites of findings, except to consumers in ``known``."""
     records = target.records
     if not len(records):
         return
@@ -214,12 +216,15 @@ def _node(
 
 
 def _name(module: SiteNode) -> str:
-    """A numbered module with the name of its list."""
+    """Return the module's name; a numbered module includes the name of its list."""
     return ".".join(module.path.rsplit(".", 2)[-2:]) if module.name.isdigit() else module.name or "(root)"
 
 
 def _flows(flows: Iterable[Flow], number: Mapping[str, int]) -> tuple[DataFlow, ...]:
-    """From outputs to inputs of modules neither of which is in the other; of a pair of modules the strongest kind."""
+    """Return the flows from outputs to inputs between modules that do not contain each other.
+
+    Each pair of modules appears once, with the strongest kind of flow.
+    """
     by_pair: dict[tuple[int, int], DataFlow] = {}
     for flow in flows:
         source, target = module_of(flow.producer), module_of(flow.consumer)
@@ -233,7 +238,7 @@ def _flows(flows: Iterable[Flow], number: Mapping[str, int]) -> tuple[DataFlow, 
 
 
 def _strength(through: str) -> int:
-    """0 for equal bytes, 1 for a function that was shown, 2 for an inferred flow."""
+    """Rank a kind of flow: 0 for equal bytes, 1 for a proven function, 2 for an inferred flow. Lower is stronger."""
     return 0 if not through else 1 + (through == FUNCTION)
 
 

@@ -1,4 +1,4 @@
-"""Numbers for programs and for people."""
+"""Numbers as raw values with formatted text."""
 
 import math
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from tapscope.core import formatting
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """A raw value, null in JSON where it is missing or not finite, and the text that every front end shows."""
+    """Raw value and the text that all front ends show; the value is None if missing or not finite."""
 
     value: float | None
     text: str
@@ -19,20 +19,20 @@ MISSING = Number(None, "-")
 
 
 def magnitude(value: float | None) -> Number:
-    """Two significant digits: ``1.9e+00``."""
+    """Format with two significant digits: ``1.9e+00``."""
     return MISSING if value is None else Number(value if math.isfinite(value) else None, formatting.number(value))
 
 
 def fixed(value: float) -> Number:
-    """Six decimals, for a cosine: ``0.999998``."""
+    """Format with six decimals, for a cosine: ``0.999998``."""
     return Number(value if math.isfinite(value) else None, f"{value:.6f}")
 
 
 def ratio(value: float) -> Number:
-    """An error in multiples of its noise floor: ``0.45``, ``2.6``, ``130``."""
+    """Format an error in multiples of its noise floor: ``0.45``, ``2.6``, ``130``."""
     return Number(value if math.isfinite(value) else None, share(value))
 
 
 def count(value: int) -> Number:
-    """An integer with thousands separators: ``1,132``."""
+    """Format an integer with thousands separators: ``1,132``."""
     return Number(float(value), formatting.count(value))

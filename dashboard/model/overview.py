@@ -1,4 +1,4 @@
-"""Overview: histograms, profiles by channel and row, and metrics of all values of a table."""
+"""Overview of a table's values: histograms, profiles by channel and row, and metrics."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -19,14 +19,14 @@ from tapscope.dashboard.model.value_table import ValueTable
 Array = np.ndarray[Any, Any]
 
 BINS = 40
-"""Of the histogram of values."""
+"""Maximum number of bins in the histogram of values."""
 PROFILE_CELLS = 1000
-"""Most cells of a profile; beyond, neighbouring channels or rows share one."""
+"""Maximum number of cells in a profile; adjacent channels or rows share a cell if there are more."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedBin:
-    """A bin of several histograms with the same edges."""
+    """Histogram bin with the counts of both sides and of their difference."""
 
     low: float
     high: float
@@ -38,25 +38,25 @@ class SharedBin:
 
 @dataclass(frozen=True, slots=True)
 class ProfileCell:
-    """A channel or a row, or several neighbouring ones, of which it shows the worst."""
+    """Cell of a profile: a channel or row, or the worst of several adjacent ones."""
 
     share: float | None
-    """Its value ÷ the largest, from 0 to 1; null where a value is not finite."""
+    """Value ÷ the largest value of the profile, from 0 to 1; None for a non-finite value."""
     text: str
     at: int
-    """The channel or row with that value."""
+    """Index of the channel or row with that value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Overview:
-    """Histograms, profiles and metrics of a table."""
+    """Histograms, profiles and metrics of a value table."""
 
     what: str
-    """Of the profiles: ``max |Δ|`` of a pair, ``max |x|`` of one run."""
+    """Measure of the profiles: ``max |Δ|`` of a pair, ``max |x|`` of a single run."""
     values: tuple[SharedBin, ...]
-    """Values of both sides on the same bins of equal width, a power of two; their differences are not in it."""
+    """Histogram of both sides with bins of equal width, a power of two; differences are not counted."""
     magnitudes: tuple[SharedBin, ...]
-    """|baseline|, |target| and |difference| by powers of two, on the same bins; zeros are left out."""
+    """Histogram of |baseline|, |target| and |difference|, one bin per power of two; zeros are left out."""
     channels: tuple[ProfileCell, ...]
     rows: tuple[ProfileCell, ...]
     cosine: Number
@@ -70,11 +70,11 @@ class Overview:
     ulp_p99: Number
     ulp_max: Number
     num_nonfinite: int
-    """Elements that are not finite, on either side."""
+    """Number of elements that are non-finite on either side."""
 
 
 def overview(table: ValueTable) -> Overview:
-    """Reads all values once."""
+    """Compute the overview of a table in one pass over its values."""
     collected = _Accumulator(table)
     for row, left, right in table.chunks():
         collected.add(row, left, right)
@@ -82,21 +82,21 @@ def overview(table: ValueTable) -> Overview:
 
 
 class EqualBins:
-    """Counts of two sides on at most :data:`BINS` bins of equal width, a power of two.
+    """Histogram of two sides with at most :data:`BINS` bins of equal width, a power of two.
 
-    The width doubles when new values do not fit, and neighbouring bins are added: the counts are exact, and depend
-    neither on the order of the values nor on how they are divided into chunks.
+    The width doubles and adjacent bins are summed when new values do not fit. The counts are therefore exact and do not
+    depend on the order of the values or the chunk boundaries.
     """
 
     def __init__(self) -> None:
         self._low, self._high = math.inf, -math.inf
         self._exponent = -1022
-        """Of the width; bin i holds values from i · 2^exponent on."""
+        """log2 of the bin width; bin i starts at i · 2^exponent."""
         self._first = 0
         self._counts = np.zeros((2, 0), np.int64)
 
     def add(self, side: int, values: Array) -> None:
-        """Count finite float64 values of a side."""
+        """Count finite float64 values of side 0 (baseline) or 1 (target)."""
         if not values.size:
             return
         self._fit(min(self._low, float(values.min())), max(self._high, float(values.max())))
@@ -104,7 +104,7 @@ class EqualBins:
         self._counts[side] += np.bincount(at.ravel(), minlength=self._counts.shape[1])
 
     def bins(self) -> Iterator[tuple[float, float, int, int]]:
-        """Lower and upper edge, and the counts of both sides."""
+        """Yield lower edge, upper edge, and the counts of both sides per bin."""
         largest = np.finfo(np.float64).max
         with np.errstate(over="ignore"):
             edges = np.ldexp(np.arange(self._counts.shape[1] + 1) + float(self._first), self._exponent)
@@ -128,14 +128,14 @@ class EqualBins:
 
 
 def _indices(values: Array, exponent: int) -> Array:
-    """value ÷ 2^exponent, rounded down; a quotient that underflows keeps its sign."""
+    """Return floor(value ÷ 2^exponent) as int64; a negative quotient that underflows yields -1."""
     indices = np.floor(np.ldexp(values, -exponent)).astype(np.int64)
     indices[(values < 0) & (indices >= 0)] = -1
     return indices
 
 
 class _Accumulator:
-    """Collects an :class:`Overview` chunk by chunk, in float64."""
+    """Accumulates an :class:`Overview` in float64, chunk by chunk."""
 
     def __init__(self, table: ValueTable) -> None:
         self._table = table
@@ -149,7 +149,7 @@ class _Accumulator:
         self._steps = StepHistogram()
 
     def add(self, row: int, left: Array, right: Array) -> None:
-        """Add the rows from ``row`` on: [rows, columns] of baseline and target."""
+        """Accumulate a chunk whose first row is ``row``: [rows, columns] of baseline and target."""
         table = self._table
         with np.errstate(all="ignore"):
             b = as_float64(right)
@@ -185,7 +185,7 @@ class _Accumulator:
     def result(self) -> Overview:
         table, pair = self._table, self._table.is_pair
         norm = math.sqrt(self._left) * math.sqrt(self._right)
-        odd, ulps = pair and self._odd > 0, table.ulp_dtype  # such differences are nan
+        odd, ulps = pair and self._odd > 0, table.ulp_dtype  # the difference of a non-finite value is nan
         steps = (self._steps.percentile(0.5), self._steps.percentile(0.99), self._steps.largest)
         return Overview(
             what="max |Δ|" if pair else "max |x|",

@@ -1,4 +1,4 @@
-"""Permalink: the address of one value, the same in the terminal, the web page and the report."""
+"""Address of one value, identical in the terminal, the web page and the report."""
 
 import re
 from dataclasses import dataclass
@@ -12,10 +12,10 @@ _FORM = re.compile(r"(?P<run>[^/]*)/(?P<site>.+)@(?P<step>\d+)\.(?P<rank>\d+)(?P
 
 @dataclass(frozen=True, slots=True)
 class Permalink:
-    """``run/site@step.rank[row,col]``."""
+    """Link to a record or element: ``run/site@step.rank[row,col]``."""
 
     run: str
-    """Name of the run, without its folder."""
+    """Name of the run, without its parent directory."""
     site: str
     step: int
     rank: int = 0
@@ -23,13 +23,14 @@ class Permalink:
     """Index along every axis of the recorded tensor; None for the whole tensor."""
 
     def __str__(self) -> str:
-        """The link. ``/`` and ``%`` in the run's name are percent-encoded, and so are unsafe characters everywhere."""
+        """The link as text; unsafe characters are percent-encoded, as are ``/`` and ``%`` in the run's name and ``%``
+        in the site."""
         index = "" if self.index is None else f"[{','.join(map(str, self.index))}]"
         return f"{_encoded(self.run, '/%')}/{_encoded(self.site, '%')}@{self.step}.{self.rank}{index}"
 
 
 def parse_permalink(text: str) -> Permalink:
-    """The inverse of ``str(permalink)``; raises ConfigError."""
+    """Parse a link; inverse of ``str(permalink)``. Raises ConfigError."""
     match = _FORM.fullmatch(text)
     if match is None:
         raise ConfigError(
@@ -42,7 +43,7 @@ def parse_permalink(text: str) -> Permalink:
 
 
 def _encoded(text: str, reserved: str) -> str:
-    """Percent-encoded where a character is reserved, or would be interpreted by a terminal."""
+    """Percent-encode the characters in ``reserved``, and those that a terminal would interpret."""
     return "".join(
         quote(char, safe="", errors="replace") if char in reserved or printable(char) != char else char for char in text
     )

@@ -1,4 +1,4 @@
-"""Place grids: the heat map of a comparison, sites × ranks of the target, and sites × tokens."""
+"""Heat maps of a comparison: sites × ranks of the target, and sites × tokens."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,28 +15,28 @@ from tapscope.dashboard.model.spans import even_spans
 Array = np.ndarray[Any, Any]
 
 MAX_CELLS = 2_000_000
-"""Of sites × tokens; where there are more, neighbouring tokens are joined by their maximum."""
+"""Maximum number of sites × tokens cells; adjacent tokens are merged by maximum if there are more."""
 MAX_TOKENS = 1000
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class PlaceGrids:
-    """One row per finding."""
+    """Heat maps by rank and by token, with one row per finding."""
 
     ranks: Grid
     tokens: Grid
-    """By request and position; no columns without token rows."""
+    """Columns are tokens, by request and position; empty without token rows."""
 
     @property
     def shown(self) -> tuple[Grid, ...]:
-        """The grids with more than one column."""
+        """Grids with more than one column."""
         return tuple(grid for grid in (self.ranks, self.tokens) if len(grid.columns) > 1)
 
 
 def place_grids(comparison: Comparison, progress: Callable[[int, int], None] = lambda done, total: None) -> PlaceGrids:
-    """Reads the values of every bad finding once more; those that agree show their verdict without a number.
+    """Measure the heat maps by reading the values of every bad finding again; other findings only show their verdict.
 
-    Raises DataError if values can no longer be read.
+    ``progress`` receives (findings done, findings in total). Raises DataError if values can no longer be read.
     """
     errors, findings = comparison.place_errors(), comparison.report.findings
     held = sorted({rank for f in findings if f.target is not None for rank in f.target.ranks})
@@ -62,14 +62,14 @@ def place_grids(comparison: Comparison, progress: Callable[[int, int], None] = l
 
 
 class _Cells:
-    """The cells of a grid, filled row by row."""
+    """Cells of a grid that is filled row by row."""
 
     def __init__(self, num_rows: int, num_columns: int) -> None:
         self.ratios = np.full((num_rows, num_columns), np.nan)
         self.codes = np.zeros((num_rows, num_columns), np.uint8)
 
     def put(self, row: int, finding: Finding, columns: Array, places: Places) -> None:
-        """A finding, whose places are in these columns."""
+        """Fill row ``row`` with the errors of a finding's ``places``, whose grid columns are ``columns``."""
         errors, one = places.errors, np.zeros(len(places.errors), np.int64)
         largest = np.array([np.fmax.reduce(errors, initial=0.0)])
         ratios, codes = judged_cells((finding,), one, errors, places.max_abs, largest)

@@ -1,4 +1,4 @@
-"""RecordView: one recorded tensor."""
+"""View of one recorded tensor."""
 
 import math
 from collections.abc import Iterable
@@ -15,35 +15,35 @@ from tapscope.run_format.record import Record
 from tapscope.run_format.run import Run
 
 _WIDE = 1_000_000
-"""Columns of lines that the front end wraps itself."""
+"""Line width that disables wrapping, because the front end wraps lines itself."""
 STRIP_CELLS = 200
 
 
 @dataclass(frozen=True, slots=True)
 class Bin:
-    """A bin of a histogram."""
+    """One bin of a histogram."""
 
     low: float
     high: float
     count: int
     text: str
-    """``-1.20e-01 … 3.40e-01: 1,132``."""
+    """Edges and count: ``-1.20e-01 … 3.40e-01: 1,132``."""
     share: float
     """Height on a log scale, from 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowCell:
-    """The largest |x| of a row, or of some neighbouring rows."""
+    """Largest |x| of a row, or of several adjacent rows."""
 
     share: float | None
-    """|x| ÷ the largest of all rows, from 0 to 1; null where a value is not finite."""
+    """|x| ÷ the largest |x| of all rows, from 0 to 1; None if a value is non-finite."""
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ValueTile:
-    """A rectangle of values; rows are token rows where those are known, else the first axis."""
+    """Rectangle of formatted values; rows are token rows if known, else indices of the first axis."""
 
     first_row: int
     first_column: int
@@ -55,11 +55,11 @@ class ValueTile:
 
 @dataclass(frozen=True, slots=True)
 class RecordView:
-    """One recorded tensor: what it is, its statistics, and a part of its values."""
+    """A recorded tensor: description, statistics, and a part of its values."""
 
     site: str
     title: str
-    """Step, rank, phase and what is unusual about the record."""
+    """Step, rank, phase and unusual properties of the record."""
     facts: tuple[str, ...]
     statistics: tuple[str, ...]
     histogram: tuple[Bin, ...]
@@ -71,7 +71,7 @@ class RecordView:
 
 
 def record_view(run: Run, record: Record, firings: int = 1) -> RecordView:
-    """Reads the values; raises RunCorruptError."""
+    """Read the values of a record and build its view. Raises RunCorruptError."""
     line = run.steps.get(record.key.step, {}).get(record.key.rank)
     rows = row_map(record, line)
     summary = digest(run.array(record), rows) if record.entry is not None else None

@@ -1,4 +1,4 @@
-"""Record filter: what ``is:nonfinite max:>100 dtype:fp8`` means for records."""
+"""Filter of records, such as ``is:nonfinite max:>100 dtype:fp8``."""
 
 import math
 from typing import Any
@@ -14,7 +14,7 @@ Array = np.ndarray[Any, Any]
 
 
 def matching_records(records: Records, text: str) -> Array | bool:
-    """[records] bool: which match a filter, see :mod:`.model.filter`; raises ConfigError."""
+    """Return [records] bool: whether each record matches a filter, see :mod:`.model.filter`. Raises ConfigError."""
 
     def marked(name: str) -> Array:
         nonfinite: Array = records.nonfinite > 0

@@ -1,4 +1,4 @@
-"""RecordValueTable: all values of one record, as rows × columns read on demand."""
+"""Value table of one record."""
 
 import math
 from collections.abc import Sequence
@@ -18,12 +18,12 @@ Array = np.ndarray[Any, Any]
 
 
 class RecordValueTable(ValueTable):
-    """All values of one record."""
+    """All values of one record as rows × columns, read on demand."""
 
     is_pair = False
 
     def __init__(self, run: Run, record: Record) -> None:
-        """Maps the record's payload; raises RunCorruptError."""
+        """Map the record's payload; raises RunCorruptError."""
         self._run, self._record = run, record
         line = run.steps.get(record.key.step, {}).get(record.key.rank)
         self._rows = row_map(record, line)
@@ -41,7 +41,7 @@ class RecordValueTable(ValueTable):
         self._tokens = TokenLabels.of((run,), (line,) if line is not None and self._rows else ())
 
     def chunk(self, row: int, num_rows: int, columns: slice = slice(None)) -> tuple[Array, Array]:
-        """The rows of the record, as baseline and as target."""
+        """Return the rows of the record twice, as baseline and as target."""
         stop = min(row + num_rows, self.num_rows)
         if self._is_matrix:
             values = self._view[row:stop, columns]
@@ -53,8 +53,10 @@ class RecordValueTable(ValueTable):
         return values, values
 
     def label(self, row: int) -> str:
-        """``0:5 #1820 ' the'`` for position 5 of request 0, its token's id and text; else the indices along
-        the row axes."""
+        """Return ``0:5 #1820 ' the'``: request, position, token id and text.
+
+        Without token rows, return the indices along the row axes.
+        """
         if self._rows is None:
             return ",".join(map(str, np.unravel_index(row, self._sizes[0]))) if self._axes else "-"
         place = self._rows.place(row)
@@ -63,25 +65,28 @@ class RecordValueTable(ValueTable):
         return place.label + self._tokens.of_place(place.request, place.position, place.branch)
 
     def step(self, row: int) -> int:
-        """Step of the record."""
+        """Return the step of the record."""
         return self._record.key.step
 
     def position(self, row: int) -> tuple[str, int, int]:
-        """Request, position and branch; padding sorts last."""
+        """Return (request, position, branch); padding sorts last."""
         place: Place | None = self._rows.place(row) if self._rows else None
         if place is None:
             return ("\uffff" if self._rows else "", row, 0)
         return place.request, place.position, place.branch
 
     def index(self, row: int, column: int) -> tuple[int, ...]:
-        """Index in the recorded tensor."""
+        """Return the index of an element in the recorded tensor."""
         at: dict[int, int] = {}
         for axes, sizes, flat in zip((self._axes, self._others), self._sizes, (row, column), strict=True):
             at |= dict(zip(axes, map(int, np.unravel_index(flat, sizes)), strict=True)) if axes else {}
         return tuple(at[i] for i in range(len(self._shape)))
 
     def place(self, index: Sequence[int]) -> tuple[int, int]:
-        """An index along every axis; for other than two axes also a row and a column."""
+        """Return (row, column) of a full tensor index, or validate (row, column). Raises ConfigError.
+
+        For a tensor with two axes, two numbers are a tensor index.
+        """
         if len(index) == len(self._shape):
             if any(not 0 <= i < n for i, n in zip(index, self._shape, strict=True)):
                 raise ConfigError(f"index {list(index)} is outside the shape {list(self._shape)}")
@@ -89,18 +94,18 @@ class RecordValueTable(ValueTable):
         return self._row_column(index)
 
     def link(self, row: int, column: int) -> str:
-        """Permalink of an element; of the tensor where the row ends before ``column``."""
+        """Return the permalink of an element, or of the tensor if ``column`` is past the end of the row."""
         key = self._record.key
         index = self.index(row, column) if column < self.num_columns else None
         return str(Permalink(self._run.name, key.site, key.step, key.rank, index))
 
     def place_of(self, at: Permalink) -> tuple[int, int]:
-        """The element of the index, of the whole tensor the first one."""
+        """Return (row, column) of the permalink's index; (0, 0) if the link refers to the whole tensor."""
         return self.place(at.index) if at.index else (0, 0)
 
 
 def _row_axes(shape: Sequence[int]) -> tuple[int, ...]:
-    """All axes before the last one that is longer than 1; of a vector none: it is one row."""
+    """Return all axes before the last one that is longer than 1; empty for a vector, which is a single row."""
     return tuple(range(max((i for i, n in enumerate(shape) if n != 1), default=0)))
 
 

@@ -1,4 +1,4 @@
-"""RunView: one run: what it holds, and the magnitude of every site in every step."""
+"""View of one run: contents, and the magnitude of every site in every step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,12 +17,12 @@ from tapscope.run_format.record import Record
 MAX_ROWS = 5_000
 MAX_CELLS = 200_000
 MAX_MEASURED = 10_000_000
-"""Cells of all sites, from which those of a level are joined."""
+"""Maximum number of site × step cells from which a level of the heat map is merged."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """A run in a list."""
+    """Entry of a run in a list of runs."""
 
     id: str
     name: str
@@ -32,23 +32,23 @@ class RunSummary:
     created: str
     is_open: bool
     problem: str
-    """Why it has nothing to show, in one word or two; empty for a run with records."""
+    """Reason why the run cannot be shown, in one or two words; empty for a run with records."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnomalyPlace:
-    """A record that is not finite."""
+    """Place of a record with non-finite values."""
 
     site: str
     step: int
     rank: int
     detail: str
-    """What it holds, e.g. ``2 nan, 1 inf``."""
+    """Counts of its values, e.g. ``2 nan, 1 inf``."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunView:
-    """A run as a page shows it."""
+    """Content of a run's web page."""
 
     id: str
     name: str
@@ -56,28 +56,30 @@ class RunView:
     state: str
     missing: tuple[str, ...]
     account: str
-    """What the run holds, as text."""
+    """Summary of the run as text."""
     steps: tuple[int, ...]
     ranks: tuple[int, ...]
     num_anomalies: int
     first_nonfinite: AnomalyPlace | None
-    """The first record that is not finite in the earliest step; of several ranks that of the lowest."""
+    """The first record with non-finite values in the earliest step, on the lowest rank."""
     num_sites: int
     measure: str
-    """What the heat map shows, one of ``measures``."""
+    """Measure of the heat map, one of ``measures``."""
     magnitudes: PackedGrid
-    """Sites × steps: glyphs ``1`` to ``9`` from the run's smallest to its largest on a log scale, ``∅`` for zero; of
-    magnitudes ``%`` for a value that is not finite."""
+    """Heat map of sites × steps: ``1`` to ``9`` on a log scale from the run's smallest to its largest measure.
+
+    ``∅`` is zero; ``%`` marks non-finite values, for magnitudes only.
+    """
     measures: tuple[str, ...] = MEASURES
 
 
 @dataclass(frozen=True, slots=True)
 class RecordRow:
-    """A record in a list."""
+    """Entry of a record in a list of records."""
 
     site: str
     key: str
-    """Identifies the record within its step and rank."""
+    """Identifies the record within its site, step and rank, see :func:`record_key`."""
     dtype: str
     shape: str
     facts: tuple[Fact, ...]
@@ -86,12 +88,12 @@ class RecordRow:
 
 @dataclass(frozen=True, slots=True)
 class RecordPage:
-    """A part of a list of records."""
+    """Page of a list of records."""
 
     records: tuple[RecordRow, ...]
     offset: int
     num_records: int
-    """Of the whole list."""
+    """Length of the whole list."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +106,7 @@ class RankRecord:
 
 @dataclass(frozen=True, slots=True)
 class CellRecords:
-    """The records behind a cell of the heat map: the records of its site in its most conspicuous step."""
+    """Records of a heat-map cell: the records of its site in the most anomalous step of the cell."""
 
     site: str
     step: int
@@ -119,7 +121,10 @@ def run_view(
     measure: str = MEASURES[0],
     max_columns: int = MAX_COLUMNS,
 ) -> RunView:
-    """``rank`` restricts the heat map to one rank; ``measure`` is one of MEASURES. Raises ConfigError."""
+    """Build the view of a run. ``rank`` restricts the heat map to one rank; ``measure`` is one of MEASURES.
+
+    Raises ConfigError for an unknown measure.
+    """
     header = source.header
     return RunView(
         id=run_id,
@@ -154,10 +159,10 @@ def magnitude_grid(
     measure: str = MEASURES[0],
     within: tuple[int, int] | None = None,
 ) -> PackedGrid:
-    """The largest measure by site and step; steps beyond ``max_columns`` are joined by their maximum.
+    """Return the largest measure by site and step; steps beyond ``max_columns`` are binned by maximum.
 
-    Of more than MAX_ROWS sites those that are not finite are kept first. ``within`` as in :func:`magnitudes_of`.
-    Raises ConfigError.
+    At most MAX_ROWS sites are returned; sites with non-finite values take precedence. ``within`` as in
+    :func:`magnitudes_of`. Raises ConfigError.
     """
     num_rows = max(min(source.num_sites, MAX_ROWS), 1)
     grid = magnitudes_of(source, rank, max(min(max_columns, MAX_CELLS // num_rows), 1), measure, within)
@@ -168,18 +173,18 @@ def magnitude_grid(
 def magnitude_level(
     source: RunData, at: Sequence[int], rank: int | None, measure: str, within: tuple[int, int] | None = None
 ) -> GridLevel:
-    """A level of the heat map, see :func:`grid_level`. Raises ConfigError."""
+    """Return one level of the heat map, see :func:`grid_level`. Raises ConfigError."""
     most = max(min(MAX_COLUMNS, MAX_MEASURED // max(source.num_sites, 1)), 1)
     return grid_level(magnitudes_of(source, rank, most, measure, within), at, most)
 
 
 def record_page(records: Sequence[Record], offset: int = 0, limit: int = 2000) -> RecordPage:
-    """A part of the records of one step and rank."""
+    """Return the page of ``records`` that starts at ``offset``."""
     return RecordPage(tuple(map(_record_row, records[offset : offset + limit])), offset, len(records))
 
 
 def cell_records(source: RunData, site: str, first: int, last: int, rank: int | None = None) -> CellRecords:
-    """The records of a site in the step, of those from ``first`` to ``last``, in which it is most conspicuous."""
+    """Return the records of a site in the most anomalous step from ``first`` to ``last``, inclusive."""
     records = [each for each in source.of_site(site, rank=rank) if first <= each.key.step <= last]
     step = min(records, key=_most_conspicuous).key.step if records else first
     rows = tuple(RankRecord(r.key.rank, _record_row(r)) for r in records if r.key.step == step)
@@ -187,14 +192,14 @@ def cell_records(source: RunData, site: str, first: int, last: int, rank: int | 
 
 
 def _most_conspicuous(record: Record) -> tuple[bool, float, int]:
-    """Values that are not finite first, then the largest magnitude, then the earliest step."""
+    """Sort key: non-finite values first, then the largest magnitude, then the earliest step."""
     stats, anomaly = record.stats, anomaly_of(record)
     is_bad = anomaly is not None and anomaly.kind == "nonfinite"
     return not is_bad, -((stats.absmax or 0.0) if stats else 0.0), record.key.step
 
 
 def record_key(record: Record) -> str:
-    """``micro.pass.occurrence``: with site, step and rank it names one record."""
+    """Return ``micro.pass.occurrence``, which with site, step and rank identifies a record."""
     key = record.key
     return f"{key.micro}.{key.pass_}.{key.occurrence}"
 

@@ -1,4 +1,4 @@
-"""RunData: what the views of one run are computed from."""
+"""Interface of the data from which the views of one run are computed."""
 
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -14,20 +14,20 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The run in one line."""
+    """Summary of a run or comparison in one line."""
 
     name: str
     facts: tuple[str, ...]
     state: str
     """ON DISK, OPEN, INCOMPLETE, or both of the latter."""
     missing: tuple[str, ...]
-    """Why it is not complete, one sentence each."""
+    """Reasons why the run is incomplete, one sentence each."""
     difference: str = ""
-    """Of a comparison: the first site that differs or cannot be compared."""
+    """First site that differs or cannot be compared; for a comparison only."""
 
 
 class RunData(Protocol):
-    """A run that was read; :class:`~tapscope.dashboard.browse_source.RunSource` is one."""
+    """A run that was read; implemented by :class:`~tapscope.dashboard.browse_source.RunSource`."""
 
     run: Run
     steps: tuple[int, ...]
@@ -36,7 +36,7 @@ class RunData(Protocol):
 
     @property
     def num_anomalies(self) -> int:
-        """Records of the whole run that look wrong."""
+        """Number of records with an anomaly in the whole run."""
 
     @property
     def num_sites(self) -> int:
@@ -44,14 +44,14 @@ class RunData(Protocol):
 
     @property
     def site_numbers(self) -> tuple[list[str], Array]:
-        """Distinct sites in order of their first records; [records] int32: the site of each."""
+        """Distinct sites in order of their first records, and [records] int32: the index of each record's site."""
 
     @property
     def nonfinite_places(self) -> Array:
-        """Indices of the records that look wrong because of values that are not finite."""
+        """Indices of the records whose anomaly is a non-finite value."""
 
     def of_site(self, site: str, step: int | None = None, rank: int | None = None) -> Records:
-        """The records of a site, in order; None: of every step, of every rank."""
+        """Return the records of a site, in order; a ``step`` or ``rank`` of None selects all."""
 
     def account(self) -> Text:
-        """A summary of the run: contents, anomalies, missing data."""
+        """Return a summary of the run: contents, anomalies, missing data."""

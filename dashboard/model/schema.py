@@ -1,4 +1,4 @@
-"""JSON of the view model, and its schema."""
+"""JSON encoding of the view model, and its JSON Schema."""
 
 import dataclasses
 from typing import Any, TypeVar
@@ -11,10 +11,10 @@ V = TypeVar("V")
 
 
 def escaped(view: V) -> V:
-    """The view with every unsafe character of every string made visible.
+    """Return a copy of the view with all unsafe characters in its strings replaced by visible escapes.
 
-    Names of models, sites, requests and notes come from files that other people wrote; this is the one place where
-    front ends other than the terminal escape them. Markup is left to the template and the page.
+    Names of models, sites, requests and notes come from untrusted files. Front ends other than the terminal escape them
+    here and nowhere else. HTML escaping is left to the template and the page.
     """
     result: Any = view
     if isinstance(result, str):
@@ -30,10 +30,10 @@ def escaped(view: V) -> V:
 
 
 def to_json(view: Any) -> bytes:
-    """UTF-8 JSON of an escaped view; numbers that are not finite are null."""
+    """Encode the escaped view as UTF-8 JSON; non-finite numbers become null."""
     return msgspec.json.encode(escaped(view))
 
 
 def json_schema(view: type[Any]) -> dict[str, Any]:
-    """JSON Schema 2020-12 of a class of the view model."""
+    """Return the JSON Schema (2020-12) of a class of the view model."""
     return msgspec.json.schema(view)

@@ -1,4 +1,4 @@
-"""SiteSeries: what is known of a site, a finding or the whole run, step by step."""
+"""Series over steps of a site, a finding or the whole run."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -19,13 +19,13 @@ _COUNTS = ("batch_size", "dropped", "records")
 
 @dataclass(frozen=True, slots=True)
 class SeriesPoint:
-    """The value of one step; the largest where a step has several."""
+    """Value of a series in one step; the maximum if the step has several values."""
 
     step: int
     value: float | None
-    """Null where it is not finite."""
+    """None if not finite."""
     text: str = ""
-    """``1.1e+00``; ``not finite``."""
+    """The value as text: ``1.1e+00``, or ``not finite``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,25 +33,25 @@ class Series:
     """One line of a chart."""
 
     name: str
-    """``rms``, ``|max|``, ``error ÷ floor``, or the metric."""
+    """``rms``, ``|max|``, ``error ÷ floor``, or the name of a metric."""
     rank: int | None
-    """None for all ranks together."""
+    """None for a series over all ranks."""
     points: tuple[SeriesPoint, ...]
     """In order of steps."""
     text: str
-    """``1.0e-01 to 2.3e+00, last 1.1e+00``."""
+    """Summary of the values: ``1.0e-01 to 2.3e+00, last 1.1e+00``."""
 
 
 @dataclass(frozen=True, slots=True)
 class SiteSeries:
-    """Every line of a site, a finding, or a run."""
+    """All series of a site, a finding, or a run."""
 
     title: str
     series: tuple[Series, ...]
 
 
 def site_series(source: RunData, site: str) -> SiteSeries:
-    """rms and |max| of a site by step, for every rank that recorded it."""
+    """Return rms and |max| of a site by step, one series per rank that recorded the site."""
     records = [record for record in source.of_site(site) if record.stats is not None]
     series: list[Series] = []
     readings: tuple[tuple[str, Callable[[Record], float | None]], ...] = (("rms", _rms), ("|max|", _absmax))
@@ -63,7 +63,7 @@ def site_series(source: RunData, site: str) -> SiteSeries:
 
 
 def metric_series(source: RunData) -> SiteSeries:
-    """The run's metrics by step, for every rank that reported them."""
+    """Return the run's metrics by step, one series per rank that reported them."""
     values: dict[tuple[str, int], list[tuple[int, float | None]]] = {}
     for rank in source.ranks:
         for metric in source.run.metrics(rank):
@@ -72,7 +72,7 @@ def metric_series(source: RunData) -> SiteSeries:
 
 
 def finding_series(finding: "Finding") -> SiteSeries:
-    """The largest error of a row ÷ its floor, and the largest difference, by target step."""
+    """Return the largest row error ÷ floor, and the largest difference, by target step."""
     steps, floor = finding.steps, finding.row_floor
     series = [series_of("max |Δ|", None, [(each.step, each.max_abs) for each in steps])]
     if floor > 0.0:
@@ -83,8 +83,10 @@ def finding_series(finding: "Finding") -> SiteSeries:
 
 
 def value_text(name: str) -> Callable[[float | None], str]:
-    """How values of a metric are shown, by the unit in its name: ``58 MB``, ``45 ms``, ``1,132``, ``45 %``, else
-    ``2.5e-01``."""
+    """Return the formatter of a metric, chosen by the unit in its name.
+
+    Examples: ``58 MB``, ``45 ms``, ``1,132``, ``45 %``; ``2.5e-01`` without a known unit.
+    """
     if name.endswith("_bytes"):
         return lambda value: "-" if value is None else size(value)
     if name.endswith("_s") and not name.endswith("_per_s"):
@@ -97,7 +99,8 @@ def value_text(name: str) -> Callable[[float | None], str]:
 
 
 def sparkline(series: Series, cells: int) -> str:
-    """Blocks from 0 to the largest value; steps are joined by their maximum; ``%`` is not finite."""
+    """Draw a series as blocks from 0 to its largest magnitude; adjacent steps merge by maximum, ``%`` marks non-finite
+    values."""
     top = max((abs(each.value) for each in series.points if each.value is not None), default=0.0)
     line = ""
     for a, b in even_spans(len(series.points), cells):
@@ -111,7 +114,7 @@ def series_of(
     rank: int | None,
     values: Sequence[tuple[int, float | None]],
 ) -> Series:
-    """The largest value of every step; ``values`` are (step, value)."""
+    """Build a series from (step, value) pairs with the maximum of each step; non-finite values take precedence."""
     formatted = value_text(name)
     largest: dict[int, float | None] = {}
     for step, value in values:

@@ -1,4 +1,4 @@
-"""Tensor views: tiles of values, and errors along rows."""
+"""Tiles of a pair's values, and errors per row."""
 
 import math
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True, slots=True)
 class TileRow:
-    """A row of a tile: values as they are shown."""
+    """Row of a tile with formatted values."""
 
     label: str
     step: int
@@ -26,37 +26,37 @@ class TileRow:
     difference: tuple[str, ...]
     """target - baseline."""
     share: tuple[float | None, ...]
-    """|target - baseline| ÷ the largest of the tile, from 0 to 1; null where that is not finite."""
+    """|target - baseline| ÷ the largest in the tile, from 0 to 1; None if not finite."""
 
 
 @dataclass(frozen=True, slots=True)
 class PairTile:
-    """A rectangle of a pair's values."""
+    """Rectangle of a pair's values."""
 
     first_row: int
     first_column: int
     num_rows: int
-    """Rows of the whole pair."""
+    """Number of rows of the whole pair."""
     num_columns: int
     rows: tuple[TileRow, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorStrip:
-    """The error of every row in order, joined by maximum where there are many."""
+    """Error of every row in order; adjacent rows merge by maximum if there are many."""
 
     errors: tuple[str, ...]
-    """Formatted; ``inf`` where the sides are not finite in different ways."""
+    """Formatted errors; ``inf`` if non-finite values of the sides differ."""
     shares: tuple[float | None, ...]
-    """error ÷ the largest finite one, from 0 to 1; null where it is not finite."""
+    """error ÷ the largest finite error, from 0 to 1; None if not finite."""
     labels: tuple[str, ...]
-    """The worst row of each cell."""
+    """Label of the worst row in each cell."""
     num_rows: int
 
 
 @dataclass(frozen=True, slots=True)
 class PairView:
-    """The values of one finding."""
+    """Values of one finding around its largest error."""
 
     order: int
     strip: ErrorStrip
@@ -66,7 +66,7 @@ class PairView:
 
 
 def pair_tile(tile: Tile) -> PairTile:
-    """A tile for people and programs."""
+    """Format a tile of the comparator, with differences and their shares."""
     with np.errstate(all="ignore"):
         delta = tile.target - tile.baseline
     equal = (tile.target == tile.baseline) | (np.isnan(tile.target) & np.isnan(tile.baseline))
@@ -89,7 +89,7 @@ def pair_tile(tile: Tile) -> PairTile:
 
 
 def worst_value(view: TokenView, steps: tuple[int, int] | None = None) -> tuple[int, int]:
-    """Row and column of the largest error, of the target steps from ``steps[0]`` to ``steps[1]`` if given."""
+    """Return (row, column) of the largest error, within the inclusive range ``steps`` of target steps if given."""
     row, column = view.worst, max(int(view.window.column), 0)
     inside = np.zeros(0, np.int64)
     if steps is not None:
@@ -101,7 +101,7 @@ def worst_value(view: TokenView, steps: tuple[int, int] | None = None) -> tuple[
 
 
 def error_strip(view: TokenView, cells: int = 200) -> ErrorStrip:
-    """The errors of all rows in at most ``cells`` cells."""
+    """Merge the errors of all rows to at most ``cells`` cells by maximum."""
     num = len(view.errors)
     worst = [a + int(np.argmax(view.errors[a:b])) for a, b in even_spans(num, cells)]
     errors = view.errors[worst]
@@ -122,9 +122,9 @@ def _formatted(values: Sequence[float] | Array) -> tuple[str, ...]:
 def pair_view(
     order: int, reader: PairReader, num_rows: int, num_columns: int, steps: tuple[int, int] | None = None
 ) -> PairView | None:
-    """The values around the largest error, of the target steps from ``steps[0]`` to ``steps[1]`` if given.
+    """Read the values around the largest error, within the inclusive range ``steps`` of target steps if given.
 
-    None where nothing had to be read.
+    None if no values were read for the comparison.
     """
     view = reader.token_view()
     if view is None:

@@ -1,4 +1,4 @@
-"""Tile: a rectangle of a table's values as text; CellView: one value with its index, difference and ULPs."""
+"""Rectangle of a table's values as text, and single elements with index, difference and ULPs."""
 
 import math
 from dataclasses import dataclass
@@ -16,12 +16,12 @@ Array = np.ndarray[Any, Any]
 V = TypeVar("V")
 
 MAX_ROWS, MAX_COLUMNS = 256, 256
-"""Of one tile."""
+"""Maximum size of one tile."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A rectangle of values as they are shown."""
+    """Rectangle of formatted values."""
 
     first_row: int
     first_column: int
@@ -29,37 +29,37 @@ class Tile:
     """Rows of the whole table."""
     num_columns: int
     labels: tuple[str, ...]
-    """``0:5`` for position 5 of request 0, with its token where that is known; else the index of the row."""
+    """``0:5`` for position 5 of request 0, with its token if known; else the index of the row."""
     steps: tuple[int, ...]
     """Target step of each row of a pair."""
     baseline: tuple[tuple[str, ...], ...]
-    """Empty where there is one run."""
+    """Empty for a single run."""
     target: tuple[tuple[str, ...], ...]
     difference: tuple[tuple[str, ...], ...]
     """target - baseline; exact for integers."""
     shares: tuple[tuple[float | None, ...], ...]
-    """|difference|, or |x| of one run, ÷ the largest of the tile, from 0 to 1; null where that is not finite."""
+    """|difference|, or |x| of a single run, ÷ the largest in the tile, from 0 to 1; None if not finite."""
 
 
 @dataclass(frozen=True, slots=True)
 class CellView:
-    """One element on both sides."""
+    """One element of the table, on both sides."""
 
     row: int
     column: int
     index: str
-    """``[r,c]`` in the recorded tensor (of the target); empty where it has none."""
+    """``[r,c]`` in the recorded tensor (of the target); empty if the element has no index."""
     label: str
     baseline: str
     target: str
     difference: str
     ulps: str
-    """Steps of the coarser dtype between both values; ``-`` for integers."""
+    """Number of representable values of the coarser dtype between both sides; ``-`` for integers."""
     link: str
 
 
 def tile(table: ValueTable, row: int, column: int, num_rows: int, num_columns: int) -> Tile:
-    """The rectangle that begins at (row, column), cut at the ends of the table; reads that rectangle alone."""
+    """Read the rectangle with the upper left corner (row, column), clipped to the table and to the maximum size."""
     if not table.num_rows or not table.num_columns:
         return Tile(0, 0, table.num_rows, table.num_columns, (), (), (), (), (), ())
     row, column = table.clamped(row, column)
@@ -92,7 +92,7 @@ def tile(table: ValueTable, row: int, column: int, num_rows: int, num_columns: i
 
 
 def cell(table: ValueTable, row: int, column: int) -> CellView:
-    """One element; without values where its row ends before ``column``. Raises ConfigError for an empty table."""
+    """Read one element; empty if its row ends before ``column``. Raises ConfigError for an empty table."""
     if not table.num_rows or not table.num_columns:
         raise ConfigError("the tensor has no values")
     row, column = table.clamped(row, column)
@@ -120,7 +120,7 @@ def cell(table: ValueTable, row: int, column: int) -> CellView:
 
 
 def _texts(values: Array) -> tuple[str, ...]:
-    """Integers exactly, floats to five significant digits."""
+    """Format values: integers exactly, floats to five significant digits."""
     if is_integer(values):
         return tuple(str(bool(v)) if values.dtype == np.bool_ else str(int(v)) for v in values)
     if values.dtype.kind == "c":

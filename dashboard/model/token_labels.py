@@ -1,4 +1,4 @@
-"""TokenLabels: ids and text of the tokens of rows, to be shown after their positions."""
+"""Ids and text of tokens, displayed after the position of a row."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -11,17 +11,20 @@ _Tokens = dict[tuple[str, int], dict[int, int]]
 
 
 class TokenLabels:
-    """The token at a position: its id, and its text where the tokenizer is known."""
+    """Maps a position to its token: the id, and the text if the tokenizer is known."""
 
     def __init__(self, tokens: _Tokens | None = None, text: TokenText | None = None) -> None:
-        """``tokens`` are (request, branch) -> position -> token id."""
+        """``tokens`` maps (request, branch) -> position -> token id."""
         self._tokens, self._text = tokens or {}, text
         self._texts: dict[int, str] = {}
 
     @classmethod
     def of(cls, runs: Sequence[Run], steps: Iterable[StepLine], tokenizer: Path | None = None) -> "TokenLabels":
-        """The tokens of ``steps``, of which later ones count, with the tokenizer of this path, else of a checkpoint
-        that one of the runs names as its model."""
+        """Collect the tokens of ``steps``; a later step overrides an earlier one.
+
+        The tokenizer is loaded from the given path, or else from the checkpoint that one of the runs names as its
+        model.
+        """
         tokens: _Tokens = {}
         for line in steps:
             ids = iter(line.info.token_ids)
@@ -31,7 +34,7 @@ class TokenLabels:
         return cls(tokens, find_tokenizer(runs, tokenizer) if tokens else None)
 
     def of_place(self, request: str, position: int, branch: int = 0) -> str:
-        """``" #1820"``, or ``" #1820 ' the'"``; empty for an unknown token."""
+        """Return ``" #1820"``, or ``" #1820 ' the'"`` with text; empty for an unknown token."""
         token = self._tokens.get((request, branch), {}).get(position)
         if token is None:
             return ""

@@ -1,4 +1,4 @@
-"""TokenStrip: the rows of a table by request and position, or the largest errors first."""
+"""Rows of a value table with their errors, sorted by request and position or by error."""
 
 import math
 from dataclasses import dataclass
@@ -10,26 +10,26 @@ from tapscope.dashboard.model.number import Number
 from tapscope.dashboard.model.value_table import ValueTable
 
 MAX_TOKENS = 500
-"""Rows of one token strip."""
+"""Maximum number of rows in one token strip."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenRow:
-    """One row with its error."""
+    """Row of a table with its error."""
 
     row: int
     label: str
     step: int
     error: Number
-    """Norm of the row's difference ÷ norm of its baseline; the rms of the row of one run."""
+    """Norm of the row's difference ÷ norm of its baseline; for a single run, the rms of the row."""
     max_abs: Number
     share: float | None
-    """error ÷ the largest finite one; null where it is not finite."""
+    """error ÷ the largest finite error; None if not finite."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenStrip:
-    """Rows in an order, from :attr:`offset` on."""
+    """Page of sorted rows, starting at :attr:`offset`."""
 
     order: str
     """``position`` or ``error``."""
@@ -39,7 +39,7 @@ class TokenStrip:
 
 
 def token_strip(table: ValueTable, order: str = "position", offset: int = 0, limit: int = MAX_TOKENS) -> TokenStrip:
-    """Rows by request and position, or the largest errors first."""
+    """Return a page of rows, sorted by request and position or by descending error."""
     errors, peaks = table.row_errors
     if order == "error":
         rows = np.argsort(-np.nan_to_num(errors, nan=np.inf, posinf=np.inf), kind="stable").tolist()

@@ -1,4 +1,4 @@
-"""ValueMap: the heat map of a whole table, with cells joined by their maximum."""
+"""Heat map of a whole value table, with cells merged by maximum."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,24 +15,24 @@ from tapscope.dashboard.model.value_table import ValueTable
 Array = np.ndarray[Any, Any]
 
 MAX_ROWS, MAX_COLUMNS = 256, 512
-"""Most cells along each axis that are kept; a screen with fewer joins them."""
+"""Maximum number of cells stored along each axis; a screen with less room merges them further."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ValueMap:
-    """Rectangles of a table: the largest |Δ| of a pair, or the largest |x| of one run, in each."""
+    """Heat map over rectangles of a table: the largest |Δ| of a pair, or the largest |x| of a single run."""
 
     rows: tuple[tuple[int, int], ...]
-    """First row and end of each line of cells."""
+    """First row, and end (exclusive), of each line of cells."""
     columns: tuple[tuple[int, int], ...]
     peaks: Array
-    """[lines, columns] float64: the largest finite one."""
+    """[lines, columns] float64, the largest finite magnitude."""
     bad: Array
-    """[lines, columns] bool: whether a value is not finite, of a pair on one side alone."""
+    """[lines, columns] bool, whether a value is non-finite; for a pair, on one side only."""
     is_pair: bool
 
     def binned(self, num_rows: int, num_columns: int) -> "ValueMap":
-        """At most that number of cells along each axis, each the maximum of those it joins; a bad one makes it bad."""
+        """Merge cells to at most the given numbers, by maximum; a merged cell is bad if any of its cells is."""
         rows, columns = even_spans(len(self.rows), num_rows), even_spans(len(self.columns), num_columns)
         peaks, bad = self.peaks, self.bad
         for axis, spans in enumerate((rows, columns)):
@@ -48,16 +48,19 @@ class ValueMap:
         )
 
     def glyphs(self) -> list[str]:
-        """A line of cells as characters: ``1`` to ``9`` from the smallest to the largest on a log scale, ``%`` not
-        finite, and for zero ``=`` (a pair) or ``∅``."""
+        """Draw each line of cells as a string.
+
+        ``1`` to ``9`` is a log scale from the smallest to the largest magnitude, ``%`` non-finite; zero is ``=`` for a
+        pair and ``∅`` for a single run.
+        """
         return LevelScale.of(self.peaks).glyphs(self.peaks, self.bad, "=" if self.is_pair else "∅")
 
     def text(self, line: int, column: int) -> str:
-        """The value of a cell, as text."""
+        """Return the value of a cell as text."""
         return "not finite" if self.bad[line, column] else number(float(self.peaks[line, column]))
 
     def packed(self, table: ValueTable) -> PackedGrid:
-        """As JSON, with the labels of the table's rows."""
+        """Return the heat map as compact JSON, with the labels of the table's rows."""
         lines = [
             PackedRow(
                 _range_text(table.label(first), table.label(end - 1) if end - 1 > first else ""),
@@ -78,7 +81,7 @@ class ValueMap:
 
 
 def value_map(table: ValueTable) -> ValueMap:
-    """Reads all values once; raises RunCorruptError."""
+    """Compute the heat map in one pass over all values. Raises RunCorruptError."""
     rows, columns = even_spans(table.num_rows, MAX_ROWS), even_spans(table.num_columns, MAX_COLUMNS)
     line_of = np.repeat(np.arange(len(rows)), [b - a for a, b in rows]) if rows else np.zeros(0, np.int64)
     starts = np.array([a for a, _ in columns], np.int64)

@@ -1,4 +1,4 @@
-"""Searches over all values of a table: the next one that is not finite or above a number, and the largest."""
+"""Searches over all values of a table: next non-finite value, next value above a threshold, largest value."""
 
 from typing import Any
 
@@ -13,9 +13,10 @@ Array = np.ndarray[Any, Any]
 def find(
     table: ValueTable, row: int, column: int, direction: int = 1, more_than: float | None = None
 ) -> tuple[int, int] | None:
-    """The next element after (or before) a place in row order: not finite, or with |Δ| > ``more_than``.
+    """Return the next (or previous) element in row order that is non-finite, or has |Δ| > ``more_than`` if given.
 
-    Of one run |x| counts in place of |Δ|. The search does not go around the end. None if there is none.
+    A single run is searched by |x|. The search starts after (before) ``row`` and ``column`` and does not wrap around.
+    None if there is no match.
     """
 
     def hits(left: Array, right: Array) -> Array:
@@ -58,9 +59,9 @@ def find(
 def largest(
     table: ValueTable, rows: tuple[int, int] | None = None, columns: tuple[int, int] | None = None
 ) -> tuple[int, int]:
-    """The element with the largest |Δ| of a pair, or the largest |x|; one that is not finite comes first.
+    """Return (row, column) of the largest |Δ| of a pair, or the largest |x|; non-finite values rank first.
 
-    ``rows`` and ``columns`` are first and end of the rectangle that is searched, by default the whole table.
+    ``rows`` and ``columns`` are half-open ranges to search; by default the whole table.
     """
     first_row, end = rows or (0, table.num_rows)
     left_column, right_column = columns or (0, table.num_columns)

@@ -1,7 +1,7 @@
-"""ValueTable: all values of a recorded tensor, or of both sides of a finding, as rows × columns read on demand.
+"""Values of a recorded tensor, or of both sides of a finding, as a 2-D table that is read on demand.
 
-Token rows are the rows where they are known; else the last axis longer than 1 is the width, and the axes before it are
-rows. Every method reads only the rectangle that it is asked for, except :attr:`ValueTable.row_errors`.
+Rows are token rows if those are known; otherwise the last axis longer than 1 is the width, and the axes before it are
+flattened to rows. Methods read only the requested rectangle, except :attr:`ValueTable.row_errors`.
 """
 
 import math
@@ -20,71 +20,76 @@ from tapscope.dashboard.model.permalink import Permalink
 Array = np.ndarray[Any, Any]
 
 BLOCK = 1 << 18
-"""Elements converted to float64 at a time (2 MiB)."""
+"""Number of elements converted to float64 at a time (2 MiB)."""
 LINE_COLUMNS = 1024
-"""Columns of a line of a long vector or a very wide row."""
+"""Columns per line when a long vector or a very wide row is split."""
 
 
 class ValueTable(ABC):
-    """Rows × columns of one run, or of two runs side by side."""
+    """Table of rows × columns with the values of one run, or of two runs."""
 
     num_rows: int
     num_columns: int
     dtypes: tuple[str, str]
-    """Of baseline and target; the same where there is one run."""
+    """dtypes of baseline and target; equal for a single run."""
     is_pair: bool
-    """Whether there are two runs; if not, baseline and target are the same values."""
+    """Whether the table has two runs; if not, baseline and target are the same values."""
     num_axes = -1
-    """Of the tensor whose indices :meth:`place` takes; -1 for a row and a column alone."""
+    """Number of axes in a tensor index that :meth:`place` accepts; -1 if only (row, column) is accepted."""
 
     @abstractmethod
     def chunk(self, row: int, num_rows: int, columns: slice = slice(None)) -> tuple[Array, Array]:
-        """[rows, columns] of baseline and target, at most ``num_rows``, at least one; raises RunCorruptError.
+        """Return [rows, columns] of baseline and target: at least one row, at most ``num_rows``. Raises
+        RunCorruptError.
 
-        All have the same width, which is below that of the table where these rows are shorter.
+        All returned rows have the same width, which is smaller than ``num_columns`` if these rows are shorter.
         """
 
     @abstractmethod
     def label(self, row: int) -> str:
-        """Request and position of a row, or its index."""
+        """Return request and position of a row, or its index."""
 
     @abstractmethod
     def step(self, row: int) -> int:
-        """Step of a row."""
+        """Return the step of a row."""
 
     @abstractmethod
     def index(self, row: int, column: int) -> tuple[int, ...]:
-        """Index of an element in the recorded tensor."""
+        """Return the index of an element in the recorded tensor."""
 
     @abstractmethod
     def place(self, index: Sequence[int]) -> tuple[int, int]:
-        """Row and column of an index of the tensor, or of a row and a column; raises ConfigError."""
+        """Return (row, column) of a tensor index, or validate an ``index`` that already is (row, column).
+
+        Raises ConfigError.
+        """
 
     @abstractmethod
     def link(self, row: int, column: int) -> str:
-        """Permalink of an element."""
+        """Return the permalink of an element."""
 
     @abstractmethod
     def place_of(self, at: Permalink) -> tuple[int, int]:
-        """Row and column of the element that a link names, the inverse of :meth:`link`; raises ConfigError."""
+        """Return (row, column) of the element that a permalink names; inverse of :meth:`link`. Raises ConfigError."""
 
     def cell_of(self, row: int, column: int) -> tuple[int, int]:
-        """Where the table shows a column of a row of the tensor."""
+        """Return the table cell that shows ``column`` of row ``row`` of the unfolded table."""
         return row, column
 
     def position(self, row: int) -> tuple[str, int, int]:
-        """Request, position and branch, to sort rows by."""
+        """Return (request, position, branch) as a sort key for token rows."""
         return "", row, 0
 
     @property
     def ulp_dtype(self) -> str | None:
-        """The coarser dtype of a pair; None for integers and for one run."""
+        """The coarser dtype of a pair; None for integers and for a single run."""
         return common_dtype(*self.dtypes) if self.is_pair else None
 
     def chunks(
         self, first: int = 0, stop: int | None = None, columns: slice = slice(None)
     ) -> Iterator[tuple[int, Array, Array]]:
-        """(first row, baseline, target) of the rows from ``first`` to ``stop``: at most BLOCK elements, or one row."""
+        """Yield (first row, baseline, target) of the rows from ``first`` to ``stop``, at most BLOCK elements or one row
+        each."""
         row, stop = first, self.num_rows if stop is None else stop
         num_columns = len(range(*columns.indices(self.num_columns)))
         most = max(BLOCK // max(num_columns, 1), 1)
@@ -103,7 +108,7 @@ class ValueTable(ABC):
 
     @cached_property
     def row_errors(self) -> tuple[Array, Array]:
-        """[rows] float64, read once: the relative L2 error (of one run the rms), and the largest |Δ| (or |x|)."""
+        """[rows] float64 twice, read once: relative L2 error and largest |Δ|; for a single run, rms and largest |x|."""
         errors, peaks = np.zeros(self.num_rows), np.zeros(self.num_rows)
         for row, left, right in self.chunks():
             sizes = magnitudes(left, right, is_pair=self.is_pair)
@@ -119,7 +124,7 @@ class ValueTable(ABC):
         return errors, peaks
 
     def clamped(self, row: int, column: int) -> tuple[int, int]:
-        """The nearest row and column of the table."""
+        """Clamp row and column to the table."""
         return max(min(row, self.num_rows - 1), 0), max(min(column, self.num_columns - 1), 0)
 
     def _row_column(self, index: Sequence[int]) -> tuple[int, int]:
@@ -135,7 +140,7 @@ class ValueTable(ABC):
 
 
 class EmptyValueTable(ValueTable):
-    """No values: what a screen holds while it is not shown, so that no run stays in memory."""
+    """Table without values, which a hidden screen holds so that it does not keep a run in memory."""
 
     num_rows = num_columns = 0
     dtypes = ("", "")
@@ -171,7 +176,7 @@ class EmptyValueTable(ValueTable):
 
 
 class FoldedValueTable(ValueTable):
-    """A table with very wide rows, each split into lines of :data:`LINE_COLUMNS`, so that no row is read as a whole."""
+    """Table with very wide rows split into lines of :data:`LINE_COLUMNS` columns, so that no whole row is read."""
 
     def __init__(self, table: ValueTable) -> None:
         self._table, self._lines = table, -(-table.num_columns // LINE_COLUMNS)
@@ -179,7 +184,7 @@ class FoldedValueTable(ValueTable):
         self.dtypes, self.is_pair, self.num_axes = table.dtypes, table.is_pair, table.num_axes
 
     def chunk(self, row: int, num_rows: int, columns: slice = slice(None)) -> tuple[Array, Array]:
-        """Lines of one row; if its last line is shorter, it is returned on its own."""
+        """Return lines of a single row; a shorter last line is returned separately."""
         base, line = divmod(row, self._lines)
         num = max(min(num_rows, self._lines - line), 1)
         sides = self._table.chunk(base, 1, slice(line * LINE_COLUMNS, (line + num) * LINE_COLUMNS))
@@ -195,50 +200,52 @@ class FoldedValueTable(ValueTable):
         return base, line * LINE_COLUMNS + column
 
     def label(self, row: int) -> str:
-        """Label of the row and number of the line within it."""
+        """Return the label of the row, and the number of the line within the row."""
         base, line = divmod(row, self._lines)
         return str(line) if self._table.num_rows == 1 else f"{self._table.label(base)} +{line}"
 
     def step(self, row: int) -> int:
-        """Step of the row."""
+        """Return the step of the row."""
         return self._table.step(row // self._lines)
 
     def position(self, row: int) -> tuple[str, int, int]:
-        """Request, position and branch of the row."""
+        """Return (request, position, branch) of the row."""
         return self._table.position(row // self._lines)
 
     def index(self, row: int, column: int) -> tuple[int, ...]:
-        """Index in the recorded tensor; empty beyond the last line's end."""
+        """Return the index in the recorded tensor; empty past the end of the last line."""
         base, at = self._at(row, column)
         return self._table.index(base, at) if at < self._table.num_columns else ()
 
     def place(self, index: Sequence[int]) -> tuple[int, int]:
-        """An index of the tensor, or a line and a column."""
+        """Return (line, column) of a tensor index, or validate an ``index`` that already is (line, column)."""
         if len(index) != self.num_axes:
             return self._row_column(index)
         return self.cell_of(*self._table.place(index))
 
     def cell_of(self, row: int, column: int) -> tuple[int, int]:
-        """Line and column of the line."""
+        """Return the line, and the column within the line."""
         return row * self._lines + column // LINE_COLUMNS, column % LINE_COLUMNS
 
     def link(self, row: int, column: int) -> str:
-        """Permalink of an element."""
+        """Return the permalink of an element."""
         return self._table.link(*self._at(row, column))
 
     def place_of(self, at: Permalink) -> tuple[int, int]:
-        """Line and column of the element."""
+        """Return (line, column) of the element that a permalink refers to."""
         return self.cell_of(*self._table.place_of(at))
 
 
 def folded(table: ValueTable) -> ValueTable:
-    """The table itself; split into lines where it is a vector of a single run longer than one line, or its rows exceed
-    :data:`BLOCK` columns."""
+    """Return ``table``, split into lines if its rows are very wide.
+
+    This applies to a single-run vector longer than one line, and to rows of more than :data:`BLOCK` columns.
+    """
     return FoldedValueTable(table) if table.num_columns > (LINE_COLUMNS if table.num_axes == 1 else BLOCK) else table
 
 
 def _are_alike(one: tuple[Array, Array], other: tuple[Array, Array]) -> bool:
-    """Whether chunks have rows of the same width and dtypes, so that they can be joined."""
+    """Return whether two chunks have equal widths and dtypes, so that they can be concatenated."""
     return all(a.shape[1] == b.shape[1] and a.dtype == b.dtype for a, b in zip(one, other, strict=True))
 
 
@@ -249,7 +256,7 @@ def _joined(parts: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:
 
 
 def parse_index(text: str) -> tuple[int, ...]:
-    """``[3, 17]`` or ``3,17``; raises ConfigError."""
+    """Parse ``[3, 17]`` or ``3,17``; raises ConfigError."""
     words = text.strip().removeprefix("[").removesuffix("]").replace(" ", "").split(",")
     if not all(word.isdecimal() and word.isascii() for word in words):
         raise ConfigError(f"invalid index {text!r}: expected numbers from 0, e.g. [3,17]")

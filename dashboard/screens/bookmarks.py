@@ -1,4 +1,4 @@
-"""BookmarksScreen: the bookmarks of all runs; one is opened, copied or deleted."""
+"""Screen with the bookmarks of all runs, to open, copy or delete one."""
 
 from collections.abc import Callable, Sequence
 
@@ -17,7 +17,7 @@ BOOKMARKS = "bookmarks"
 
 
 class BookmarkList(RowList):
-    """Names and links; those of other runs are dimmed."""
+    """List of bookmarks with names and links; bookmarks of runs that are not open are dimmed."""
 
     def __init__(self, is_open: Callable[[Bookmark], bool]) -> None:
         super().__init__(BOOKMARKS)
@@ -25,12 +25,12 @@ class BookmarkList(RowList):
         self.bookmarks: Sequence[Bookmark] = ()
 
     def set_bookmarks(self, bookmarks: Sequence[Bookmark]) -> None:
-        """Show these, those of the open runs first."""
+        """Show the bookmarks, with those of the open runs first."""
         self.bookmarks = sorted(bookmarks, key=self._is_open, reverse=True)
         self.set_num_rows(len(self.bookmarks), self.cursor)
 
     def format_row(self, row: int, width: int) -> Text:
-        """``wrong scale   target/model.layers.2.mlp.down_proj:out@0.0[5,42]``."""
+        """Format a bookmark: ``wrong scale   target/model.layers.2.mlp.down_proj:out@0.0[5,42]``."""
         shown = self.bookmarks[row]
         label = min(max(len(each.name) for each in self.bookmarks), max(width // 3, 8))
         line = Text(f"{middle(shown.name, label):<{label}}  ")
@@ -41,23 +41,23 @@ class BookmarkList(RowList):
 
 
 class BookmarksScreen(ListScreen[Bookmark]):
-    """Over another screen, to which it returns the chosen bookmark."""
+    """Bookmark list over another screen, to which the chosen bookmark is returned."""
 
     BINDINGS = bindings(BOOKMARK_KEYS)
     list: BookmarkList
 
     def __init__(self, store: Bookmarks, specs: Sequence[KeySpec], is_open: Callable[[Bookmark], bool]) -> None:
-        """``is_open`` says whether a bookmark is of the runs on the screen; ``specs`` hold the user's keys."""
+        """``is_open`` returns whether a bookmark belongs to the runs on the screen; ``specs`` have the user's keys."""
         super().__init__()
         self._store, self._is_open = store, is_open
         self._key = {spec.id: spec.shown.split(" ")[0] for spec in specs}
 
     def compose(self) -> ComposeResult:
-        """One list."""
+        """Yield the list."""
         yield BookmarkList(self._is_open)
 
     def on_mount(self) -> None:
-        """Read the file."""
+        """Read the bookmark file."""
         self.list = self.query_one(BookmarkList)
         self.list.focus()
         self._read()
@@ -77,11 +77,11 @@ class BookmarksScreen(ListScreen[Bookmark]):
         return self.list.bookmarks[self.list.cursor] if self.list.bookmarks else None
 
     def action_open_bookmark(self) -> None:
-        """Return the bookmark under the cursor."""
+        """Return the bookmark under the cursor to the screen below."""
         self.dismiss(self._chosen)
 
     def on_click(self, event: events.Click) -> None:
-        """Open the bookmark that is clicked twice."""
+        """Open a bookmark on double click."""
         if event.chain == 2:
             self.action_open_bookmark()
 

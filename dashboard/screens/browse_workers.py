@@ -1,4 +1,4 @@
-"""Workers of the browse screen: each computes away from the screen and posts one message."""
+"""Workers of the browse screen: each computes in a thread and posts one message."""
 
 import gc
 from collections.abc import Callable
@@ -32,36 +32,37 @@ from tapscope.run_format.record import Record
 
 
 class BrowseWorkersScreen(KeymapScreen):
-    """The workers of the screen, in threads. They touch no widget; handlers drop late answers."""
+    """Base of the browse screen with its worker threads. Workers do not touch widgets; handlers drop outdated
+    results."""
 
     control: CaptureControl | None = None
-    """Of a live job, with ``view --control``."""
+    """Capture control of a live job, set by ``view --control``."""
 
     @work(thread=True, group="control")
     def switch_capture(self, control: CaptureControl, text: str) -> None:
-        """Apply a command on all ranks."""
+        """Apply a capture command on all ranks and report the result."""
         self.post_message(StatusMessage(attempt(control, text)))
 
     @work(thread=True, exclusive=True, group="open")
     def load_source(self, open_source: Callable[[], RunSource]) -> None:
-        """Read the run's index."""
+        """Open the run and read its index."""
         begun = monotonic()
         try:
             source = open_source()
             took = monotonic() - begun
-            gc.freeze()  # else a key waits now and then, while all that was read is scanned
+            gc.freeze()  # otherwise garbage collections scan the whole run and delay key presses
             self.post_message(SourceOpened(source, took))
         except TapscopeError as error:
             self.post_message(OpenFailed(error))
 
     @work(thread=True, exclusive=True, group="grown")
     def look_for_more(self, source: RunSource) -> None:
-        """Say whether there is more of the run now."""
+        """Check whether the run has grown since it was opened."""
         self.post_message(RunExtended(source, source.has_grown()))
 
     @work(thread=True, exclusive=True, group="records")
     def load_records(self, source: RunSource, query: Query) -> None:
-        """Select and sort records."""
+        """Select and sort the records of a query."""
         self.post_message(RecordsReady(query, source.records(query)))
 
     @work(thread=True, exclusive=True, group="counts")
@@ -71,7 +72,7 @@ class BrowseWorkersScreen(KeymapScreen):
 
     @work(thread=True, exclusive=True, group="digest")
     def load_digest(self, source: RunSource, record: Record) -> None:
-        """Read one tensor."""
+        """Read one tensor and compute its digest."""
         try:
             self.post_message(DigestReady(record, source.digest(record)))
         except TapscopeError as error:
@@ -79,7 +80,7 @@ class BrowseWorkersScreen(KeymapScreen):
 
     @work(thread=True, group="export")
     def export_record(self, source: RunSource, record: Record) -> None:
-        """Write one tensor."""
+        """Export one tensor to the working directory."""
         try:
             self.post_message(StatusMessage(export(source.run, record, Path.cwd())))
         except (TapscopeError, OSError) as error:
@@ -87,13 +88,16 @@ class BrowseWorkersScreen(KeymapScreen):
 
     @work(thread=True, exclusive=True, group="account")
     def load_account(self, source: RunSource) -> None:
-        """Say what the run holds."""
+        """Summarize the run."""
         self.post_message(AccountReady(source.account()))
 
     @work(thread=True, exclusive=True, group="table")
     def load_table(self, source: RunSource, record: Record, at: Permalink | None = None) -> None:
-        """Open all values at the index of a link if given, else at the first value that is not finite, if any."""
-        from tapscope.dashboard.model.value_search import find  # slow to import, as all of this screen
+        """Open the value table of a record.
+
+        The cursor starts at the index of ``at`` if given, else at the first non-finite value, if any.
+        """
+        from tapscope.dashboard.model.value_search import find  # slow to import, as everything on the tensor screen
 
         try:
             table, place = source.table(record), (0, 0)
@@ -107,11 +111,11 @@ class BrowseWorkersScreen(KeymapScreen):
 
     @work(thread=True, exclusive=True, group="modules")
     def load_modules(self, source: RunSource, step: int, rank: int) -> None:
-        """List the modules of a step."""
+        """Build the module graph of one step on one rank."""
         graph = source.module_graph(step, rank)
         self.post_message(ModulesReady(graph, lambda site: Permalink(source.run.name, site, step, rank)))
 
     @work(thread=True, exclusive=True, group="series")
     def load_series(self, source: RunSource, site: str) -> None:
-        """Read the statistics of all steps."""
+        """Compute the series of a site over all steps, and of the run's metrics."""
         self.post_message(SeriesReady(site, (site_series(source, site), metric_series(source))))

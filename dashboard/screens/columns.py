@@ -1,4 +1,4 @@
-"""ColumnsScreen: which columns a list shows."""
+"""Screen to choose the columns of a list."""
 
 from collections.abc import Callable, Sequence
 
@@ -19,13 +19,13 @@ class _Names(RowList):
         self.names, self.shown = names, shown
 
     def format_row(self, row: int, width: int) -> Text:
-        """The name of a column and whether it is shown: ``[x] rms``."""
+        """Format a column name with its state: ``[x] rms``."""
         name = self.names[row]
         return Text(f"[{'x' if name in self.shown else ' '}] {name}"[:width])
 
 
 class ColumnsScreen(ListScreen[None]):
-    """Over a list, which shows each choice immediately."""
+    """Column chooser over a list, to which each change is applied immediately."""
 
     BINDINGS = bindings(COLUMN_KEYS)
     list: _Names
@@ -37,13 +37,13 @@ class ColumnsScreen(ListScreen[None]):
         choose: Callable[[Sequence[str] | None], Sequence[str]],
         specs: Sequence[KeySpec],
     ) -> None:
-        """``choose`` takes the chosen columns, or None for the usual ones, and returns those that are chosen now."""
+        """``choose`` applies the chosen columns, or the default ones for None, and returns the columns now shown."""
         super().__init__()
         self._names, self._shown, self._choose = names, set(shown), choose
         self._key = {spec.id: spec.shown.split(" ")[0] for spec in specs}
 
     def compose(self) -> ComposeResult:
-        """One list."""
+        """Yield the list."""
         yield _Names(self._names, self._shown)
 
     def on_mount(self) -> None:
@@ -60,7 +60,7 @@ class ColumnsScreen(ListScreen[None]):
         self._set([name for name in self._names if name in shown])
 
     def action_usual_columns(self) -> None:
-        """Show the usual columns that fit."""
+        """Show as many default columns as fit."""
         self._set(None)
 
     def _set(self, columns: Sequence[str] | None) -> None:
@@ -69,7 +69,7 @@ class ColumnsScreen(ListScreen[None]):
         self.list.refresh()
 
     def on_click(self, event: events.Click) -> None:
-        """Toggle the column that is clicked twice."""
+        """Toggle a column on double click."""
         if event.chain == 2:
             self.action_toggle_column()
 

@@ -1,4 +1,4 @@
-"""DetailScreen: a screen of one pane over another screen, which esc closes."""
+"""Base of full-screen details that open over another screen and close with esc."""
 
 from typing import ClassVar
 
@@ -8,25 +8,25 @@ from tapscope.dashboard.screens.keymap_screen import KeymapScreen
 
 
 class DetailScreen(KeymapScreen):
-    """Closes with the link that the screen below is to open, or None."""
+    """Detail screen. Closes with the permalink that the screen below should open, or None."""
 
     WORDS: ClassVar[str]
-    """What the help says below the keys."""
+    """Explanation below the keys in the help."""
 
     @property
     def search_text(self) -> str:
-        """The search; empty where nothing is filtered."""
+        """Text of the active search; empty if there is none."""
         return ""
 
     def search(self, text: str) -> None:
-        """Nothing is filtered, unless a subclass does."""
+        """Do nothing; subclasses with a search override this method."""
 
     def open_link(self, at: Permalink) -> None:
-        """The screen below opens it."""
+        """Close the screen and let the screen below open the permalink."""
         self.dismiss(at)
 
     def action_back(self) -> None:
-        """End the line at the bottom, then the search, then close the screen."""
+        """Close the input line, else end the search, else close the screen."""
         is_typing = any(self.query_one(line).has_class("-open") for line in ("#line", "#find"))
         if is_typing or self.search_text:
             super().action_back()
@@ -34,5 +34,5 @@ class DetailScreen(KeymapScreen):
             self.dismiss(None)
 
     def action_help(self) -> None:
-        """The keys of this screen."""
+        """Show the keys of this screen."""
         self.app.push_screen(HelpScreen(self.specs, self.pane, self.WORDS))

@@ -1,4 +1,4 @@
-"""Workers of the diff screen: each computes away from the screen and posts messages."""
+"""Workers of the diff screen: each computes in a thread and posts messages."""
 
 import gc
 from collections.abc import Callable
@@ -20,25 +20,25 @@ _TELL_S = 0.25
 
 Progress = Callable[[int, int], None]
 Open = Callable[[CompareSettings, Progress], DiffSource]
-"""Called with how to compare, and whom to tell how far it is."""
+"""Function that opens both runs and compares them, given the settings and a progress callback."""
 
 
 class DiffWorkersScreen(KeymapScreen):
-    """The workers of the screen, in threads. They touch no widget; handlers drop late answers."""
+    """Base of the diff screen with its worker threads. Workers do not touch widgets; handlers drop outdated results."""
 
     @work(thread=True, exclusive=True, group="compare")
     def load(self, open_source: Open, way: CompareSettings, known: DiffSource | None) -> None:
-        """Compare both runs, those of ``known`` if given, else opens them."""
+        """Compare the runs of ``known`` with the settings ``way``; if None, open the runs first."""
         progress = self._progress_reporter(messages.Comparing)
         try:
             source = open_source(way, progress) if known is None else known.again(way, progress)
-            gc.freeze()  # else a key waits 0.1 s now and then, while thousands of findings are scanned
+            gc.freeze()  # otherwise garbage collections scan thousands of findings and delay key presses by 0.1 s
             self.post_message(messages.Compared(source))
         except TapscopeError as error:
             self.post_message(messages.OpenFailed(error))
 
     def _progress_reporter(self, message: Callable[[int, int], Message]) -> Progress:
-        """Posts the progress, now and then."""
+        """Return a progress callback that posts ``message`` at most every ``_TELL_S`` seconds."""
         told = monotonic()
 
         def progress(done: int, total: int) -> None:
@@ -51,7 +51,7 @@ class DiffWorkersScreen(KeymapScreen):
 
     @work(thread=True, exclusive=True, group="places")
     def load_places(self, source: DiffSource) -> None:
-        """Measure the findings by rank and token."""
+        """Measure the heat maps by rank and token."""
         try:
             self.post_message(messages.PlacesReady(source, source.places(self._progress_reporter(messages.Measuring))))
         except TapscopeError as error:
@@ -59,19 +59,19 @@ class DiffWorkersScreen(KeymapScreen):
 
     @work(thread=True, exclusive=True, group="modules")
     def load_modules(self, source: DiffSource) -> None:
-        """List the modules."""
+        """Build the module graph of the comparison."""
         by_site = {finding.site: finding for finding in source.report.findings}
         names = source.report.baseline.name, source.report.target.name
         self.post_message(messages.ModulesReady(source.modules(), lambda site: link_of(by_site[site], names)))
 
     @work(thread=True, exclusive=True, group="findings")
     def load_findings(self, source: DiffSource, query: DiffQuery) -> None:
-        """Select and sort findings."""
+        """Select and sort the findings of a query."""
         self.post_message(messages.FindingsReady(source.findings(query)))
 
     @work(thread=True, exclusive=True, group="token_view")
     def load_token_view(self, source: DiffSource, finding: Finding) -> None:
-        """Read one pair row by row."""
+        """Read the token view of one finding."""
         try:
             self.post_message(messages.TokenViewReady(finding, source.token_view(finding)))
         except TapscopeError as error:
@@ -79,7 +79,7 @@ class DiffWorkersScreen(KeymapScreen):
 
     @work(thread=True, exclusive=True, group="detail")
     def load_detail(self, source: DiffSource, finding: Finding) -> None:
-        """Measure one pair once more."""
+        """Measure one finding in detail."""
         try:
             self.post_message(messages.DetailReady(finding, source.detail(finding)))
         except TapscopeError as error:
@@ -89,7 +89,10 @@ class DiffWorkersScreen(KeymapScreen):
     def load_table(
         self, source: DiffSource, finding: Finding, at: Permalink | None = None, step: int | None = None
     ) -> None:
-        """Open all values at the index of a link if given, else at the largest error, that of ``step`` if given."""
+        """Open the value table of a finding.
+
+        The cursor starts at the index of ``at`` if given, else at the largest error, within ``step`` if given.
+        """
         try:
             table, place = source.table(finding), (0, 0)
             if table is not None:

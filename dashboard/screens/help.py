@@ -1,4 +1,4 @@
-"""TextScreen: text over another screen; HelpScreen: the keys, those of the focused pane first."""
+"""Scrollable text over another screen, and the help screen that lists all keys."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from textwrap import wrap
@@ -26,13 +26,16 @@ Heat map: 1 to 9 are decades above the noise floor, so 3 is up to 1,000 × what 
 error ÷ floor above 1 is more than rounding explains. Rows read 0:5 for position 5 of request 0."""
 
 _HELP_CELLS = 58
-"""Width of a line without its keys."""
+"""Width of a help line, without its key column."""
 _AROUND_TEXT = 6
-"""Cells of the border, the padding and the scroll bar."""
+"""Columns taken by border, padding and scroll bar."""
 
 
 def help_text(specs: Sequence[KeySpec], pane: str, words: str = BROWSE_WORDS) -> Text:
-    """Every action once, with its id for ``--key ID=KEYS``; ``words`` explain what else is on the screen."""
+    """Return the help: every action once, with its id for ``--key ID=KEYS``, grouped by pane.
+
+    ``words`` is the explanation of the rest of the screen, appended at the end.
+    """
     here = [spec for spec in specs if pane in spec.panes]
     everywhere = [spec for spec in specs if not spec.panes]
     elsewhere = [spec for spec in specs if spec.panes and pane not in spec.panes]
@@ -48,7 +51,7 @@ def help_text(specs: Sequence[KeySpec], pane: str, words: str = BROWSE_WORDS) ->
 
 
 def _hanging(line: Text, console: Console, width: int, indent: int) -> Iterator[Text]:
-    """The line, broken between words if it is too long; continuation lines begin in column ``indent``."""
+    """Wrap a line at word boundaries if it exceeds ``width``; continuation lines are indented by ``indent``."""
     if line.cell_len <= width:
         yield line
         return
@@ -60,19 +63,19 @@ def _hanging(line: Text, console: Console, width: int, indent: int) -> Iterator[
 
 
 class TextScreen(ModalScreen[None]):
-    """Text over another screen; esc, q or ? closes it."""
+    """Scrollable text over another screen; esc, q or ? closes it."""
 
     BINDINGS = bindings(
         BY_ID[i] for i in ("up", "down", "page_up", "page_down", "first", "last", "back", "help", "account", "quit")
     )
 
     def __init__(self, title: str, text: Text, *, indent: int | None = None) -> None:
-        """``indent``: as wide as the screen, and where continuation lines begin; None for a narrow text."""
+        """With ``indent``, use the full width and indent continuation lines; None shows a narrow box."""
         super().__init__(classes=None if indent is None else "-wide-text")
         self._title, self._text, self._indent = title, text, indent
 
     def compose(self) -> ComposeResult:
-        """One scrolling text."""
+        """Yield one scrolling text box."""
         with VerticalScroll(id="help") as box:
             box.border_title = plain_title(f"{self._title} · esc closes")
             box.can_focus = False
@@ -86,16 +89,16 @@ class TextScreen(ModalScreen[None]):
         return Text("\n").join(map(literal, lines))
 
     def on_resize(self) -> None:
-        """Break the lines again for the new size."""
+        """Wrap the lines for the new size."""
         if self._indent is not None:
             self.query_one("#help-text", Static).update(self._wrapped())
 
     def action_move(self, delta: int) -> None:
-        """Scroll by lines."""
+        """Scroll by ``delta`` lines."""
         self.query_one("#help").scroll_relative(y=delta, animate=False, immediate=True)
 
     def action_page(self, direction: int) -> None:
-        """Scroll by a page."""
+        """Scroll by one page."""
         box = self.query_one("#help")
         box.scroll_relative(y=direction * box.size.height, animate=False, immediate=True)
 
@@ -105,19 +108,19 @@ class TextScreen(ModalScreen[None]):
         box.scroll_to(y=0 if direction < 0 else box.max_scroll_y, animate=False, immediate=True)
 
     def action_back(self) -> None:
-        """Close the help."""
+        """Close the text."""
         self.dismiss()
 
     action_help = action_back
     action_account = action_back
 
     async def action_quit(self) -> None:
-        """Close the text (pressed again, q quits)."""
+        """Close the text instead of the app; q on the screen below quits."""
         self.dismiss()
 
 
 class HelpScreen(TextScreen):
-    """The keys of the screen below; / searches."""
+    """Help that lists the keys of the screen below; / searches."""
 
     BINDINGS = bindings([BY_ID["find"]])
     AUTO_FOCUS = ""
@@ -128,7 +131,7 @@ class HelpScreen(TextScreen):
         self._specs, self._pane, self._words = specs, pane, words
 
     def compose(self) -> ComposeResult:
-        """The keys, and the search line."""
+        """Yield the list of keys and the search line."""
         yield from super().compose()
         yield LineInput(placeholder="part of a key, an id or a description", id="help-find")
 
@@ -151,7 +154,7 @@ class HelpScreen(TextScreen):
         self.set_focus(None)
 
     def action_back(self) -> None:
-        """End the search, then close the help."""
+        """End the search if one is active, else close the help."""
         line = self.query_one("#help-find", Input)
         if line.has_class("-open") or line.value:
             line.value = ""

@@ -1,4 +1,4 @@
-"""ListScreen: one list over another screen."""
+"""Base of modal screens with a single list."""
 
 from typing import Generic, TypeVar
 
@@ -10,16 +10,16 @@ Chosen = TypeVar("Chosen")
 
 
 class ListScreen(ModalScreen[Chosen | None], Generic[Chosen]):
-    """Base of the lists of bookmarks and columns: moves the cursor, and closes without a result."""
+    """Base of the bookmark and column lists: moves the cursor, and closes without a result."""
 
     list: RowList
 
     def action_move(self, delta: int) -> None:
-        """Move the cursor by lines."""
+        """Move the cursor by ``delta`` lines."""
         self.list.move(delta)
 
     def action_page(self, direction: int) -> None:
-        """Move the cursor by a page."""
+        """Move the cursor by one page."""
         self.list.page(direction)
 
     def action_ends(self, direction: int) -> None:
@@ -31,5 +31,5 @@ class ListScreen(ModalScreen[Chosen | None], Generic[Chosen]):
         self.dismiss(None)
 
     async def action_quit(self) -> None:
-        """Close the list (pressed again, q quits)."""
+        """Close the list instead of the app; q on the screen below quits."""
         self.dismiss(None)

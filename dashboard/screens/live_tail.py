@@ -1,4 +1,4 @@
-"""LiveTailScreen: an open run is read on as it grows."""
+"""Following of an open run: the browse screen reads the run again as it grows."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,20 +12,20 @@ from tapscope.dashboard.screens.browse_workers import BrowseWorkersScreen
 from tapscope.dashboard.widgets.status_bar import StatusBar
 
 FOLLOW_S = 1.0
-"""A run that is followed is looked at so often."""
+"""Minimum interval in seconds between checks of a followed run for growth."""
 
 
 class LiveTailScreen(BrowseWorkersScreen):
-    """Reads again where there is more, and no more often than leaves two thirds of the time to others."""
+    """Browse screen that follows an open run; reloads take at most a third of the time."""
 
     source: RunSource | None = None
     following = False
-    """Whether an open run is read on, and its last step shown."""
+    """Whether the open run is followed: reloaded as it grows, with the last step shown."""
     _open: Callable[[], RunSource]
     _sentence = ""
 
     def say_next(self, sentence: str) -> None:
-        """A sentence that comes with the record that has just been asked for."""
+        """Show a message together with the next record."""
         self._sentence = sentence
 
     def action_reload(self) -> None:
@@ -33,7 +33,7 @@ class LiveTailScreen(BrowseWorkersScreen):
         self.track(self.load_source(self._open))
 
     def action_tail(self) -> None:
-        """Read on as the run grows, or stay."""
+        """Start following the run, or stop."""
         source = self.source
         if source is None:
             return
@@ -50,13 +50,13 @@ class LiveTailScreen(BrowseWorkersScreen):
             self.action_reload()
 
     def stay(self) -> None:
-        """Follow no more: a step has been chosen."""
+        """Stop following, because the user chose a step."""
         if self.following and self.source is not None:
             self.following = False
             self.query_one(StatusBar).set_header(self.source.header)
 
     def follow(self, source: RunSource, seconds: float) -> None:
-        """Look for more after a while, where an open run is followed: reading may take a third of the time."""
+        """Schedule the next check for growth if the run is followed; waits twice the time of the last reload."""
         was_following, self.following = self.following, self.following and source.is_open
         if was_following and not self.following:
             self.say_next("The run is complete.")

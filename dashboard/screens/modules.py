@@ -1,4 +1,4 @@
-"""ModulesScreen: the modules in execution order with class, shape and error, and what each receives from which."""
+"""Screen of the module tree in execution order, with class, shape, error, and data flow per module."""
 
 from collections.abc import Callable, Mapping
 
@@ -29,7 +29,7 @@ and the functions for the module under the cursor."""
 
 
 class ModulesScreen(DetailScreen):
-    """Closes with the link of a module's site."""
+    """Module tree of a run or comparison. Closes with the permalink of the chosen module's site."""
 
     SPECS = MODULE_KEYS
     BINDINGS = bindings(SPECS)
@@ -41,14 +41,14 @@ class ModulesScreen(DetailScreen):
     def __init__(
         self, graph: ModuleGraph, link_of: Callable[[str], Permalink], runs: Mapping[str, str], path: str = ""
     ) -> None:
-        """``link_of`` gives the place of a site; ``runs`` as :attr:`KeymapScreen.runs`; ``path`` is the module to begin
-        at."""
+        """``link_of`` maps a site to its permalink; ``runs`` is as :attr:`KeymapScreen.runs`; ``path`` is the
+        initial module."""
         super().__init__()
         self.graph, self._link_of, self._runs, self._path = graph, link_of, dict(runs), path
         self.pane = MODULES
 
     def compose(self) -> ComposeResult:
-        """Title, modules, the module under the cursor, keys."""
+        """Yield title, module tree, details of the current module, input lines, and key bar."""
         yield Static("", id="status", markup=False)
         yield ModuleList(self.graph)
         yield Static("", id="value", markup=False)
@@ -57,7 +57,7 @@ class ModulesScreen(DetailScreen):
         yield KeyBar()
 
     def on_mount(self) -> None:
-        """Draw the title."""
+        """Draw the title and move the cursor to the initial module."""
         self.list = self.query_one(ModuleList)
         self.list.empty_text = "No records here."
         title = f" {self.graph.title} · {plural(len(self.graph.nodes), 'module')} in execution order"
@@ -69,11 +69,11 @@ class ModulesScreen(DetailScreen):
 
     @property
     def active(self) -> ModuleList:
-        """The modules."""
+        """The module tree."""
         return self.list
 
     def draw_keys(self) -> None:
-        """List the keys that have an effect now."""
+        """Show the keys that currently have an effect."""
         works = {"next_cause": any(map(_is_cause, self.graph.nodes))}
         self.query_one(KeyBar).set_keys([s for s in self.specs if s.label and works.get(s.id, True)])
 
@@ -84,15 +84,15 @@ class ModulesScreen(DetailScreen):
         self.query_one("#value", Static).update(literal(Text(f" {text}", style="bold")), layout=False)
 
     def action_fold(self) -> None:
-        """Fold the module, or go to the one around it."""
+        """Fold the module, or go to its parent."""
         self.list.fold()
 
     def action_unfold(self) -> None:
-        """Unfold the module, or go to the first one in it."""
+        """Unfold the module, or go to its first child."""
         self.list.unfold()
 
     def action_cause(self, direction: int) -> None:
-        """The next module that adds an error of its own, around the end."""
+        """Go to the next (or previous) module that adds its own error or has non-finite values, wrapping around."""
         causes = [i for i, node in enumerate(self.graph.nodes) if _is_cause(node)]
         if not causes:
             self.say("No module adds an error of its own.")
@@ -106,7 +106,7 @@ class ModulesScreen(DetailScreen):
         self.list.reveal(row)
 
     def action_open_module(self) -> None:
-        """Open the site that stands for the module."""
+        """Close the screen with the permalink of the module's representative site."""
         link = self._link
         if link is None:
             self.say("This module has no sites of its own: unfold it.")
@@ -114,14 +114,14 @@ class ModulesScreen(DetailScreen):
             self.dismiss(link)
 
     def action_copy(self) -> None:
-        """Copy the link of that site."""
+        """Copy the permalink of the module's representative site."""
         if self.link:
             self.app.copy_to_clipboard(self.link)
         self.say(f"copied: {self.link}" if self.link else "This module has no sites of its own.")
 
     @property
     def runs(self) -> dict[str, str]:
-        """Those of the screen below."""
+        """Runs of the screen below."""
         return self._runs
 
     @property
@@ -131,13 +131,16 @@ class ModulesScreen(DetailScreen):
 
     @property
     def link(self) -> str:
-        """Permalink of the site that stands for the module."""
+        """Permalink of the module's representative site."""
         return str(self._link or "")
 
 
 def flow_text(graph: ModuleGraph, at: int | None) -> str:
-    """``model.layers.0.mlp · from input_layernorm · to down_proj``; where a function is between ``from a, b through
-    add``, and inferred ``perhaps from a, b through a function``. Paths inside the same module are relative to it."""
+    """Return ``model.layers.0.mlp · from input_layernorm · to down_proj``.
+
+    A function in between is shown as ``from a, b through add``, an inferred flow as ``perhaps from a, b through a
+    function``. Paths in the same parent module are relative to that module.
+    """
     if at is None:
         return "No records here."
     node = graph.nodes[at]

@@ -1,4 +1,4 @@
-"""Workers of the tensor screen: each reads values away from the screen and posts one message."""
+"""Workers of the tensor screen: each reads values in a thread and posts one message."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,32 +16,32 @@ from tapscope.dashboard.screens.detail_screen import DetailScreen
 
 @dataclass
 class OverviewReady(Answer):
-    """The histograms, profiles and metrics of all values."""
+    """Histograms, profiles and metrics of all values."""
 
     overview: Overview
 
 
 @dataclass
 class MapReady(Answer):
-    """The heat map of all values."""
+    """Heat map of all values."""
 
     whole: ValueMap
 
 
 @dataclass
 class TokensReady(Answer):
-    """The rows in the requested order."""
+    """Rows in the requested order."""
 
     strip: TokenStrip
 
 
 @dataclass
 class PlaceFound(Answer):
-    """The value that a search found; None where there is none."""
+    """Position that a search found; None if there is no match."""
 
     place: tuple[int, int] | None
     nothing: str
-    """The message where there is none."""
+    """Message for a search without a match."""
 
 
 @dataclass
@@ -52,7 +52,7 @@ class ReadFailed(Answer):
 
 
 class TensorWorkersScreen(DetailScreen):
-    """The workers of the screen, in threads. They touch no widget."""
+    """Base of the tensor screen with its worker threads, which do not touch widgets."""
 
     @work(thread=True, exclusive=True, group="overview")
     def load_overview(self, table: ValueTable) -> None:
@@ -61,7 +61,7 @@ class TensorWorkersScreen(DetailScreen):
 
     @work(thread=True, exclusive=True, group="tokens")
     def load_tokens(self, table: ValueTable, order: str) -> None:
-        """Read the rows in an order."""
+        """Sort the rows by ``order`` with their errors."""
         self._answer(lambda: TokensReady(token_strip(table, order)))
 
     @work(thread=True, exclusive=True, group="map")
@@ -73,7 +73,7 @@ class TensorWorkersScreen(DetailScreen):
     def load_place(
         self, table: ValueTable, search: Callable[[ValueTable], tuple[int, int] | None], nothing: str
     ) -> None:
-        """Run a search over the values."""
+        """Run a search over the values; ``nothing`` is the message if there is no match."""
         self._answer(lambda: PlaceFound(search(table), nothing))
 
     def _answer(self, compute: Callable[[], Answer]) -> None:
