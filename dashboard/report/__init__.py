@@ -1,1 +1,1 @@
-"""Reports: a comparison or a tensor as one HTML file, as Markdown for a pull request, and as JUnit XML."""
+"""Reports of comparisons, tensors and benchmarks: self-contained HTML, Markdown for pull requests, JUnit XML."""

@@ -1,4 +1,4 @@
-"""The HTML report of benchmark results: one file that needs no network and no server."""
+"""Self-contained HTML report of benchmark results: one file that needs no network and no server."""
 
 import msgspec
 from markupsafe import Markup
@@ -10,7 +10,7 @@ from tapscope.dashboard.report.html import STATIC, bundled, content_policy, embe
 
 
 def bench_report(history: BenchHistory, compared: BenchComparison | None = None) -> str:
-    """The page of a history, with the comparison of two commits if there is one."""
+    """Render the page of a history, with the comparison of two commits if given."""
     history, script = escaped(history), bundled("bench_report.js")
     return (
         environment()

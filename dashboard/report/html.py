@@ -1,4 +1,4 @@
-"""The HTML report: one file that needs no network and no server."""
+"""Self-contained HTML report of a comparison: one file that needs no network and no server."""
 
 import base64
 import hashlib
@@ -30,14 +30,14 @@ from tapscope.run_format.run import Run
 HERE = Path(__file__).resolve().parents[1]
 STATIC = HERE / "static"
 MAX_CELLS = 120_000
-"""Cells of the heat map of sites; where there are more, steps are joined by maximum."""
+"""Maximum number of cells in the heat map of sites; steps are merged by maximum if there are more."""
 MAX_MODULE_CELLS = 20_000
-"""The same of the modules."""
+"""Maximum number of cells in the heat map of modules."""
 MAX_SITES = 1_000
 MAX_PLACES = 200
-"""Columns of the heat maps by rank and token."""
+"""Maximum number of columns in the heat maps by rank and token."""
 MAX_TENSORS = 6
-"""Tensors whose values are shown."""
+"""Maximum number of tensors whose values are shown."""
 TILE_ROWS, TILE_COLUMNS = 5, 12
 _IMPORT = re.compile(r'^import (\{.*\}) from "\./([\w./-]+)";$\n?', re.MULTILINE)
 _EXPORT = re.compile(r"^export (?=class|(?:async )?function|const)|^export \{.*\};$", re.MULTILINE)
@@ -46,7 +46,7 @@ _VENDORED_EXPORT = re.compile(r"export\{([^}]*)\};?")
 
 @dataclass(frozen=True, slots=True)
 class TensorSection:
-    """One of the worst tensors."""
+    """Section of the page with the values of one of the worst tensors."""
 
     site: str
     facts: str
@@ -64,7 +64,10 @@ def html_report(
     made: str = "",
     num_tensors: int = MAX_TENSORS,
 ) -> str:
-    """The whole page; ``made`` is when, in words. Tensors that can no longer be read are left out."""
+    """Render the page of a comparison; ``made`` is its creation time as text.
+
+    Tensors whose values can no longer be read are left out.
+    """
     report = comparison.report
     grid = site_grid(report.findings, equal_steps)
     view = diff_view(report, runs, max_findings=MAX_SITES, grid=grid)
@@ -83,13 +86,13 @@ def render(
     made: str = "",
     places: Sequence[Grid] = (),
 ) -> str:
-    """The page of a view, with the heat map of all its sites, and of its layers at ``places``."""
+    """Render the page of a view, with heat maps of its sites by step, and of its layers by each axis of ``places``."""
     view = escaped(_ranked(view))
     orders = sorted(finding.order for finding in view.findings)
     sites, joined = _fitted(grid.selected(orders))
     data = {"layers": escaped(layer_grid(grid).binned(1000).packed())}
     modules = module_grid(grid)
-    if len(modules.rows) < min(len(grid.rows), MAX_SITES):  # else they are the sites once more
+    if len(modules.rows) < min(len(grid.rows), MAX_SITES):  # otherwise they would repeat the sites
         data["modules"] = escaped(modules.binned(max(MAX_MODULE_CELLS // len(modules.rows), 1)).packed())
     data["sites"] = escaped(sites.packed())
     data |= {f"{each.axis}s": escaped(layer_grid(each).binned(MAX_PLACES).packed()) for each in places}
@@ -114,34 +117,34 @@ def render(
 
 
 def show_report(view: RecordView) -> str:
-    """One tensor as a page without a script."""
+    """Render the page of one tensor, without a script."""
     page = environment().get_template("show.html.j2")
     return page.render(view=escaped(view), style=Markup((STATIC / "style.css").read_text()), csp=content_policy(""))
 
 
 @lru_cache(maxsize=1)
 def environment() -> Environment:
-    """Templates with autoescape for every name."""
+    """Return the Jinja2 environment, with autoescape for every template."""
     return Environment(loader=FileSystemLoader(HERE / "templates"), autoescape=True, undefined=StrictUndefined)
 
 
 def embedded(data: dict[str, Any]) -> Markup:
-    """JSON within a script element: no character of it can end the element or begin a comment."""
+    """Encode JSON for a script element: escaped so that the content cannot end the element or start a comment."""
     text = json_line(data)
     return Markup(text.translate({ord(char): f"\\u{ord(char):04x}" for char in "<>&\u2028\u2029"}))
 
 
 def content_policy(script: str) -> str:
-    """Content-Security-Policy of a file: nothing is loaded, and only this script runs."""
+    """Return the Content-Security-Policy of a self-contained file: no loading, and no script other than this one."""
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     rest = "style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
     return f"default-src 'none'; script-src 'sha256-{digest}'; {rest}"
 
 
 def bundled(name: str) -> str:
-    """A module with the modules that it imports in front of it, each once, as one script.
+    """Concatenate a JavaScript module and its imports, each once and before its importers, to one script.
 
-    A vendored module becomes a function, for its names are those of a minifier; what it exports, that function returns.
+    A vendored module is wrapped in a function that returns its exports, because its minified names could collide.
     """
     parts: dict[str, str] = {}
 
@@ -161,7 +164,7 @@ def bundled(name: str) -> str:
 
 
 def _as_function(module: str) -> str:
-    """Calls a function with the text of a module, which returns its exports."""
+    """Wrap the source of a module in an immediately invoked function that returns the module's exports."""
 
     def returned(match: re.Match[str]) -> str:
         pairs = (each.strip().split(" as ") for each in match[1].split(","))
@@ -171,7 +174,7 @@ def _as_function(module: str) -> str:
 
 
 def _places(comparison: Comparison) -> tuple[Grid, ...]:
-    """The heat maps by rank and token; none where values can no longer be read."""
+    """Return the heat maps by rank and token; empty if values can no longer be read."""
     try:
         return place_grids(comparison).shown
     except TapscopeError:
@@ -179,14 +182,14 @@ def _places(comparison: Comparison) -> tuple[Grid, ...]:
 
 
 def _ranked(view: DiffView) -> DiffView:
-    """Causes first, then what follows from them, then everything else; each in execution order."""
+    """Sort findings: causes, other bad findings, downstream ones, then the rest; each group in execution order."""
     rank = {"producer": 0, "downstream": 2}
     findings = sorted(view.findings, key=lambda f: (rank.get(f.role, 1) if f.is_bad else 3, f.order))
     return replace(view, findings=tuple(findings))
 
 
 def _fitted(grid: Grid) -> tuple[Grid, str]:
-    """A grid of at most MAX_CELLS cells, and a sentence where steps were joined."""
+    """Bin steps so that the grid has at most MAX_CELLS cells; return the grid, and a sentence if steps were merged."""
     columns = len(grid.columns)
     fitting = max(MAX_CELLS // max(len(grid.rows), 1), 1)
     if columns <= fitting:
@@ -195,7 +198,7 @@ def _fitted(grid: Grid) -> tuple[Grid, str]:
 
 
 def _worst_tensors(findings: Sequence[Finding], num: int) -> list[Finding]:
-    """Producers first, then the largest errors ÷ floor."""
+    """Return the ``num`` worst findings with compared values, producers first."""
     bad = [f for f in findings if f.verdict.is_bad and f.basis == "values"]
     kept = worst_findings(bad, num)
     return sorted(kept, key=lambda f: (f.role != "producer", f.order))

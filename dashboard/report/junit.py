@@ -1,4 +1,4 @@
-"""The JUnit report: one test case per site, for the test view of a CI system."""
+"""JUnit report of a comparison: one test case per site, for the test view of a CI system."""
 
 from collections.abc import Iterable
 from xml.etree import ElementTree
@@ -11,7 +11,8 @@ _SKIPPED = ("only-baseline", "only-target")
 
 
 def junit_report(view: DiffView) -> str:
-    """XML. A bad site is a failure, a site of one run alone is skipped, and missing data is an error of the suite."""
+    """Return JUnit XML: a bad site is a failure, a site of one run only is skipped, missing data is an error of the
+    suite."""
     view = escaped(view)
     failures = sum(finding.is_bad for finding in view.findings)
     skipped = sum(finding.verdict in _SKIPPED for finding in view.findings)

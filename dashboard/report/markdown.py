@@ -1,4 +1,4 @@
-"""The Markdown report: a pull-request comment that fits on a screen."""
+"""Markdown report of a comparison: a pull-request comment that fits on a screen."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -8,16 +8,16 @@ from tapscope.dashboard.model.schema import escaped
 
 MAX_CAUSES = 5
 MAX_ROWS = 20
-"""Findings in the table."""
+"""Maximum number of findings in the table."""
 MAX_LAYERS = 80
-"""Rows of the heat map."""
+"""Maximum number of rows in the heat map."""
 
 _MARKUP = re.compile(r"[\\`*_\[\]|~<>#&]")
 _AUTOLINK = re.compile(r"(?<=\w)(://)|@")
 
 
 def markdown_report(view: DiffView) -> str:
-    """The comment; ends with a newline. Names cannot add markup, links or mentions."""
+    """Render the comment, with a final newline. Names are escaped: they cannot add markup, links or mentions."""
     view = escaped(view)
     return "\n".join(_blocks(view)) + "\n"
 
@@ -91,13 +91,13 @@ def _details(title: str, lines: Iterable[str]) -> Iterator[str]:
 
 
 def plain(text: str) -> str:
-    """Text in which Markdown, HTML and GitHub see no markup, link or mention."""
+    """Escape text so that Markdown, HTML and GitHub recognize no markup, link or mention in it."""
     text = _MARKUP.sub(lambda match: f"\\{match[0]}" if match[0] not in "<>#&" else f"&#{ord(match[0])};", text)
     return _AUTOLINK.sub(lambda match: "&#64;" if match[0] == "@" else "&#58;//", text)
 
 
 def code(text: str) -> str:
-    """A code span; in a table cell the bar is escaped as well."""
+    """Return a code span; bars are escaped for table cells."""
     longest = max((len(ticks) for ticks in re.findall(r"`+", text)), default=0)
     fence = "`" * (longest + 1)
     space = " " if text.startswith("`") or text.endswith("`") or not text.strip() else ""

@@ -1,4 +1,4 @@
-"""BrowseScreen: what each key does to the panes."""
+"""Screen that browses one run: the actions of its keys."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ from tapscope.run_format.records import Records
 
 
 class BrowseScreen(BrowseBaseScreen):
-    """Browse one run. An action that can do nothing says why."""
+    """Browser of one run. An action without an effect shows the reason."""
 
     SPECS = KEYS
     BINDINGS = bindings(SPECS)
@@ -31,18 +31,18 @@ class BrowseScreen(BrowseBaseScreen):
 
     @property
     def active(self) -> "SiteTree | RecordTable | TensorPane":
-        """The pane that has the keys."""
+        """The focused pane."""
         if self.pane == SITES:
             return self.sites
         return self.table if self.pane == RECORDS else self.tensor
 
     @property
     def search_text(self) -> str:
-        """The search text in force."""
+        """Text of the active search; empty if there is none."""
         return self.query_now.find if self.query_now else ""
 
     def search(self, text: str) -> None:
-        """Records that match a filter; while it is invalid, those from before and a sentence."""
+        """Show the records that match a filter; an invalid filter shows an error and changes nothing."""
         if self.query_now is not None:
             try:
                 matching_records(Records(), text)
@@ -52,23 +52,23 @@ class BrowseScreen(BrowseBaseScreen):
             self.ask(replace(self.query_now, find=text))
 
     def action_fold(self) -> None:
-        """Fold a module."""
+        """Fold the module under the cursor."""
         if self.pane == SITES:
             self.sites.fold()
 
     def action_unfold(self) -> None:
-        """Unfold a module."""
+        """Unfold the module under the cursor."""
         if self.pane == SITES:
             self.sites.unfold()
 
     # --- choosing ---------------------------------------------------------------------------------
 
     def action_step(self, direction: int) -> None:
-        """Another step, the same site."""
+        """Show another step with the cursor on the same site."""
         self._turn("step", direction)
 
     def action_rank(self, direction: int) -> None:
-        """Another rank, the same site."""
+        """Show another rank with the cursor on the same site."""
         self._turn("rank", direction)
 
     def _turn(self, what: str, direction: int) -> None:
@@ -88,7 +88,7 @@ class BrowseScreen(BrowseBaseScreen):
             self.say(f"{what} {now} is the {'first' if direction < 0 else 'last'}.")
 
     def action_go(self) -> None:
-        """Ask for a step."""
+        """Prompt for a step."""
         if self.source is not None:
             self.open_line(f"a step of {compact_ranges(self.source.steps)}", "", self._go)
 
@@ -103,14 +103,14 @@ class BrowseScreen(BrowseBaseScreen):
         return ""
 
     def action_live(self) -> None:
-        """The run while it is recorded."""
+        """Open the live screen of the run."""
         if self.source is None:
             self.say("The run is still being read.")
         else:
             self.show_live(self.source.run.path, self.source.run.name)
 
     def action_run_map(self) -> None:
-        """The heat map of the run; a record that is opened there is shown here."""
+        """Open the heat map of the run; a record chosen there is shown on this screen."""
         if self.source is None or self.query_now is None or not self.source.run.records:
             self.say("The run has no records yet.")
             return
@@ -119,7 +119,7 @@ class BrowseScreen(BrowseBaseScreen):
         self.push(RunMapScreen(self.source))
 
     def action_capture(self) -> None:
-        """Ask for a command that switches capture of the live job."""
+        """Prompt for a command that switches capture of the live job."""
         if self.control is None:
             self.say("No live job to control: start tapscope view with --control [HOST:]PORT or --control RUN.")
         else:
@@ -131,7 +131,7 @@ class BrowseScreen(BrowseBaseScreen):
         return ""
 
     def action_anomaly(self, direction: int) -> None:
-        """The next record that looks wrong, anywhere in the run."""
+        """Go to the next or previous record with an anomaly, in any step and rank."""
         source, query, record = self.source, self.query_now, self.table.record
         if source is None or query is None:
             return
@@ -154,7 +154,7 @@ class BrowseScreen(BrowseBaseScreen):
 
     @on(RowList.HeaderClicked, "#records")
     def _sort_by_column(self, message: RowList.HeaderClicked) -> None:
-        """By this column; again: the other way around."""
+        """Sort by the clicked column; clicking it again reverses the order."""
         sort, query = SORT_OF_COLUMN.get(message.column), self.query_now
         if query is None:
             return
@@ -164,11 +164,11 @@ class BrowseScreen(BrowseBaseScreen):
         self.ask(replace(query, sort=sort, reverse=sort == query.sort and not query.reverse))
 
     def action_columns(self) -> None:
-        """List the columns, to choose from."""
+        """Open the column chooser."""
         self.open_columns(self.table)
 
     def action_sort(self) -> None:
-        """In order, by |max|, by size."""
+        """Select the next sort order."""
         if self.query_now is not None:
             self.ask(
                 replace(self.query_now, sort=SORTS[(SORTS.index(self.query_now.sort) + 1) % len(SORTS)], reverse=False)
@@ -177,19 +177,19 @@ class BrowseScreen(BrowseBaseScreen):
     # --- looking ----------------------------------------------------------------------------------
 
     def action_view(self) -> None:
-        """Statistics, histogram, values."""
+        """Show the next view of the tensor: statistics, histogram, values, series."""
         self.tensor.next_view()
         self.show_series()
 
     def action_modules(self) -> None:
-        """The modules of this step and rank."""
+        """Open the module tree of this step and rank."""
         if self.source is None or self.query_now is None:
             self.say("The run is still being read.")
             return
         self.track(self.load_modules(self.source, self.query_now.step, self.query_now.rank))
 
     def action_cells(self) -> None:
-        """All values, with a cursor."""
+        """Show all values of the record with a cursor."""
         record = self.table.record
         if self.source is None or record is None or record.entry is None:
             self.say("No tensor with recorded values here.")
@@ -197,7 +197,7 @@ class BrowseScreen(BrowseBaseScreen):
         self.track(self.load_table(self.source, record))
 
     def action_load(self) -> None:
-        """Read a big tensor after all."""
+        """Read a tensor that exceeds the size limit."""
         record = self.table.record
         if record is None or record.nbytes <= BIG_TENSOR_BYTES:
             self.say("No tensor over 256 MB here.")
@@ -212,7 +212,7 @@ class BrowseScreen(BrowseBaseScreen):
             self.say(f"copied: {command}")
 
     def action_export(self) -> None:
-        """The tensor as a file."""
+        """Export the tensor as a file."""
         record = self.table.record
         if self.source is None or record is None or record.entry is None:
             self.say("No tensor with recorded values here.")
@@ -235,5 +235,5 @@ class BrowseScreen(BrowseBaseScreen):
             self.app.push_screen(TextScreen("info", message.text, indent=ACCOUNT_INDENT))
 
     def action_help(self) -> None:
-        """Keys, those of this pane first."""
+        """Show the keys, with those of the focused pane first."""
         self.app.push_screen(HelpScreen(self.specs, self.pane))

@@ -1,4 +1,4 @@
-"""BrowseBaseScreen: site tree, records and tensor of one run, and how answers get into them."""
+"""Base of the browse screen: site tree, records and tensor of one run, and the handling of worker results."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,19 +29,22 @@ from tapscope.run_format.record import Key
 from tapscope.run_format.records import Records
 
 REST_S = 0.15
-"""A tensor is read when the cursor has rested this long."""
+"""Delay in seconds after a cursor move until a tensor is read."""
 
 
 class BrowseBaseScreen(LiveTailScreen):
-    """State lives here: one query, one record; panes show it, workers answer it. Keys: BrowseScreen."""
+    """Browse screen without actions, which are in BrowseScreen.
+
+    The state is one query and one record; panes display it and workers compute results.
+    """
 
     AUTO_FOCUS = ""
     live_path: Path | None = None
-    """The run whose live screen is shown first, with ``view --live``."""
+    """Run whose live screen is shown first, set by ``view --live``."""
     HORIZONTAL_BREAKPOINTS = [(0, "-single"), (60, "-narrow"), (100, "-wide")]  # noqa: RUF012
 
     def __init__(self, open_source: Callable[[], RunSource], at: Permalink | None = None) -> None:
-        """``at`` is the place to open, else the first record."""
+        """``at`` is the place to open, by default the first record."""
         super().__init__(classes="-at-records")
         self._open, self._at = open_source, at
         self.source: RunSource | None = None
@@ -49,12 +52,13 @@ class BrowseBaseScreen(LiveTailScreen):
         self.pane = RECORDS
         self._target: Key | None = None
         self._series_source: RunSource | None = None
-        """Of which reading of the run the series were asked."""
+        """The source from which the current series were requested."""
         self._keeps_sentence = False
-        """Whether the query follows a growing run: no key was pressed, so what the bar says stays."""
+        """Whether the query changed because a followed run grew, without a key press; the current message then
+        stays."""
 
     def compose(self) -> ComposeResult:
-        """Header, three panes, search line, keys."""
+        """Yield header, three panes, input lines, and key bar."""
         yield StatusBar()
         with Horizontal(id="panes"):
             yield SiteTree()
@@ -66,7 +70,7 @@ class BrowseBaseScreen(LiveTailScreen):
         yield KeyBar()
 
     def on_mount(self) -> None:
-        """Start reading."""
+        """Start reading the run."""
         self.sites = self.query_one(SiteTree)
         self.table = self.query_one(RecordTable)
         self.tensor = self.query_one(TensorPane)
@@ -80,7 +84,7 @@ class BrowseBaseScreen(LiveTailScreen):
         self.track(self.load_source(self._open))
 
     def show_live(self, path: Path, name: str) -> None:
-        """The live screen of the run."""
+        """Open the live screen of the run."""
         from tapscope.dashboard.screens.live import LiveScreen
 
         self.push(LiveScreen(LiveRun(path), name, self.control))
@@ -117,7 +121,7 @@ class BrowseBaseScreen(LiveTailScreen):
 
     @property
     def runs(self) -> dict[str, str]:
-        """The run on the screen."""
+        """Path -> name of the run on the screen."""
         return {path_text(self.source.run.path): self.source.run.name} if self.source is not None else {}
 
     @property
@@ -129,7 +133,7 @@ class BrowseBaseScreen(LiveTailScreen):
         return str(Permalink(source.run.name, record.key.site, record.key.step, record.key.rank))
 
     def open_link(self, at: Permalink) -> None:
-        """Show the record that a link names; with an index all of its values, the cursor on that one."""
+        """Show the record that a permalink refers to; with an index, also its values with the cursor at the index."""
         source = self.source
         if source is None:
             return
@@ -184,7 +188,7 @@ class BrowseBaseScreen(LiveTailScreen):
     # --- questions --------------------------------------------------------------------------------
 
     def ask(self, query: Query, target: Key | None = None) -> None:
-        """Show another selection, the cursor on ``target`` or on the same site as now."""
+        """Show the records of ``query``, with the cursor on ``target`` or on the current site."""
         old, record = self.query_now, self.table.record
         if (query == old and target is None) or self.source is None:
             return
@@ -196,7 +200,7 @@ class BrowseBaseScreen(LiveTailScreen):
         self.track(self.load_records(self.source, query))
 
     def show_record(self, *, allow_big: bool = False) -> None:
-        """Show statistics immediately; values from the cache, or after the cursor has rested."""
+        """Show the statistics immediately; the values from the cache, or after the cursor has rested."""
         record, source = self.table.record, self.source
         self.cancel_rest()
         if record is None or source is None:
@@ -220,7 +224,7 @@ class BrowseBaseScreen(LiveTailScreen):
             self.track_after(REST_S, partial(self.load_digest, source, record))
 
     def show_series(self) -> None:
-        """The site over all steps, where that is looked at."""
+        """Load the series of the site over all steps, if that view is open."""
         record, source = self.table.record, self.source
         if self.tensor.view != "steps" or record is None or source is None:
             return
@@ -268,7 +272,7 @@ class BrowseBaseScreen(LiveTailScreen):
         return f"No record of {where}. Press [ or ] for another step, g in the site tree for all modules."
 
     def draw_keys(self) -> None:
-        """The keys that would do something now."""
+        """Show the keys that currently have an effect."""
         source, record = self.source, self.table.record
         if source is None:
             return
@@ -294,7 +298,7 @@ class BrowseBaseScreen(LiveTailScreen):
 
 
 def _cursor(records: Records, target: Key | None) -> int:
-    """Row of the very record, else of the same site and occurrence, else of the same site, else the first."""
+    """Return the row of the target record, else of its site and occurrence, else of its site, else the first row."""
     if target is None:
         return 0
     rows: list[int] = records.places_of(target.site).tolist()

@@ -1,4 +1,4 @@
-"""DiffScreen: what each key does where two runs are compared."""
+"""Screen that compares two runs: the actions of its keys."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +26,7 @@ from tapscope.dashboard.widgets.row_list import RowList
 
 
 class DiffScreen(DiffBaseScreen):
-    """Compare two runs. An action that can do nothing says why."""
+    """Comparison of two runs. An action without an effect shows the reason."""
 
     SPECS = DIFF_KEYS
     BINDINGS = bindings(SPECS)
@@ -35,24 +35,24 @@ class DiffScreen(DiffBaseScreen):
 
     @property
     def active(self) -> LayerGrid | FindingTable | FindingPane:
-        """The pane that has the keys."""
+        """The focused pane."""
         if self.pane == LAYERS:
             return self.strip
         return self.table if self.pane == FINDINGS else self.pair
 
     @property
     def search_text(self) -> str:
-        """The search text in force."""
+        """Text of the active search; empty if there is none."""
         return self.query_now.find
 
     def _compared(self) -> DiffSource | None:
-        """The comparison; while it goes on None, and a sentence that says so."""
+        """Return the comparison; None while it is in progress, with a message to the user."""
         if self.source is None:
             self.say("Still comparing the runs.")
         return self.source
 
     def search(self, text: str) -> None:
-        """Findings that match a filter; while it is invalid, those from before and a sentence."""
+        """Show the findings that match a filter; an invalid filter shows an error and changes nothing."""
         try:
             matching_findings((), text)
         except ConfigError as error:
@@ -74,7 +74,7 @@ class DiffScreen(DiffBaseScreen):
         self.ask(replace(self.query_now, group=None, path="", step=None, rank=None, find=""), target=culprit)
 
     def action_bad(self, direction: int) -> None:
-        """The next bad finding in execution order, of any layer."""
+        """Go to the next bad finding in execution order, in any layer."""
         if (source := self._compared()) is None:
             return
         finding = self.table.finding
@@ -93,7 +93,7 @@ class DiffScreen(DiffBaseScreen):
         self.ask(replace(query, rank=None, find=""), target=finding)
 
     def action_cause(self, direction: int) -> None:
-        """The next independent cause."""
+        """Go to the next independent cause."""
         if (source := self._compared()) is None:
             return
         finding = self.table.finding
@@ -113,16 +113,16 @@ class DiffScreen(DiffBaseScreen):
         self.ask(replace(self.query_now, fold=not self.query_now.fold))
 
     def action_unfold(self, unfolded: bool) -> None:
-        """Show or hide the modules of a layer, or what is in a module."""
+        """Show or hide the children of the layer or module under the cursor."""
         if problem := self.strip.unfold(unfolded):
             self.say(problem)
 
     def action_only_bad(self) -> None:
-        """Show only findings that differ, or all."""
+        """Toggle between findings that differ and all findings."""
         self.ask(replace(self.query_now, only_bad=not self.query_now.only_bad))
 
     def action_step(self, direction: int) -> None:
-        """One target step alone; before the first come all."""
+        """Show the next or previous target step; before the first step, all steps."""
         steps = [None, *(self.source.steps if self.source else ())]
         now = self.query_now.step
         at = (steps.index(now) if now in steps else 0) + direction
@@ -132,7 +132,7 @@ class DiffScreen(DiffBaseScreen):
         self._show_step(steps[at])
 
     def action_go(self) -> None:
-        """Ask for a step."""
+        """Prompt for a step."""
         if (source := self._compared()) is not None:
             self.open_line(f"a step of {compact_ranges(source.steps)}; nothing: all steps", "", self._go)
 
@@ -147,7 +147,7 @@ class DiffScreen(DiffBaseScreen):
         self.ask(replace(self.query_now, step=step))
 
     def action_rank(self, direction: int) -> None:
-        """The largest errors on one target rank; before the first come all."""
+        """Show the largest errors on the next or previous target rank; before the first rank, all ranks."""
         ranks = [None, *(self.source.ranks if self.source else ())]
         now = self.query_now.rank
         at = (ranks.index(now) if now in ranks else 0) + direction
@@ -159,18 +159,18 @@ class DiffScreen(DiffBaseScreen):
             self.say("All ranks are shown already." if at < 0 else f"Rank {now} is the last rank with a difference.")
 
     def action_zoom_columns(self, direction: int) -> None:
-        """Fewer or more columns of the heat map."""
+        """Show fewer or more columns of the heat map."""
         if not self.strip.zoom_columns(direction):
             self.say(f"The heat map shows {'one' if direction > 0 else 'every'} {self.strip.axis} already.")
 
     def action_axis(self) -> None:
-        """The heat map by step, rank or token, in turn; values are read the first time."""
+        """Cycle the heat map through step, rank and token; the first call reads the values."""
         if (source := self._compared()) is not None:
             self.track(self.load_places(source))
 
     @on(RowList.HeaderClicked, "#findings")
     def _sort_by_column(self, message: RowList.HeaderClicked) -> None:
-        """By this column; again: the other way around."""
+        """Sort by the clicked column; clicking it again reverses the order."""
         sort, query = SORT_OF_COLUMN.get(message.column), self.query_now
         if self.source is None:
             return
@@ -180,17 +180,17 @@ class DiffScreen(DiffBaseScreen):
         self.ask(replace(query, sort=sort, reverse=sort == query.sort and not query.reverse))
 
     def action_sort(self) -> None:
-        """In order, by error, by size of the difference."""
+        """Select the next sort order."""
         self.ask(
             replace(self.query_now, sort=SORTS[(SORTS.index(self.query_now.sort) + 1) % len(SORTS)], reverse=False)
         )
 
     def action_columns(self) -> None:
-        """List the columns, to choose from."""
+        """Open the column chooser."""
         self.open_columns(self.table)
 
     def action_measure(self) -> None:
-        """Show another measure in the list, unless columns were chosen."""
+        """Show another measure in the list, unless the user chose columns."""
         if self.table.chosen is not None:
             key = next(spec.shown for spec in self.specs if spec.id == "columns")
             self.say(f"The columns were chosen; press {key} to change them.")
@@ -200,29 +200,29 @@ class DiffScreen(DiffBaseScreen):
     # --- looking ----------------------------------------------------------------------------------
 
     def action_view(self) -> None:
-        """Measures, tokens, values, details."""
+        """Show the next view of the pair: measures, tokens, values, details, series."""
         self.pair.next_view()
         self.show_detail()
 
     def action_modules(self) -> None:
-        """The modules, with their errors."""
+        """Open the module tree with errors."""
         if (source := self._compared()) is not None:
             self.track(self.load_modules(source))
 
     def action_cells(self) -> None:
-        """All values of both sides, with a cursor."""
+        """Show all values of both sides with a cursor."""
         finding = self.table.finding
         if (source := self._compared()) is None or finding is None:
             return
         self.track(self.load_table(source, finding, step=self.query_now.step))
 
     def action_swap(self) -> None:
-        """Baseline and target change places."""
+        """Swap baseline and target, and compare again."""
         self.way = replace(self.way, swapped=not self.way.swapped)
         self.compare()
 
     def action_tolerance(self) -> None:
-        """Open the line for a tolerance."""
+        """Prompt for a tolerance."""
         tolerance = self.source.report.options.tolerance if self.source else None
         value = f"{tolerance[1]:g} {tolerance[0]:g}" if tolerance else ""
         self.open_line("rtol, or rtol and atol; nothing: the floor", value, self._judge_by)
@@ -236,7 +236,7 @@ class DiffScreen(DiffBaseScreen):
         return ""
 
     def action_reload(self) -> None:
-        """Read both runs again."""
+        """Read both runs again and compare them."""
         self.compare(afresh=True)
 
     def action_copy(self) -> None:
@@ -247,7 +247,7 @@ class DiffScreen(DiffBaseScreen):
             self.say(f"copied: {command}")
 
     def action_export(self) -> None:
-        """The report as JSON lines."""
+        """Export the report as JSON lines."""
         if (source := self._compared()) is None:
             return
         try:
@@ -256,10 +256,10 @@ class DiffScreen(DiffBaseScreen):
             self.say(f"the report cannot be written here: {error}")
 
     def action_account(self) -> None:
-        """The report without its findings."""
+        """Show the report without its findings."""
         if (source := self._compared()) is not None:
             self.app.push_screen(TextScreen("report", Text("\n").join(map(literal, source.account())), indent=LABEL))
 
     def action_help(self) -> None:
-        """Keys, those of this pane first."""
+        """Show the keys, with those of the focused pane first."""
         self.app.push_screen(HelpScreen(self.specs, self.pane, DIFF_WORDS))

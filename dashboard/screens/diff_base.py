@@ -1,4 +1,4 @@
-"""DiffBaseScreen: layers, findings and one pair of two runs, and how answers get into them."""
+"""Base of the diff screen: layers, findings and one pair of values, and the handling of worker results."""
 
 from dataclasses import replace
 from functools import partial
@@ -27,18 +27,21 @@ from tapscope.dashboard.widgets.row_list import RowList
 from tapscope.dashboard.widgets.status_bar import KeyBar, StatusBar
 
 REST_S = 0.15
-"""A pair is read when the cursor has rested this long."""
+"""Delay in seconds after a cursor move until a pair is read."""
 
 
 class DiffBaseScreen(DiffWorkersScreen):
-    """State lives here: one query, one finding; panes show it, workers answer it. Keys: DiffScreen."""
+    """Diff screen without actions, which are in DiffScreen.
+
+    The state is one query and one finding; panes display it and workers compute results.
+    """
 
     AUTO_FOCUS = ""
     VERTICAL_BREAKPOINTS = [(0, "-low"), (20, "-high")]  # noqa: RUF012
     HORIZONTAL_BREAKPOINTS = [(0, "-single"), (60, "-narrow"), (100, "-wide")]  # noqa: RUF012
 
     def __init__(self, open_source: Open, title: str, at: Permalink | None = None) -> None:
-        """``title`` is shown until the runs have been compared; ``at`` is the place to open, else the culprit."""
+        """``title`` is shown until the comparison is complete; ``at`` is the place to open, by default the culprit."""
         super().__init__(classes="-at-findings")
         self._open, self._title, self._at = open_source, title, at
         self.source: DiffSource | None = None
@@ -50,10 +53,10 @@ class DiffBaseScreen(DiffWorkersScreen):
         self._last_way = self.way
         self._target: Finding | None = None
         self._sentence = ""
-        """Message to show after the answer has been drawn."""
+        """Message to show after the next redraw."""
 
     def compose(self) -> ComposeResult:
-        """Header, three panes, search line, keys."""
+        """Yield header, answer, three panes, input lines, and key bar."""
         yield StatusBar()
         yield AnswerBar()
         with Horizontal(id="panes"):
@@ -66,7 +69,7 @@ class DiffBaseScreen(DiffWorkersScreen):
         yield KeyBar()
 
     def on_mount(self) -> None:
-        """Start comparing."""
+        """Start the comparison."""
         self.strip = self.query_one(LayerGrid)
         self.table = self.query_one(FindingTable)
         self.pair = self.query_one(FindingPane)
@@ -76,7 +79,7 @@ class DiffBaseScreen(DiffWorkersScreen):
         self.compare()
 
     def compare(self, *, afresh: bool = False) -> None:
-        """Compare in the present way; ``afresh``: read both runs again."""
+        """Compare with the current settings; ``afresh`` reads both runs again."""
         self.cancel_workers()
         self._old, self.source = self.source or self._old, None
         self.query_one(StatusBar).set_header(Header(self._title, (), "COMPARING", ()))
@@ -116,7 +119,7 @@ class DiffBaseScreen(DiffWorkersScreen):
         self.ask(DiffQuery(only_bad=source.report.num_bad > 0), target=culprit)
 
     def _show_grid(self, sites: Grid) -> None:
-        """The heat map of these sites and of their layers."""
+        """Show the heat map of the sites and of their layers."""
         source = self.source
         if source is None:
             return
@@ -126,7 +129,7 @@ class DiffBaseScreen(DiffWorkersScreen):
         self._mark_column()
 
     def _mark_column(self) -> None:
-        """The chosen step or rank in the heat map."""
+        """Highlight the chosen step or rank in the heat map."""
         of_axis = {"step": self.query_now.step, "rank": self.query_now.rank}
         self.strip.set_chosen(of_axis.get(self.strip.axis))
 
@@ -150,12 +153,12 @@ class DiffBaseScreen(DiffWorkersScreen):
 
     @property
     def runs(self) -> dict[str, str]:
-        """Baseline and target."""
+        """Path -> name of baseline and target."""
         return self.source.runs if self.source is not None else {}
 
     @property
     def site(self) -> str:
-        """That of the finding under the cursor."""
+        """Site of the finding under the cursor."""
         return self.table.finding.site if self.table.finding is not None else ""
 
     @property
@@ -165,7 +168,10 @@ class DiffBaseScreen(DiffWorkersScreen):
         return source.link(finding) if finding is not None and source is not None else ""
 
     def open_link(self, at: Permalink) -> None:
-        """Show the finding that a link names, with an index all of its values; where there is none, everything."""
+        """Show the finding that a permalink refers to, and its values if the link has an index.
+
+        If there is no finding for the site, show all findings.
+        """
         source = self.source
         if source is None:
             return
@@ -219,7 +225,7 @@ class DiffBaseScreen(DiffWorkersScreen):
     # --- questions --------------------------------------------------------------------------------
 
     def ask(self, query: DiffQuery, target: Finding | None = None) -> None:
-        """Show another selection, the cursor on ``target`` or on the same finding as now."""
+        """Show the findings of ``query``, with the cursor on ``target`` or on the current finding."""
         if self.source is None:
             return
         self.query_now, self._target = query, target or self.table.finding or self._target
@@ -227,7 +233,7 @@ class DiffBaseScreen(DiffWorkersScreen):
         self.track(self.load_findings(self.source, query))
 
     def show_finding(self) -> None:
-        """Show measures immediately; rows from the cache, or after the cursor has rested."""
+        """Show the measures immediately; the token view from the cache, or after the cursor has rested."""
         finding, source = self.table.finding, self.source
         self.cancel_rest()
         self.draw_keys()
@@ -244,7 +250,7 @@ class DiffBaseScreen(DiffWorkersScreen):
             self.track_after(REST_S, partial(self.load_token_view, source, finding))
 
     def show_detail(self) -> None:
-        """Show the details measured on demand, if their view is open."""
+        """Measure the finding in detail if the detail view is open."""
         finding, source = self.table.finding, self.source
         if self.pair.view == "detail" and self.pair.detail is None and finding is not None and source is not None:
             self.pair.set_detail(None, "Measuring ...")
@@ -295,7 +301,7 @@ class DiffBaseScreen(DiffWorkersScreen):
         return "Nothing was compared here. Press [ or ] for another step, or choose another layer."
 
     def draw_keys(self) -> None:
-        """The keys that would do something now."""
+        """Show the keys that currently have an effect."""
         source, query = self.source, self.query_now
         if source is None:
             return

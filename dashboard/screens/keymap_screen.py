@@ -1,4 +1,4 @@
-"""KeymapScreen: what the keys do on every screen of panes."""
+"""Base of all screens with panes: actions of the shared keys, search line, bookmarks, and column choice."""
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -23,74 +23,74 @@ from tapscope.dashboard.widgets.column_list import ColumnList
 from tapscope.dashboard.widgets.status_bar import KeyBar
 
 TENSOR = "tensor"
-"""Name of the one screen that shows values."""
+"""Name under which the single tensor screen is installed."""
 
 
 class Pane(Protocol):
-    """A pane that can have the focus."""
+    """Pane that can have the focus."""
 
     def focus(self, scroll_visible: bool = True) -> object:
-        """Take the keys."""
+        """Focus the pane."""
 
     def move(self, delta: int) -> None:
-        """Lines up or down."""
+        """Move the cursor by ``delta`` lines."""
 
     def page(self, direction: int) -> None:
-        """A page up or down."""
+        """Move the cursor by one page."""
 
     def ends(self, direction: int) -> None:
-        """To the first or last line."""
+        """Move the cursor to the first or last line."""
 
 
 class KeymapScreen(WorkerScreen):
-    """A screen of panes, one of which has the keys, with a search line."""
+    """Screen of panes, one of which is focused, with a search line."""
 
     PANES: ClassVar[tuple[str, ...]]
-    """Widget ids in tab order."""
+    """Widget ids of the panes, in tab order."""
     LIST: ClassVar[str]
-    """The pane that shows what a search finds."""
+    """Pane that shows the results of a search."""
     SPECS: ClassVar[Sequence[KeySpec]]
-    """What can be pressed."""
+    """Actions of the screen."""
     pane: str
     overrides: Mapping[str, str] = {}
-    """The user's own keys, see :func:`.keymap.parse_overrides`."""
+    """The user's key bindings, see :func:`.keymap.parse_overrides`."""
     bookmarks: Bookmarks | None = None
-    """Where bookmarks are kept; None where they are not."""
+    """Store of bookmarks; None if bookmarks are disabled."""
     columns: ColumnChoice
-    """The columns that the user chose."""
+    """The user's choice of columns."""
     _take: Callable[[str], str]
-    """What takes the text of the line at the bottom, and says what is wrong with it."""
+    """Handler of the input line; returns an error message, or an empty string on success."""
 
     @cached_property
     def specs(self) -> tuple[KeySpec, ...]:
-        """The key specs of this screen, with the user's changes."""
+        """Actions of this screen with the user's key bindings."""
         return effective(self.overrides, self.SPECS)
 
     @property
     def active(self) -> Pane:
-        """The pane that has the keys."""
+        """The focused pane."""
         raise NotImplementedError
 
     @property
     def search_text(self) -> str:
-        """The search text in force; empty if none."""
+        """Text of the active search; empty if there is none."""
         raise NotImplementedError
 
     def search(self, text: str) -> None:
-        """Show what matches; everything again for an empty text."""
+        """Show the matches of a search; an empty ``text`` ends the search."""
         raise NotImplementedError
 
     def say(self, sentence: str) -> None:
-        """A sentence in place of the keys, until the next thing happens."""
+        """Show a message in place of the key bar until the next action."""
         self.query_one(KeyBar).say(sentence)
 
     def draw_keys(self) -> None:
-        """The keys that would do something now."""
+        """Show the keys that currently have an effect."""
         raise NotImplementedError
 
     def activate(self, pane: str) -> None:
-        """Give the keys to a pane."""
-        if pane != self.pane:  # a class of the screen is looked up for every widget
+        """Focus a pane."""
+        if pane != self.pane:  # class changes are slow: Textual matches the style rules of all widgets again
             self.remove_class(f"-at-{self.pane}", update=False)
             self.add_class(f"-at-{pane}")
             self.pane = pane
@@ -98,23 +98,23 @@ class KeymapScreen(WorkerScreen):
         self.draw_keys()
 
     def action_move(self, delta: int) -> None:
-        """Lines up or down."""
+        """Move the cursor by ``delta`` lines."""
         self.active.move(delta)
 
     def action_page(self, direction: int) -> None:
-        """A page up or down."""
+        """Move the cursor by one page."""
         self.active.page(direction)
 
     def action_ends(self, direction: int) -> None:
-        """First or last line."""
+        """Move the cursor to the first or last line."""
         self.active.ends(direction)
 
     def action_pane(self, direction: int) -> None:
-        """Give the keys to another pane."""
+        """Focus the next or previous pane."""
         self.activate(self.PANES[(self.PANES.index(self.pane) + direction) % len(self.PANES)])
 
     def on_click(self, event: events.Click) -> None:
-        """A click gives the keys to a pane, too."""
+        """Focus the clicked pane."""
         clicked = event.widget.ancestors_with_self if event.widget is not None else ()
         pane = next((node.id for node in clicked if node.id in self.PANES), None)
         if pane is not None:
@@ -123,10 +123,11 @@ class KeymapScreen(WorkerScreen):
     def action_find(self) -> None:
         """Open the search line."""
         line = self.query_one("#find", Input)
-        with nullcontext() if self.search_text else line.prevent(Input.Changed):  # everything is shown already
+        # without a search, all items are shown already
+        with nullcontext() if self.search_text else line.prevent(Input.Changed):
             line.value = ""
         line.add_class("-open")
-        self.query_one(KeyBar).display = False  # whose line it takes: no pane changes its size
+        self.query_one(KeyBar).display = False  # the search line takes its place, so that no pane is resized
         line.focus()
 
     @on(Input.Changed, "#find")
@@ -144,7 +145,7 @@ class KeymapScreen(WorkerScreen):
         self.activate(self.LIST)
 
     def open_line(self, placeholder: str, value: str, take: Callable[[str], str]) -> None:
-        """Prompt for a line of text; ``take`` returns an error message for an invalid one."""
+        """Prompt for a line of input; ``take`` handles it and returns an error message if it is invalid."""
         line = self.query_one("#line", Input)
         line.placeholder, line.value, self._take = placeholder, value, take
         line.add_class("-open")
@@ -166,7 +167,7 @@ class KeymapScreen(WorkerScreen):
             self.say(said)
 
     def action_back(self) -> None:
-        """End the line at the bottom, then the search, then the zoom."""
+        """Close the input line, else end the search, else end the zoom."""
         if self.query_one("#line").has_class("-open"):
             self._close_line()
             return
@@ -180,13 +181,13 @@ class KeymapScreen(WorkerScreen):
             self.draw_keys()
 
     def action_zoom(self) -> None:
-        """One pane on the whole screen."""
+        """Show the focused pane on the whole screen, or all panes again."""
         self.toggle_class("-zoomed")
         self.draw_keys()
 
     @on(messages.TableOpened)
     def _take_table(self, message: messages.TableOpened) -> None:
-        """All values of a tensor on a screen of their own."""
+        """Show all values of a tensor on the tensor screen."""
         from tapscope.dashboard.screens.tensor import TensorScreen
 
         if not self.accept(message):
@@ -196,7 +197,7 @@ class KeymapScreen(WorkerScreen):
             self.say(f"The values cannot be read: {message.problem}" if message.problem else nothing)
             return
         shown = message.table, message.title, message.place, self.runs
-        if self.app.is_screen_installed(TENSOR):  # composing another one takes 13 of 20 ms
+        if self.app.is_screen_installed(TENSOR):  # reusing the screen saves composing it: 13 of 20 ms
             screen = self.app.get_screen(TENSOR, TensorScreen)
             screen.show(*shown)
         else:
@@ -207,14 +208,14 @@ class KeymapScreen(WorkerScreen):
 
     @on(messages.ModulesReady)
     def _take_modules(self, message: messages.ModulesReady) -> None:
-        """The modules on a screen of their own."""
+        """Show the module graph on its own screen."""
         from tapscope.dashboard.screens.modules import ModulesScreen
 
         if self.accept(message):
             self.push(ModulesScreen(message.graph, message.link_of, self.runs, module_of(self.site)))
 
     def push(self, screen: "KeymapScreen") -> None:
-        """Show another screen with the same keys and bookmarks; the link that it closes with is opened here."""
+        """Push another screen with the same key bindings and bookmarks; open the permalink that it returns."""
         screen.overrides, screen.bookmarks = self.overrides, self.bookmarks
         self.app.push_screen(screen, self._open_chosen)
 
@@ -231,20 +232,20 @@ class KeymapScreen(WorkerScreen):
 
     @property
     def site(self) -> str:
-        """The site under the cursor; empty where there is none."""
+        """Site under the cursor; empty if there is none."""
         return ""
 
     @property
     def link(self) -> str:
-        """Permalink of the place under the cursor; empty where there is none."""
+        """Permalink of the place under the cursor; empty if there is none."""
         raise NotImplementedError
 
     def open_link(self, at: Permalink) -> None:
-        """Show the place that a link of these runs names."""
+        """Show the place that a permalink to one of these runs refers to."""
         raise NotImplementedError
 
     def action_bookmark(self) -> None:
-        """Ask for a name for this place."""
+        """Prompt for a name and bookmark the place under the cursor."""
         link = self.link
         if not link or self.bookmarks is None:
             self.say("Nothing here to bookmark.")
@@ -261,7 +262,7 @@ class KeymapScreen(WorkerScreen):
         return ""
 
     def action_bookmarks(self) -> None:
-        """List the bookmarks."""
+        """Open the list of bookmarks."""
         if self.bookmarks is not None:
             specs = (*self.specs, *effective(self.overrides, BOOKMARK_KEYS))
             self.app.push_screen(BookmarksScreen(self.bookmarks, specs, self._is_open), self._open_bookmark)
@@ -286,13 +287,13 @@ class KeymapScreen(WorkerScreen):
     # --- columns ----------------------------------------------------------------------------------
 
     def show_chosen_columns(self, table: ColumnList) -> None:
-        """Show the columns that were chosen for a list earlier."""
+        """Show the columns that the user chose earlier for a list."""
         assert table.id is not None
         if (columns := self.columns.of(table.id)) is not None:
             table.choose(columns)
 
     def open_columns(self, table: ColumnList) -> None:
-        """List the columns of a list, to choose from."""
+        """Open the column chooser of a list."""
 
         def choose(columns: Sequence[str] | None) -> Sequence[str]:
             assert table.id is not None
@@ -311,5 +312,5 @@ class KeymapScreen(WorkerScreen):
         return table.usual() if table.chosen is None else table.chosen
 
     async def action_quit(self) -> None:
-        """Leave."""
+        """Exit the app."""
         self.app.exit()

@@ -1,4 +1,4 @@
-"""LiveScreen: finished steps, rates, metrics and anomalies of a run while it is recorded."""
+"""Screen of a live run: finished steps, rates, metrics and anomalies while it is recorded."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,9 +23,9 @@ from tapscope.render import record_text
 
 LIVE = "live"
 READ_S = 0.5
-"""Between two readings of the run."""
+"""Seconds between reads of the run."""
 REPLAY_S = 0.2
-"""How long a step is shown in a replay."""
+"""Seconds per step in a replay."""
 LIVE_WORDS = """
 The last 300 steps are kept to go back to. Charts go from 0 to the largest value; % is not finite.
 dead: the recorder no longer holds its lock, and has not closed the run."""
@@ -33,13 +33,13 @@ dead: the recorder no longer holds its lock, and has not closed the run."""
 
 @dataclass
 class LiveRead(messages.Answer):
-    """The state of the run so far."""
+    """Current state of the run."""
 
     view: LiveView
 
 
 class LivePane(TextPane):
-    """Facts, charts and anomalies."""
+    """Pane with facts, charts and anomalies."""
 
     VIEWS = ("live",)
 
@@ -49,11 +49,11 @@ class LivePane(TextPane):
         self._is_controlled = is_controlled
 
     def title_text(self, width: int) -> str:
-        """The last step."""
+        """Return the last step."""
         return "" if self.shown is None or self.shown.last_step is None else f"step {self.shown.last_step}"
 
     def lines(self, width: int, height: int) -> Sequence[Text]:
-        """The view of a step."""
+        """Return the state of the run as lines."""
         view = self.shown
         if view is None:
             return [Text("Reading the run ...", style="dim")]
@@ -69,7 +69,7 @@ class LivePane(TextPane):
 
 
 class LiveScreen(DetailScreen):
-    """Follows a run; any earlier step can be shown and replayed meanwhile."""
+    """Follows a run; earlier steps can be shown and replayed meanwhile."""
 
     SPECS = LIVE_KEYS
     BINDINGS = bindings(SPECS)
@@ -81,17 +81,17 @@ class LiveScreen(DetailScreen):
     link = ""
 
     def __init__(self, live: LiveRun, name: str, control: CaptureControl | None) -> None:
-        """``name`` is that of the run."""
+        """``name`` is the name of the run; without ``control``, capture cannot be switched."""
         super().__init__()
         self._live, self._run_name, self._control = live, name, control
         self.pane = LIVE
         self._view: LiveView | None = None
         self._step: int | None = None
-        """The step that is shown; None for what has been recorded so far."""
+        """The step on the screen; None follows the latest state."""
         self._replay: Timer | None = None
 
     def compose(self) -> ComposeResult:
-        """Name and state, the run, a line for commands, keys."""
+        """Yield name and state, the live pane, input lines, and key bar."""
         yield StatusBar()
         yield LivePane(is_controlled=self._control is not None)
         yield LineInput(id="find")
@@ -99,7 +99,7 @@ class LiveScreen(DetailScreen):
         yield KeyBar()
 
     def on_mount(self) -> None:
-        """Read now, and again and again."""
+        """Read the run now and periodically."""
         self.draw_keys()
         self._draw()
         self._read_more()
@@ -107,11 +107,11 @@ class LiveScreen(DetailScreen):
 
     @property
     def active(self) -> LivePane:
-        """The one pane."""
+        """The only pane."""
         return self.query_one(LivePane)
 
     def draw_keys(self) -> None:
-        """The keys that have an effect now."""
+        """Show the keys that currently have an effect."""
         works = {"capture": self._control is not None}
         self.query_one(KeyBar).set_keys([spec for spec in self.specs if spec.label and works.get(spec.id, True)])
 
@@ -143,8 +143,8 @@ class LiveScreen(DetailScreen):
             self.query_one(StatusBar).set_header(Header(self._run_name, (), "READING", ()))
             return
         if self._step is not None and self._steps and self._step < self._steps[0]:
-            self._step = self._steps[0]  # the oldest one that is kept
-        if self._step is not None and not self._steps:  # another run is in the directory
+            self._step = self._steps[0]  # the oldest kept step
+        if self._step is not None and not self._steps:  # the directory contains another run now
             self._step = None
         state = STATES[view.state]
         if self._step is not None:
@@ -163,14 +163,14 @@ class LiveScreen(DetailScreen):
         self._draw()
 
     def action_pause(self) -> None:
-        """Stay at the last step, or show what comes."""
+        """Pause at the last step, or follow the run again."""
         if not self._steps:
             self.say("No step has finished yet.")
         else:
             self._show(self._steps[-1] if self._step is None else None)
 
     def action_step(self, direction: int) -> None:
-        """Stay at the step before or after the one that is shown."""
+        """Pause at the previous or next step."""
         steps = self._steps
         if not steps or (self._step is None and direction > 0):
             self.say("This is the last finished step." if steps else "No step has finished yet.")
@@ -182,7 +182,7 @@ class LiveScreen(DetailScreen):
             self._show(steps[now + direction] if now + direction < len(steps) else None)
 
     def action_go(self) -> None:
-        """Ask for a step."""
+        """Prompt for a step."""
         self.open_line("a finished step, by its number", "", self._go)
 
     def _go(self, text: str) -> str:
@@ -193,7 +193,7 @@ class LiveScreen(DetailScreen):
         return ""
 
     def action_replay(self) -> None:
-        """Show the steps one after the other, from the one shown or from the first; then what comes."""
+        """Replay the steps from the current one, or from the first, then follow the run."""
         steps = self._steps
         if not steps:
             self.say("No step has finished yet.")
@@ -211,7 +211,7 @@ class LiveScreen(DetailScreen):
             self._draw()
 
     def action_capture(self) -> None:
-        """Ask for a command that switches capture of the live job."""
+        """Prompt for a command that switches capture of the live job."""
         if self._control is None:
             self.say("No live job to control: start tapscope view with --control [HOST:]PORT or --control RUN.")
         else:

@@ -1,4 +1,4 @@
-"""RunMapScreen: the heat map of one run, layers × steps, by |max|, rms, values that are not finite, or zeros."""
+"""Screen with the heat map of one run, layers × steps, by |max|, rms, non-finite values, or zeros."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,13 +30,13 @@ MAP_WORDS = """
 
 @dataclass
 class MagnitudesReady(Answer):
-    """The measures of all sites on one rank, or on all."""
+    """The heat map of all sites, on one rank or over all ranks."""
 
     grid: MagnitudeGrid
 
 
 class RunMapScreen(DetailScreen):
-    """Closes with the link of the record with the largest measure."""
+    """Heat map of one run. Closes with the permalink of the chosen cell's record."""
 
     SPECS = MAP_KEYS
     BINDINGS = bindings(SPECS)
@@ -52,14 +52,14 @@ class RunMapScreen(DetailScreen):
         self.pane = LAYERS
         self.measure = MEASURES[0]
         self.step: int | None = None
-        """The chosen step; None for all."""
+        """The chosen step; None for all steps."""
         self.rank: int | None = None
-        """The chosen rank; None for all."""
+        """The chosen rank; None for all ranks."""
         self._find = ""
         self._grid: MagnitudeGrid | None = None
 
     def compose(self) -> ComposeResult:
-        """The run, its heat map, lines for searches and steps, keys."""
+        """Yield header, heat map, input lines, and key bar."""
         yield StatusBar()
         yield MagnitudeMap()
         yield LineInput(placeholder="mlp *proj:out", id="find")
@@ -67,7 +67,7 @@ class RunMapScreen(DetailScreen):
         yield KeyBar()
 
     def on_mount(self) -> None:
-        """Start to read the statistics."""
+        """Start reading the statistics."""
         self.query_one(StatusBar).set_header(self._source.header)
         self.active.empty_text = "Reading statistics ..."
         self.draw_keys()
@@ -75,16 +75,16 @@ class RunMapScreen(DetailScreen):
 
     @property
     def active(self) -> MagnitudeMap:
-        """The one pane."""
+        """The only pane."""
         return self.query_one(MagnitudeMap)
 
     @property
     def search_text(self) -> str:
-        """The search text in force; empty if none."""
+        """Text of the active search; empty if there is none."""
         return self._find
 
     def search(self, text: str) -> None:
-        """Only sites that match."""
+        """Show only the sites that match."""
         self._find = text
         self._show()
 
@@ -118,7 +118,7 @@ class RunMapScreen(DetailScreen):
 
     @on(RowList.Moved, f"#{LAYERS}")
     def _describe(self) -> None:
-        """The largest measure of the line under the cursor, in the lower border."""
+        """Show the largest measure of the row under the cursor in the lower border."""
         at = self.active.cell_under(self.step)
         rank = "" if self.rank is None else f" on rank {self.rank}"
         if at is None:
@@ -129,7 +129,7 @@ class RunMapScreen(DetailScreen):
         self.active.set_note(f"{shorten(site, 40)} step {column.label}{rank}: {self.measure} {cell.text}{bad}")
 
     def draw_keys(self) -> None:
-        """The keys that have an effect now."""
+        """Show the keys that currently have an effect."""
         many = len(self._source.steps) > 1, len(self._source.ranks) > 1
         works = dict.fromkeys(("previous_step", "next_step", "go"), many[0])
         works |= dict.fromkeys(("previous_rank", "next_rank"), many[1])
@@ -138,28 +138,28 @@ class RunMapScreen(DetailScreen):
     # --- keys -------------------------------------------------------------------------------------
 
     def action_unfold(self, unfolded: bool) -> None:
-        """Show or hide the modules of a layer, or what is in a module."""
+        """Show or hide the children of the layer or module under the cursor."""
         if problem := self.active.unfold(unfolded):
             self.say(problem)
         self._describe()
 
     def action_zoom_columns(self, direction: int) -> None:
-        """Fewer or more columns of the heat map."""
+        """Show fewer or more columns of the heat map."""
         if not self.active.zoom_columns(direction):
             self.say(f"The heat map shows {'one column' if direction > 0 else 'every step'} already.")
 
     def action_measure(self) -> None:
-        """The next measure."""
+        """Show the next measure."""
         self.measure = MEASURES[(MEASURES.index(self.measure) + 1) % len(MEASURES)]
         self._read()
 
     def action_step(self, direction: int) -> None:
-        """Another step, or all of them."""
+        """Show the next or previous step, or all steps."""
         self.step = _turned(self._source.steps, self.step, direction)
         self._show_step()
 
     def action_rank(self, direction: int) -> None:
-        """Another rank, or all of them."""
+        """Show the next or previous rank, or all ranks."""
         if len(self._source.ranks) < 2:
             self.say("There is only one rank.")
             return
@@ -167,7 +167,7 @@ class RunMapScreen(DetailScreen):
         self._read()
 
     def action_go(self) -> None:
-        """Ask for a step."""
+        """Prompt for a step."""
         self.open_line(f"a step of {compact_ranges(self._source.steps)}; nothing for all", "", self._go)
 
     def _go(self, text: str) -> str:
@@ -191,7 +191,7 @@ class RunMapScreen(DetailScreen):
         return Permalink(self._source.run.name, site, cell.step, cell.records[0].rank) if cell.records else None
 
     def action_zoom(self) -> None:
-        """Open the record, on the screen below."""
+        """Close the screen and open the record under the cursor on the screen below."""
         link = self._permalink()
         if link is None:
             self.say("No record with statistics here.")
@@ -199,7 +199,7 @@ class RunMapScreen(DetailScreen):
             self.dismiss(link)
 
     def action_copy(self) -> None:
-        """The link, to the clipboard."""
+        """Copy the permalink of the record under the cursor."""
         if not self.link:
             self.say("No record with statistics here.")
             return
@@ -208,7 +208,7 @@ class RunMapScreen(DetailScreen):
 
     @property
     def runs(self) -> dict[str, str]:
-        """The run on the screen."""
+        """Path -> name of the run on the screen."""
         return {path_text(self._source.run.path): self._source.run.name}
 
     @property
@@ -218,6 +218,6 @@ class RunMapScreen(DetailScreen):
 
 
 def _turned(numbers: Sequence[int], now: int | None, direction: int) -> int | None:
-    """The next of these numbers; None, which stands for all, comes before the first and after the last."""
+    """Return the next of ``numbers``, cyclically; None, which stands for all, follows the last one."""
     every = (None, *numbers)
     return every[((every.index(now) if now in every else 0) + direction) % len(every)]

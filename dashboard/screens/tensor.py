@@ -1,4 +1,4 @@
-"""TensorScreen: all values of a tensor, or of both sides of a finding, with a cursor."""
+"""Screen with all values of a tensor, or of both sides of a finding, and a cursor."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -37,7 +37,7 @@ from tapscope.dashboard.widgets.value_grid import CELLS, SIDES, ValueGrid
 VIEWS = ("histogram", "magnitudes", "channels", "rows", "tokens")
 SUMMARY_LINES = 8
 MIN_TITLE = 24
-"""Cells of the name of a tensor; the sides of a pair are listed where it has them."""
+"""Minimum width of the tensor's name in the title, in columns; the list of sides is shown only if this much remains."""
 CELL_WORDS = """
 Rows read 0:5 for position 5 of request 0, with the id of the token where it is known.
 Darker cells differ more, relative to the largest difference around. Bold: not finite.
@@ -46,7 +46,7 @@ The map joins neighbors by their maximum: 1 to 9 from the smallest to the larges
 
 
 class TensorScreen(TensorWorkersScreen):
-    """A grid of values, an overview of all of them, and the value under the cursor."""
+    """Grid of values, overview of all values, and details of the value under the cursor."""
 
     SPECS = CELL_KEYS
     BINDINGS = bindings(SPECS)
@@ -62,7 +62,7 @@ class TensorScreen(TensorWorkersScreen):
         place: tuple[int, int] = (0, 0),
         runs: Mapping[str, str] | None = None,
     ) -> None:
-        """``title`` is the site, ``place`` the row and column to begin at, ``runs`` as :attr:`KeymapScreen.runs`."""
+        """``title`` is the site; ``place`` is the initial (row, column); ``runs`` is as :attr:`KeymapScreen.runs`."""
         super().__init__()
         self._take_tensor(table, title, place, runs or {})
 
@@ -77,7 +77,7 @@ class TensorScreen(TensorWorkersScreen):
         self._has_map = False
 
     def compose(self) -> ComposeResult:
-        """Title, values, summary, the value under the cursor, keys."""
+        """Yield title, values, heat map, overview, value under the cursor, input lines, and key bar."""
         yield Static("", id="status", markup=False)
         yield ValueGrid(self.values)
         whole = TensorMap(self.values)
@@ -90,15 +90,15 @@ class TensorScreen(TensorWorkersScreen):
         yield KeyBar()
 
     def on_mount(self) -> None:
-        """Begin at the place, and compute the overview."""
+        """Show the tensor with the cursor at the initial position, and compute the overview."""
         self.grid, self.map = self.query_one(ValueGrid), self.query_one(TensorMap)
         self._begin()
 
     def show(self, table: ValueTable, title: str, place: tuple[int, int], runs: Mapping[str, str]) -> None:
-        """Show another tensor, as a new screen would; the arguments are those of the constructor."""
+        """Show another tensor on this screen; same arguments as the constructor."""
         self.cancel_workers()
         self._take_tensor(table, title, place, runs)
-        if hasattr(self, "grid"):  # else on_mount begins with it
+        if hasattr(self, "grid"):  # otherwise on_mount shows the tensor
             self._begin()
 
     def _begin(self) -> None:
@@ -109,7 +109,7 @@ class TensorScreen(TensorWorkersScreen):
         self.track(self.load_overview(self.values))
 
     def dismiss(self, result: Permalink | None = None) -> AwaitComplete:
-        """Close. The screen is kept for the next tensor, but not what it has read."""
+        """Close the screen and release the values; the screen itself is reused for the next tensor."""
         closed = super().dismiss(result)
         self.cancel_workers()
         self._take_tensor(EmptyValueTable(), "", (0, 0), {})
@@ -118,24 +118,24 @@ class TensorScreen(TensorWorkersScreen):
         return closed
 
     def on_resize(self) -> None:
-        """Draw again, as more or less fits."""
+        """Redraw for the new size."""
         self._draw()
 
     @property
     def active(self) -> ValueGrid | TensorMap:
-        """The values, or the map of the whole tensor."""
+        """The value grid, or the heat map of the whole tensor."""
         return self.map if self.map.display else self.grid
 
     @property
     def search_text(self) -> str:
-        """Not used: nothing is filtered here."""
+        """Always empty: this screen has no search."""
         return ""
 
     def search(self, text: str) -> None:
-        """Not used: nothing is filtered here."""
+        """Do nothing: this screen has no search."""
 
     def draw_keys(self) -> None:
-        """List the keys that have an effect now."""
+        """Show the keys that currently have an effect."""
         works = {"side": self.values.is_pair, "next_above": self._more_than is not None,
                  "token_order": self.view == "tokens", "open_cell": self.map.display}  # fmt: skip
         self.query_one(KeyBar).set_keys([s for s in self.specs if s.label and works.get(s.id, True)])
@@ -186,7 +186,7 @@ class TensorScreen(TensorWorkersScreen):
         self._draw()
 
     def _show_map(self, shown: bool) -> None:
-        """The map of the whole tensor in place of the values, or the values."""
+        """Switch between the heat map of the whole tensor and the values."""
         self.map.display, self.grid.display = shown, not shown
         self.active.focus()
         self.draw_keys()
@@ -195,15 +195,15 @@ class TensorScreen(TensorWorkersScreen):
     # --- keys -------------------------------------------------------------------------------------
 
     def action_move_column(self, delta: int) -> None:
-        """Go left or right by columns."""
+        """Move the cursor by ``delta`` columns."""
         self.active.move_column(delta)
 
     def action_column_ends(self, direction: int) -> None:
-        """Go to the first or last column."""
+        """Move the cursor to the first or last column."""
         self.active.column_ends(direction)
 
     def action_map(self) -> None:
-        """The whole tensor as a heat map, or its values."""
+        """Switch between the heat map of the whole tensor and its values."""
         self._show_map(not self.map.display)
         if self.map.display and not self._has_map:
             self.track(self.load_map(self.values))
@@ -211,13 +211,13 @@ class TensorScreen(TensorWorkersScreen):
             self.map.show_place(self.grid.row, self.grid.column)
 
     def action_zoom(self) -> None:
-        """From a cell of the map to its largest value."""
+        """Go from a cell of the heat map to the largest value in the cell."""
         place = self.map.rectangle
         if self.map.display and place is not None:
             self._search(lambda table: largest(table, *place), "")
 
     def action_go(self) -> None:
-        """Ask for an index, and go there."""
+        """Prompt for an index and go there."""
         self.open_line("an index such as 3,17, or a row and a column", "", self._go)
 
     def _go(self, text: str) -> str:
@@ -233,13 +233,13 @@ class TensorScreen(TensorWorkersScreen):
         self.track(self.load_place(self.values, search, nothing))
 
     def action_nonfinite(self, direction: int) -> None:
-        """Go to the next, or previous, value that is not finite."""
+        """Go to the next or previous non-finite value."""
         row, column = self.grid.row, self.grid.column
         word = "after" if direction > 0 else "before"
         self._search(lambda table: find(table, row, column, direction), f"All values {word} this one are finite.")
 
     def action_threshold(self) -> None:
-        """Ask for the number that :meth:`action_above` compares with."""
+        """Prompt for the threshold of :meth:`action_above`."""
         self.open_line(f"a number that {self._value_label} exceeds, e.g. 1e-3", "", self._above)
 
     @property
@@ -258,7 +258,7 @@ class TensorScreen(TensorWorkersScreen):
         return ""
 
     def action_above(self, direction: int) -> None:
-        """Go to the next, or previous, value above the number."""
+        """Go to the next or previous value above the threshold."""
         number, row, column = self._more_than, self.grid.row, self.grid.column
         if number is None:
             self.action_threshold()
@@ -272,7 +272,7 @@ class TensorScreen(TensorWorkersScreen):
         self._search(largest, "")
 
     def action_side(self) -> None:
-        """Show the difference, the target or the baseline, in turn."""
+        """Cycle through difference, target and baseline."""
         if not self.values.is_pair:
             self.say("This is one run; open two to see differences.")
             return
@@ -280,7 +280,7 @@ class TensorScreen(TensorWorkersScreen):
         self._draw()
 
     def action_view(self) -> None:
-        """Show the next part of the overview."""
+        """Show the next view of the overview."""
         self.view = VIEWS[(VIEWS.index(self.view) + 1) % len(VIEWS)]
         if self.view == "tokens" and self._tokens is None:
             self.track(self.load_tokens(self.values, self._order))
@@ -288,14 +288,14 @@ class TensorScreen(TensorWorkersScreen):
         self._draw()
 
     def action_token_order(self) -> None:
-        """List tokens by position or by error, in turn."""
+        """Toggle between tokens sorted by position and by error."""
         self._order = "error" if self._order == "position" else "position"
         self.view = "tokens"
         self.track(self.load_tokens(self.values, self._order))
 
     @property
     def runs(self) -> dict[str, str]:
-        """Those of the screen below."""
+        """Runs of the screen below."""
         return self._runs
 
     @property
@@ -304,7 +304,7 @@ class TensorScreen(TensorWorkersScreen):
         return self.values.link(self.grid.row, self.grid.column)
 
     def open_link(self, at: Permalink) -> None:
-        """Go to a value of this tensor; the screen below opens anything else."""
+        """Go to a value of this tensor; any other link is passed to the screen below."""
         here = parse_permalink(self.link)
         if (at.run, at.site) != (here.run, here.site) or (not self.values.is_pair and at.step != here.step):
             self.dismiss(at)
@@ -318,20 +318,20 @@ class TensorScreen(TensorWorkersScreen):
         self.grid.go(*place)
 
     def action_copy(self) -> None:
-        """Copy the permalink of the value."""
+        """Copy the permalink of the value under the cursor."""
         link = self.link
         self.app.copy_to_clipboard(link)
         self.say(f"copied: {link}")
 
     def action_back(self) -> None:
-        """End the line at the bottom, then the map, then close the screen."""
+        """Close the input line, else the heat map, else the screen."""
         if self.map.display and not self.query_one("#line").has_class("-open"):
             self._show_map(False)
         else:
             super().action_back()
 
     def _key(self, id: str) -> str:
-        """The first key of an action, as it is shown."""
+        """Return the first key of an action in display form."""
         return next(spec.shown.split(" ")[0] for spec in self.specs if spec.id == id)
 
     # --- text -------------------------------------------------------------------------------------
@@ -345,7 +345,7 @@ class TensorScreen(TensorWorkersScreen):
         side = f" · {self.grid.side}" if table.is_pair else ""
         room = width - len(size) - len(side) - 5
         sides = f" ({self._key('side')}: {', '.join(SIDES)})" if table.is_pair else ""
-        if room - len(sides) >= MIN_TITLE:  # else the name of the tensor comes first
+        if room - len(sides) >= MIN_TITLE:  # otherwise the name of the tensor takes precedence
             side, room = side + sides, room - len(sides)
         title = literal(Text(f" {shorten(self._title, max(room, 16))} · {size}{side}", style="bold"))
         self.query_one("#status", Static).update(title, layout=False)
@@ -381,7 +381,7 @@ class TensorScreen(TensorWorkersScreen):
 
 
 def value_text(table: ValueTable, row: int, column: int, width: int) -> str:
-    """The value under the cursor, in one line; where ``width`` cells are too few, the sides are not named."""
+    """Describe the value under the cursor in one line; the sides are not named if ``width`` is too small."""
     at = cell(table, row, column)
     place = at.index or f"row {at.row}, column {at.column}"
     if not table.is_pair:

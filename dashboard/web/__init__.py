@@ -1,1 +1,1 @@
-"""The web page: runs, tensors, comparisons and live runs in a browser, over the view model."""
+"""Web page: runs, tensors, comparisons and live runs in a browser, rendered from the view model."""

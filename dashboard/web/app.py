@@ -1,4 +1,4 @@
-"""The web application: pages, JSON of the view model, and server-sent events of live runs."""
+"""Web application: pages, JSON of the view model, and server-sent events of live runs."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -35,12 +35,12 @@ STATIC = Path(__file__).resolve().parents[1] / "static"
 MAX_BODY = 1 << 16
 PUBLIC = ("/login", "/static/style.css", "/static/icon.svg")
 READ_ONLY_POSTS = ("/logout", "/api/diffs")
-"""Besides GET, what read-only sessions may send: they end, and compare runs that they may read."""
+"""Paths to which read-only sessions may send POST: to log out, and to compare runs that they may read."""
 _HEADERS = {
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'; "
     "object-src 'none'",
     "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "same-origin",  # no-referrer would make browsers send "Origin: null" with the login form
+    "Referrer-Policy": "same-origin",  # with no-referrer, browsers would send "Origin: null" with the login form
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
@@ -56,9 +56,9 @@ def create_app(
     benchmarks: BenchSource | None = None,
     control: CaptureControl | None = None,
 ) -> ASGIApp:
-    """The page over ``roots`` and ``benchmarks``.
+    """Build the web application over ``roots`` and ``benchmarks``.
 
-    On ``loopback`` a request for any other host name is refused (DNS rebinding).
+    On ``loopback``, requests for any other host name are refused, which prevents DNS rebinding.
     """
     app = FastAPI(title="tapscope web", docs_url=None, redoc_url=None, openapi_url=None)
     add_login_routes(app, login)
@@ -82,34 +82,34 @@ def create_app(
 
 
 class _HostMiddleware(AccessMiddleware):
-    """Refuses other origins, and on loopback other host names."""
+    """Refuses requests from other origins and, on loopback, for other host names."""
 
     def __init__(self, app: ASGIApp, error_response: Callable[[str, int, str], Response], *, loopback: bool) -> None:
         super().__init__(app, error_response)
         self._loopback = loopback
 
     def check(self, headers: Mapping[str, str]) -> None:
-        """Raise RequestRefused for either."""
+        """Raise RequestRefused for another origin, or for another host name on loopback."""
         check_origin(headers)
         if self._loopback:
             check_loopback_host(headers)
 
 
 class _LoginMiddleware(AccessMiddleware):
-    """Requires a session, except for the login page; read-only sessions may only read, whatever a route does."""
+    """Requires a session, except on public pages. Read-only sessions may only read, whatever the route."""
 
     def __init__(self, app: ASGIApp, error_response: Callable[[str, int, str], Response], login: Login) -> None:
         super().__init__(app, error_response, PUBLIC)
         self._login = login
 
     def check_scope(self, scope: Scope) -> None:
-        """Raise RequestRefused without a session, and where a read-only one would change something."""
+        """Raise RequestRefused without a session, and for a read-only session whose request may change state."""
         is_reading = scope["method"] in ("GET", "HEAD") or scope["path"] in READ_ONLY_POSTS
         (self._login.check if is_reading else self._login.check_full)(Headers(scope=scope))
 
 
 def _with_headers(app: ASGIApp) -> ASGIApp:
-    """Security headers on every response."""
+    """Wrap ``app`` to add security headers to every response."""
 
     async def wrapped(scope: Any, receive: Any, send: Any) -> None:
         async def send_with_headers(message: Any) -> None:
@@ -125,7 +125,7 @@ def _with_headers(app: ASGIApp) -> ASGIApp:
 
 
 def _error(path: str, status: int, text: str) -> Response:
-    """JSON below ``/api/``, else the login page or a sentence."""
+    """Return the error as JSON below ``/api/``, else redirect to the login page or show the message there."""
     if path.startswith("/api/"):
         return JSONResponse({"error": text}, status)
     if status == 401:
@@ -138,7 +138,7 @@ def _failed(request: Request, error: Exception) -> Response:
 
 
 def _invalid(request: Request, error: Exception) -> Response:
-    """The first parameter that is missing or wrong, in a sentence."""
+    """Describe the first missing or invalid parameter in one sentence."""
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     name, problem = str(first["loc"][-1]), str(first["msg"])
@@ -148,7 +148,7 @@ def _invalid(request: Request, error: Exception) -> Response:
 
 
 def _not_routed(request: Request, error: Exception) -> Response:
-    """An address without a page, or a method that it does not have: a page for browsers, else JSON."""
+    """Return 404 or 405 for an unknown path or method: a page for browsers, else JSON."""
     assert isinstance(error, HTTPException)
     path = request.url.path
     text = f"{request.method} {middle(path, 200)}: {error.detail.lower()}"
@@ -165,7 +165,7 @@ def _gone(request: Request, error: Exception) -> Response:
 
 
 def _add_pages(app: FastAPI, *, has_benchmarks: bool, has_control: bool) -> None:
-    """One shell for every page; the script shows what the address asks for."""
+    """Serve the same shell for every page; its script renders the page that the path selects."""
 
     def shell() -> Response:
         return HTMLResponse(

@@ -12,7 +12,7 @@ from tapscope.dashboard.web.api import Text, json_response
 
 
 def add_bench_routes(app: FastAPI, source: BenchSource | None) -> None:
-    """``/api/benchmarks`` reads files that are new or have changed; ``/api/benchmarks/compare`` two commits of them."""
+    """Add ``/api/benchmarks``, which reads new and changed files, and ``/api/benchmarks/compare`` for two commits."""
     lock = Lock()
     known: list[BenchTable] = []
 

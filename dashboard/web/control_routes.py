@@ -1,4 +1,4 @@
-"""Routes that switch the capture of a live job, with `tapscope web --control`; refused to read-only sessions."""
+"""Routes that switch capture of a live job, for `tapscope web --control`; refused to read-only sessions."""
 
 from typing import Annotated
 
@@ -17,7 +17,7 @@ _Seconds = Annotated[int, Body(embed=True, ge=60, le=30 * 24 * 3600)]
 
 
 def add_control_routes(app: FastAPI, control: CaptureControl | None, login: Login) -> None:
-    """``GET`` and ``POST /api/control``, and ``POST /api/links``."""
+    """Add ``GET`` and ``POST /api/control``, and ``POST /api/links``."""
 
     def refused(request: Request) -> Response | None:
         try:

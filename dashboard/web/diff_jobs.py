@@ -1,4 +1,4 @@
-"""Diff jobs: comparisons in threads of the server, cached by what was compared."""
+"""Comparisons in background threads of the server, cached by runs and options."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -31,21 +31,21 @@ CACHED_JOBS = 4
 CACHED_READERS = 8
 MAX_COLUMNS = 1000
 MAX_CELLS = 200_000
-"""Cells of the heat map of sites; where there are more, steps are joined by their maximum."""
+"""Maximum number of cells in the heat map of sites; steps are merged by maximum if there are more."""
 MAX_KEPT = 10_000_000
-"""Cells that a job keeps to show the levels of its heat map."""
+"""Maximum number of cells that a job keeps for the levels of its heat map."""
 MAX_TILE = 64
-"""Most rows and columns of a tile."""
+"""Maximum number of rows and columns of a tile."""
 
 STILL_COMPARING = "still comparing"
 
 Stamps = tuple[tuple[str, object], tuple[str, object]]
-"""(path, what tells whether it has changed) of both runs."""
+"""(path, change stamp) of both runs, see :func:`.stamp_of`."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobState:
-    """How far a comparison is."""
+    """Progress of a comparison."""
 
     id: str
     state: str
@@ -53,42 +53,42 @@ class JobState:
     done: int
     total: int
     error: str
-    """A sentence, where it failed."""
+    """Error message of a failed comparison, else empty."""
 
 
 @dataclass(frozen=True, slots=True)
 class DiffPage:
-    """A finished comparison."""
+    """Result of a finished comparison."""
 
     view: DiffView
     layers: PackedGrid
     sites: PackedGrid
     orders: tuple[int, ...]
-    """The finding of each row of ``sites``."""
+    """Position of the finding in each row of ``sites``."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlacePage:
-    """The heat maps by rank and token, those with more than one column."""
+    """Heat maps of layers by rank and token, without those of a single column."""
 
     layers: tuple[PackedGrid, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class FindingPage:
-    """Consecutive findings."""
+    """Page of consecutive findings."""
 
     findings: tuple[FindingView, ...]
     offset: int
     num_findings: int
-    """Of the whole comparison."""
+    """Number of findings in the whole comparison."""
 
 
 class DiffJob:
-    """One comparison."""
+    """One comparison, run in its own thread."""
 
     def __init__(self, job_id: str, stamps: Stamps, options: CompareOptions, known: "DiffJob | None" = None) -> None:
-        """``known`` has measured the same, so that it is only judged again."""
+        """Start the comparison. The measurements of ``known`` are reused and only judged again."""
         self.id, self.stamps, self.options, self._known = job_id, stamps, options, known
         self._progress = (0, 0)
         self._error = ""
@@ -106,21 +106,22 @@ class DiffJob:
 
     @property
     def state(self) -> JobState:
-        """How far the comparison is; never waits for it."""
+        """Progress of the comparison; never blocks."""
         word = "failed" if self._error else "done" if self._page is not None else "running"
         return JobState(self.id, word, *self._progress, self._error)
 
     @property
     def page(self) -> DiffPage | None:
-        """The finished comparison; None while it is running, or if it failed."""
+        """Result of the comparison; None while it is running, or if it failed."""
         return self._page
 
     def measures(self, stamps: Stamps, options: CompareOptions) -> bool:
-        """Whether its measurements can be judged by these options."""
+        """Return whether the measurements of this job can be judged by other ``options``."""
         return self.stamps == stamps and self.options.measures_as(options)
 
     def findings(self, offset: int, limit: int) -> FindingPage:
-        """Findings in execution order, those that the page left out among them; raises ConfigError."""
+        """Return a page of all findings in execution order, including those left out of the view. Raises
+        ConfigError."""
         report = self._compared[1].report
         names = report.baseline.name, report.target.name
         page = report.findings[offset : offset + limit]
@@ -129,9 +130,9 @@ class DiffJob:
     def pair(
         self, order: int, num_rows: int, num_columns: int, steps: tuple[int, int] | None = None
     ) -> PairView | None:
-        """The values around the largest error of a finding, in the first to the last of ``steps`` if given.
+        """Read the values around the largest error of a finding, within the inclusive range ``steps`` if given.
 
-        None where there are none. Raises DataError.
+        None if no values were read for the comparison. Raises DataError.
         """
         with self._lock:
             reader = self._reader(order)
@@ -140,17 +141,24 @@ class DiffJob:
             )
 
     def places(self) -> PlacePage:
-        """Layers × ranks and × tokens, measured once; raises ConfigError while comparing, and DataError."""
+        """Return the heat maps of layers × ranks and layers × tokens, measured on the first call.
+
+        Raises ConfigError while the comparison is running, and DataError.
+        """
         return PlacePage(tuple(layer_grid(each).binned(MAX_COLUMNS).packed() for each in self._measured_places().shown))
 
     def sites(self, steps: tuple[int, int] | None) -> PackedGrid:
-        """The sites of the page, in the first to the last of ``steps`` if given; raises ConfigError."""
+        """Return the heat map of the page's sites, within the inclusive range ``steps`` if given. Raises
+        ConfigError."""
         if self._page is None:
             raise ConfigError(STILL_COMPARING)
         return _shown_sites(self._steps_grid(steps), self._page.orders)
 
     def level(self, axis: str, at: Sequence[int], within: tuple[int, int] | None = None) -> GridLevel:
-        """A level of the heat map by step, rank or token, see :func:`grid_level`; raises as :meth:`places` does."""
+        """Return one level of the heat map by step, rank or token, see :func:`grid_level`.
+
+        Raises ConfigError for an invalid argument, and the errors of :meth:`places`.
+        """
         if axis not in ("step", "rank", "token"):
             raise ConfigError(f"invalid axis {axis!r}: expected step, rank or token")
         if axis == "step":
@@ -177,18 +185,18 @@ class DiffJob:
             return self._places
 
     def modules(self) -> ModuleGraph:
-        """The modules with their errors; raises ConfigError while comparing."""
+        """Return the module graph with errors. Raises ConfigError while the comparison is running."""
         runs, comparison = self._compared
         report = comparison.report
         title = f"{report.baseline.name} → {report.target.name}"
         return comparison_graph(title, report.findings, runs, comparison.origins())
 
     def series(self, order: int) -> SiteSeries:
-        """A finding over all steps; raises ConfigError."""
+        """Return the series of a finding over all steps. Raises ConfigError."""
         return finding_series(self._finding(order))
 
     def table(self, order: int) -> ValueTable:
-        """All values of a finding on both sides; raises DataError where nothing was read."""
+        """Return all values of a finding on both sides. Raises DataError if no values were read for the comparison."""
         with self._lock:
             if order not in self._tables:
                 runs, comparison = self._compared
@@ -207,13 +215,13 @@ class DiffJob:
 
     @property
     def _compared(self) -> tuple[tuple[Run, Run], Comparison]:
-        """The runs and their comparison; raises ConfigError until it is finished."""
+        """The runs and their comparison. Raises ConfigError until the comparison is finished."""
         if self._result is None:
             raise ConfigError(STILL_COMPARING)
         return self._result
 
     def _finding(self, order: int) -> Finding:
-        """Raises ConfigError for one that does not exist."""
+        """Return the finding at position ``order``. Raises ConfigError if there is none."""
         findings = self._compared[1].report.findings
         if not 0 <= order < len(findings):
             raise ConfigError(f"no finding {order} in this comparison")
@@ -234,7 +242,7 @@ class DiffJob:
             self._page = diff_page(comparison, runs, grid)
         except TapscopeError as error:
             self._error = str(error)
-        except Exception as error:  # noqa: BLE001 - reported to the page, and the server goes on
+        except Exception as error:  # noqa: BLE001 - reported to the page; the server keeps running
             self._error = f"the comparison failed: {type(error).__name__}"
 
     def _compare(self) -> tuple[tuple[Run, Run], Comparison]:
@@ -251,14 +259,17 @@ class DiffJob:
 
 
 class DiffJobs:
-    """The latest comparisons."""
+    """Cache of the latest comparisons."""
 
     def __init__(self) -> None:
         self._jobs: OrderedDict[str, DiffJob] = OrderedDict()
         self._lock = Lock()
 
     def start(self, baseline: Path, target: Path, options: CompareOptions) -> DiffJob:
-        """The comparison of these runs, started unless it is at hand and the runs have not changed."""
+        """Return the job that compares these runs; start it unless it is cached and the runs have not changed.
+
+        Raises ConfigError if too many comparisons are running.
+        """
         stamps = (str(baseline), stamp_of(baseline)), (str(target), stamp_of(target))
         job_id = sha256(repr((stamps, options)).encode("utf-8", "surrogateescape")).hexdigest()[:16]
         with self._lock:
@@ -275,7 +286,7 @@ class DiffJobs:
             return job
 
     def get(self, job_id: str) -> DiffJob:
-        """Raises ConfigError for an expired job."""
+        """Return a cached job. Raises ConfigError if it has expired."""
         job = self._jobs.get(job_id)
         if job is None:
             raise ConfigError("this comparison has expired: start it again")
@@ -283,7 +294,7 @@ class DiffJobs:
 
 
 def diff_page(comparison: Comparison, runs: tuple[Run, Run], grid: Grid) -> DiffPage:
-    """The data of the page that compares these open runs; ``grid`` is that of all sites by step."""
+    """Build the page of a comparison of open runs; ``grid`` is the heat map of all sites by step."""
     report = comparison.report
     view = diff_view(report, runs, grid=grid, max_steps=MAX_COLUMNS)
     orders = tuple(finding.order for finding in view.findings)

@@ -10,7 +10,7 @@ from tapscope.dashboard.web.roots import Roots
 
 
 def add_diff_routes(app: FastAPI, roots: Roots, jobs: DiffJobs) -> None:
-    """Start a comparison, ask how far it is, and read its parts."""
+    """Add the routes that start a comparison, report its progress, and return its parts."""
 
     @app.post("/api/diffs")
     def post_diff(baseline: str, target: str, rtol: float | None = None, atol: float | None = None) -> Response:

@@ -15,13 +15,13 @@ from tapscope.dashboard.web.api import json_response
 from tapscope.dashboard.web.roots import Roots
 
 LIVE_S = 0.5
-"""Between two readings of a live run."""
+"""Seconds between reads of a live run."""
 MAX_STREAMS = 64
-"""Open event streams; further viewers poll."""
+"""Maximum number of open event streams; further viewers poll."""
 
 
 def add_live_routes(app: FastAPI, roots: Roots) -> None:
-    """One view of a run, or every change of it."""
+    """Add the route that returns one view of a run, or streams every change."""
     streams: set[str] = set()
     runs = LiveRuns()
 
@@ -44,7 +44,10 @@ def add_live_routes(app: FastAPI, roots: Roots) -> None:
 async def _events(
     live: LiveRun, run: str, is_disconnected: Callable[[], Awaitable[bool]], streams: set[str]
 ) -> AsyncIterator[bytes]:
-    """Every change as an event that holds the whole view: after a reconnection nothing has to be sent again."""
+    """Yield every change as a server-sent event.
+
+    Each event has the whole view, so nothing needs to be sent again after a reconnection.
+    """
     last, quiet, name = -1, 0, secrets.token_hex(8)
     streams.add(name)
     try:

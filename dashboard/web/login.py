@@ -1,4 +1,4 @@
-"""Login: a one-time link on loopback, a password elsewhere, and sessions in a cookie."""
+"""Login by a one-time link on loopback or by password elsewhere, with sessions in a cookie."""
 
 import hashlib
 import hmac
@@ -18,14 +18,14 @@ from tapscope.http.access import RequestRefused
 
 PASSWORD = "TAPSCOPE_WEB_PASSWORD"
 COOKIE = "tapscope_session"
-"""Beginning of the cookie's name."""
+"""Prefix of the cookie's name."""
 SESSION_S = 12 * 3600.0
-"""A session ends this long after its last request."""
+"""Seconds from the last request of a session until it expires."""
 MAX_SESSIONS = 256
 MAX_LINKS = 64
-"""Read-only links that are valid; the one that ends first makes room for another."""
+"""Maximum number of valid read-only links; a new one replaces the link that expires first."""
 ATTEMPTS, ATTEMPTS_S = 5, 60.0
-"""Wrong passwords, and the seconds that they count; further ones are refused unread."""
+"""Rate limit: number of wrong passwords, and seconds in which they count. Further attempts are refused unchecked."""
 _SCRYPT = {"n": 1 << 14, "r": 8, "p": 1}
 
 
@@ -33,42 +33,42 @@ _SCRYPT = {"n": 1 << 14, "r": 8, "p": 1}
 class _Session:
     end: float
     last: float = math.inf
-    """No request extends a session beyond this time."""
+    """Expiry beyond which requests do not extend the session."""
     read_only: bool = False
 
 
 class Login:
-    """Access control of the page."""
+    """Access control of the web page."""
 
     def __init__(self, password: str = "", clock: Callable[[], float] = time.monotonic, port: int = 0) -> None:
-        """Without a password the one-time link is the only way in.
+        """Without a ``password``, the one-time link is the only way to log in.
 
-        Browsers send cookies to every port of a host, so each server's cookie has the ``port`` in its name.
+        Browsers send cookies to every port of a host, so the name of each server's cookie contains the ``port``.
         """
         self._clock = clock
         self.cookie = f"{COOKIE}_{port}" if port else COOKIE
-        """Name of the cookie that holds a session."""
+        """Name of the session cookie."""
         self._salt = secrets.token_bytes(16)
         self._password = self._derived(password) if password else b""
         self._link = secrets.token_urlsafe(32)
         self._is_used = False
         self._sessions: dict[str, _Session] = {}
         self._read_only_links: dict[str, float] = {}
-        """Digest of a link's token -> when it ends."""
+        """Digest of a link's token -> expiry."""
         self._lock = RLock()
-        """Of the link and the sessions, for requests are answered in several threads; never held during scrypt."""
+        """Guards links and sessions, because requests run in several threads; never held during scrypt."""
         self._attempt = Lock()
-        """One password is tried at a time, so that parallel requests cannot pass the limit together."""
+        """Serializes password attempts, so that parallel requests cannot exceed the limit."""
         self._failures: deque[float] = deque(maxlen=ATTEMPTS)
 
     @property
     def needs_password(self) -> bool:
-        """Whether a password opens the page."""
+        """Whether login by password is enabled."""
         return bool(self._password)
 
     @property
     def hint(self) -> str:
-        """How to log in."""
+        """Instruction how to log in."""
         if self.needs_password:
             return "enter the password"
         if self._is_used:
@@ -77,11 +77,11 @@ class Login:
 
     @property
     def link(self) -> str:
-        """The one-time token; another one after each use."""
+        """Current one-time token; replaced after each use."""
         return self._link
 
     def by_link(self, token: str) -> str:
-        """A new session; raises RequestRefused (403) for a token that is wrong, has been used, or has expired."""
+        """Open a session by token; return its id. Raises RequestRefused (403) for a wrong, used or expired token."""
         with self._lock:
             end = self._read_only_links.get(_digest(token), -math.inf)
             if end > self._clock():
@@ -94,7 +94,7 @@ class Login:
             return self._open()
 
     def by_password(self, password: str) -> str:
-        """A new session; raises RequestRefused (403), and 429 after too many wrong passwords."""
+        """Open a session by password; return its id. Raises RequestRefused: 403, or 429 after too many attempts."""
         with self._attempt:
             now = self._clock()
             if len(self._failures) == ATTEMPTS and now - self._failures[0] < ATTEMPTS_S:
@@ -105,7 +105,7 @@ class Login:
         return self._open()
 
     def check(self, headers: Mapping[str, str]) -> None:
-        """Raise RequestRefused (401) unless the cookie names a session that has not expired."""
+        """Raise RequestRefused (401) unless the cookie belongs to an unexpired session; extend the session."""
         session, now = session_of(headers, self.cookie), self._clock()
         digest = _digest(session)
         with self._lock:
@@ -116,7 +116,7 @@ class Login:
             session_state.end = min(now + SESSION_S, session_state.last)
 
     def check_full(self, headers: Mapping[str, str]) -> None:
-        """As :meth:`check`; raises RequestRefused (403) for a session of a read-only link, too."""
+        """Like :meth:`check`, but also raise RequestRefused (403) for a read-only session."""
         self.check(headers)
         with self._lock:
             session = self._sessions.get(_digest(session_of(headers, self.cookie)))
@@ -124,7 +124,10 @@ class Login:
                 raise RequestRefused(403, "this session is read-only")
 
     def add_read_only_link(self, seconds: float) -> str:
-        """The token of another link. Until it ends, everybody who has it can read; its sessions end with it."""
+        """Create a read-only link; return its token.
+
+        Until it expires, anyone with the token can read; its sessions expire at the same time.
+        """
         token, now = secrets.token_urlsafe(32), self._clock()
         with self._lock:
             while len(self._read_only_links) >= MAX_LINKS:
@@ -151,7 +154,7 @@ class Login:
 
 
 def session_of(headers: Mapping[str, str], name: str) -> str:
-    """The session in the cookie ``name`` of a request; empty for none."""
+    """Return the session id in the cookie ``name`` of a request; empty if there is none."""
     try:
         cookie = SimpleCookie(headers.get("cookie", "")).get(name)
     except CookieError:
@@ -160,7 +163,10 @@ def session_of(headers: Mapping[str, str], name: str) -> str:
 
 
 def read_password(file: Path | None) -> str:
-    """The first line of the file, else of TAPSCOPE_WEB_PASSWORD; empty for neither. Raises ConfigError."""
+    """Return the first line of ``file``, else the value of TAPSCOPE_WEB_PASSWORD, else an empty string.
+
+    Raises ConfigError if the file cannot be read or has no password.
+    """
     if file is None:
         return os.environ.get(PASSWORD, "")
     try:

@@ -14,7 +14,7 @@ MAX_PASSWORD = 1024
 
 
 def add_login_routes(app: FastAPI, login: Login) -> None:
-    """Login by link or password, and logout."""
+    """Add the routes for login by link or password, and for logout."""
 
     def form(message: str, status: int = 200) -> Response:
         page = environment().get_template("login.html.j2").render(message=message, password=login.needs_password)

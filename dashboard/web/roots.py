@@ -1,4 +1,4 @@
-"""Roots: the only runs that the web page reads."""
+"""Access to the runs below the given paths; the web page reads no other files."""
 
 import json
 from collections import OrderedDict
@@ -22,30 +22,30 @@ from tapscope.run_format.manifest import MANIFEST, MAX_MANIFEST_BYTES
 from tapscope.run_format.record import Record
 
 CACHED_RUNS = 4
-"""Open runs, shared by all viewers."""
+"""Maximum number of open runs, shared by all viewers."""
 _SHORT_LINES = 64 << 10
-"""Bytes of a file of lines that is read to see whether one of them is a record."""
+"""File size up to which a lines file is searched for a record; a larger one is assumed to have records."""
 CACHED_VIEWS = 8
-"""Views of an open run, as JSON of at most some MB each."""
+"""Maximum number of cached views per open run; each is JSON of a few MB at most."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinkedPlace:
-    """A page that a permalink names."""
+    """Target of a permalink on the web page."""
 
     path: str
-    """Of the run."""
+    """Path of the run."""
     address: str
 
 
 def tensor_address(run_id: str, link: Permalink) -> str:
-    """Address of the page that shows the place of a link in this run."""
+    """Return the address of the page that shows the place of a permalink in this run."""
     words = urlencode({"run": run_id, "site": link.site, "step": link.step, "rank": link.rank})
     return f"/tensor/?{words}" + (f"#[{','.join(map(str, link.index))}]" if link.index else "")
 
 
 class _OpenRun:
-    """A run and what its viewers have asked for: many of them cost little more memory than one."""
+    """Open run with cached views, so that many viewers need little more memory than one."""
 
     def __init__(self, stamp: tuple[int, int], source: RunSource) -> None:
         self.stamp, self.source = stamp, source
@@ -53,7 +53,7 @@ class _OpenRun:
         self._lock = Lock()
 
     def json(self, key: Hashable, view: Callable[[RunSource], Any]) -> bytes:
-        """See :meth:`Roots.json`; one view is made at a time."""
+        """Return the view as JSON, see :meth:`Roots.json`; views are built one at a time."""
         with self._lock:
             body = self._views.get(key)
             if body is None:
@@ -65,10 +65,10 @@ class _OpenRun:
 
 
 class Roots:
-    """Runs below the given paths: each path is a run, or a folder of runs. Symbolic links are not followed."""
+    """Registry of the runs below the given paths, each a run or a folder of runs. Symbolic links are not followed."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
-        """Raises RunNotFoundError for a path that does not exist."""
+        """Raise RunNotFoundError for a path that does not exist."""
         for path in paths:
             if not path.is_dir():
                 what = "is a file" if path.exists() else "does not exist"
@@ -79,7 +79,7 @@ class Roots:
         self._lock = Lock()
 
     def paths(self) -> dict[str, Path]:
-        """Id -> run, newest first within a folder; those that were found are known to :meth:`path` afterwards."""
+        """Scan the paths; return id -> run, newest first within a folder. :meth:`path` accepts these ids afterwards."""
         paths: dict[str, Path] = {}
         for root in self._paths:
             folders = [root] if _is_run(root) else sorted(root.iterdir(), key=_modified, reverse=True)
@@ -91,11 +91,14 @@ class Roots:
 
     @property
     def num_runs(self) -> int:
-        """Runs that were found the last time."""
+        """Number of runs found by the latest scan."""
         return len(self._known)
 
     def path(self, run_id: str) -> Path:
-        """Raises RunNotFoundError for an id that is not among the runs, and for a run with symbolic links in it."""
+        """Return the path of a run.
+
+        Raises RunNotFoundError for an unknown id, and for a run that contains symbolic links.
+        """
         path = self._known.get(run_id)
         if path is None or not _is_run(path) or path.is_symlink():
             path = self.paths().get(run_id)
@@ -106,17 +109,19 @@ class Roots:
         return path
 
     def summaries(self, offset: int = 0, limit: int | None = None) -> tuple[RunSummary, ...]:
-        """Runs from the ``offset`` on, from their manifests alone; their number is :attr:`num_runs`."""
+        """Return a page of the list of runs, read from manifests only; :attr:`num_runs` is the total."""
         shown = list(self.paths().items())[offset : None if limit is None else offset + limit]
         return tuple(_summary(run_id, path) for run_id, path in shown)
 
     def source(self, run_id: str) -> RunSource:
-        """The run, read once until it changes; raises what open_run raises."""
+        """Return the open run, read again only if it changed. Raises the errors of open_run."""
         return self._opened(run_id).source
 
     def json(self, run_id: str, key: Hashable, view: Callable[[RunSource], Any]) -> bytes:
-        """JSON of a view of a run, which is made once for all viewers until the run changes; ``key`` tells views
-        apart."""
+        """Return a view of a run as JSON, built once for all viewers until the run changes.
+
+        ``key`` identifies the view within the run.
+        """
         return self._opened(run_id).json(key, view)
 
     def _opened(self, run_id: str) -> "_OpenRun":
@@ -132,7 +137,10 @@ class Roots:
             return known
 
     def record(self, run_id: str, site: str, step: int, rank: int, key: str = "") -> tuple[RunSource, Record]:
-        """A record and its run; ``key`` is as :func:`~tapscope.dashboard.model.run.record_key`. Raises DataError."""
+        """Return a record and its run; ``key`` is as in :func:`~tapscope.dashboard.model.run.record_key`.
+
+        Raises DataError if there is no matching record.
+        """
         source = self.source(run_id)
         records = source.of_site(site, step, rank)
         record = next((r for r in records if not key or record_key(r) == key), None)
@@ -141,7 +149,8 @@ class Roots:
         return source, record
 
     def places_of(self, link: Permalink) -> tuple[LinkedPlace, ...]:
-        """Where a link leads, in every run of its name that has the record; raises DataError for none."""
+        """Return the targets of a permalink: one per run of its name with the record. Raises DataError if there is
+        none."""
         named = [(run_id, path) for run_id, path in self.paths().items() if path.name == link.run]
         places = [
             LinkedPlace(str(path), tensor_address(run_id, link))
@@ -154,7 +163,7 @@ class Roots:
         return tuple(places)
 
     def table(self, run_id: str, site: str, step: int, rank: int, key: str = "") -> ValueTable:
-        """All values of a record; raises DataError where none were kept."""
+        """Return all values of a record. Raises DataError if its payload was not recorded."""
         source, record = self.record(run_id, site, step, rank, key)
         if record.entry is None:
             raise DataError(f"no values of {site} were kept in step {step}")
@@ -162,12 +171,12 @@ class Roots:
 
 
 def _shown(path: Path) -> Path:
-    """Relative to the working directory where it is below that, so that commands on the page can be pasted."""
+    """Return the path relative to the working directory if possible, so that commands on the page can be pasted."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) and path != Path.cwd() else path
 
 
 def stamp_of(path: Path) -> tuple[int, int]:
-    """Changes when a run grows or is replaced: bytes and newest modification of its lines."""
+    """Return a stamp that changes when a run grows or is replaced: size and latest modification of its files."""
     stats = [file.stat() for file in path.glob("rank-*/records*") if not file.is_symlink()]
     stats.append((path / MANIFEST).stat()) if (path / MANIFEST).exists() else None
     return sum(each.st_size for each in stats), max((each.st_mtime_ns for each in stats), default=0)

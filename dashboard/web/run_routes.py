@@ -27,20 +27,20 @@ from tapscope.dashboard.web.api import Limit, Offset, Rows, Text, json_of, json_
 from tapscope.dashboard.web.roots import Roots
 
 MAX_RUNS = 200
-"""Runs of one response; the page asks for more."""
+"""Maximum number of runs per response; the page requests more as needed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """A part of the list of runs, newest first."""
+    """Page of the list of runs, newest first."""
 
     runs: tuple[RunSummary, ...]
     num_runs: int
-    """Of the whole list."""
+    """Length of the whole list."""
 
 
 def add_run_routes(app: FastAPI, roots: Roots) -> None:
-    """The list of runs, and what each holds."""
+    """Add the routes for the list of runs and for the contents of each run."""
 
     @app.get("/api/runs")
     def get_runs(offset: Offset = 0) -> Response:

@@ -1,4 +1,4 @@
-"""Runs the web page until it is interrupted."""
+"""Server of the web page, until interrupted."""
 
 import asyncio
 import contextlib
@@ -27,12 +27,10 @@ def serve(
     control: CaptureControl | None = None,
     read_only_link_s: float = 0.0,
 ) -> int:
-    """Serve the runs of ``roots`` and the results below ``benchmarks``; ``announce`` gets the link,
-    and a second one that is valid for ``read_only_link_s`` seconds and opens read-only sessions.
+    """Serve the runs of ``roots`` and the results below ``benchmarks`` until interrupted; return the exit code.
 
-    Returns the exit code.
-
-    Raises ConfigError for an address other than loopback without a password.
+    ``announce`` receives the link, and a second one that opens read-only sessions for ``read_only_link_s`` seconds.
+    Raises ConfigError for a non-loopback address without a password.
     """
     host, port = parse_address(address)
     if not is_loopback(host) and not password:

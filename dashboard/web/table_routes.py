@@ -18,15 +18,15 @@ from tapscope.dashboard.web.diff_jobs import MAX_TILE, DiffJobs
 from tapscope.dashboard.web.roots import Roots
 
 MAP_ROWS, MAP_COLUMNS = 48, 96
-"""Cells of the heat map of a table."""
+"""Size of a table's heat map, in cells."""
 _Size = Annotated[int, Query(ge=1)]
 _Order = Annotated[Literal["position", "error"], Query(alias="order")]
-"""``order`` is its name in the query only: in the path of a finding, ``order`` is the finding's number."""
+"""Named ``order`` in the query only: in the path of a finding, ``order`` is the position of the finding."""
 _Number = Annotated[float | None, Query(ge=0.0)]
 
 
 def add_table_routes(app: FastAPI, roots: Roots, jobs: DiffJobs) -> None:
-    """All values of a record (``/api/runs/ID/table``) and of a finding (``/api/diffs/ID/pairs/ORDER/table``)."""
+    """Add the tables of a record (``/api/runs/ID/table``) and of a finding (``/api/diffs/ID/pairs/ORDER/table``)."""
 
     def of_record(run_id: str, site: Text, step: int, rank: int = 0, key: str = "") -> ValueTable:
         return roots.table(run_id, site, step, rank, key)
@@ -94,7 +94,7 @@ def _add_table(app: FastAPI, prefix: str, table_of: Callable[..., ValueTable]) -
 
 
 def _check_place(values: ValueTable, row: int, column: int) -> None:
-    """Raises ConfigError for a place outside of the table; the first one is allowed where it is empty."""
+    """Raise ConfigError for an element outside the table; (0, 0) is allowed if the table is empty."""
     if not (0 <= row < max(values.num_rows, 1) and 0 <= column < max(values.num_columns, 1)):
         size = f"{values.num_rows:,} rows × {values.num_columns:,} columns"
         raise ConfigError(f"row {row}, column {column} is outside of {size}")

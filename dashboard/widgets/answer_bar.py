@@ -1,4 +1,4 @@
-"""AnswerBar: the four-line answer, always visible where the terminal is high enough."""
+"""Bar with the four-line answer of a comparison, visible if the terminal is tall enough."""
 
 from collections.abc import Sequence
 
@@ -11,29 +11,29 @@ from tapscope.dashboard.model.fact import Fact
 from tapscope.dashboard.widgets.literal_text import literal
 
 _LABEL = 6
-"""Columns of the word that a line begins with."""
+"""Width of the label at the start of a line, in columns."""
 
 
 class AnswerBar(Static):
-    """Below the status line; one line per fact, shortened in the middle where it is narrow."""
+    """Answer below the status bar: one line per fact, shortened in the middle if too long."""
 
     def __init__(self) -> None:
         super().__init__("", id="answer", markup=False)
         self._facts: Sequence[Fact] = ()
 
     def set_answer(self, facts: Sequence[Fact]) -> None:
-        """Show another answer."""
+        """Show the facts of another answer."""
         self._facts = facts
         self.set_class(bool(facts), "-known")
         self._draw()
 
     @property
     def is_complete(self) -> bool:
-        """Whether every line is visible in full, known from the screen's size: before the layout too."""
+        """Whether every line is visible in full; computed from the screen size, so valid before layout."""
         return not self.screen.has_class("-low") and all(len(fact.text) <= self._room for fact in self._facts)
 
     def on_resize(self, event: events.Resize) -> None:
-        """Lay the content out again for the new size."""
+        """Redraw for the new size."""
         self._draw()
 
     @property

@@ -1,38 +1,38 @@
-"""CellCursor: a cursor that moves over rows and columns."""
+"""Base of widgets with a cursor over rows and columns."""
 
 from textual.widget import Widget
 
 _LAST = 1 << 30
-"""Beyond every row and column."""
+"""Larger than any row or column index."""
 
 
 class CellCursor(Widget, can_focus=True):
-    """A widget with a cursor on one of its cells."""
+    """Widget with a cursor on one of its cells."""
 
     row: int
-    """Of the cursor."""
+    """Row of the cursor."""
     column: int
 
     def go(self, row: int, column: int) -> None:
-        """Put the cursor on the nearest cell that there is."""
+        """Move the cursor to a cell, clamped to the existing cells."""
         raise NotImplementedError
 
     def move(self, delta: int) -> None:
-        """Rows down, or up."""
+        """Move the cursor down by ``delta`` rows."""
         self.go(self.row + delta, self.column)
 
     def page(self, direction: int) -> None:
-        """As many rows as are visible."""
+        """Move the cursor by one page."""
         self.move(direction * max(self.size.height - 2, 1))
 
     def ends(self, direction: int) -> None:
-        """The first or last row."""
+        """Move the cursor to the first or last row."""
         self.go(0 if direction < 0 else _LAST, self.column)
 
     def move_column(self, delta: int) -> None:
-        """Columns to the right, or left."""
+        """Move the cursor right by ``delta`` columns."""
         self.go(self.row, self.column + delta)
 
     def column_ends(self, direction: int) -> None:
-        """The first or last column."""
+        """Move the cursor to the first or last column."""
         self.go(self.row, 0 if direction < 0 else _LAST)

@@ -1,4 +1,4 @@
-"""ColumnList: rows with columns, of which the user may choose some."""
+"""Base of lists whose columns the user may choose."""
 
 from collections.abc import Sequence
 from typing import ClassVar
@@ -7,24 +7,27 @@ from tapscope.dashboard.widgets.row_list import RowList
 
 
 class ColumnList(RowList):
-    """Base of the lists of records and findings."""
+    """Row list with columns; base of the record table and the finding table."""
 
     COLUMNS: ClassVar[tuple[str, ...]]
-    """All that can be chosen, in the order in which they are shown."""
+    """All columns that can be chosen, in display order."""
     chosen: tuple[str, ...] | None = None
-    """What the user chose; None: what fits of the usual ones."""
+    """Columns chosen by the user; None shows as many default columns as fit."""
 
     def choose(self, columns: Sequence[str] | None) -> None:
-        """Show these columns; those of an unknown name are left out."""
+        """Show the given columns, ignoring unknown names; None restores the default."""
         self.chosen = None if columns is None else tuple(name for name in self.COLUMNS if name in columns)
         self.set_num_rows(self.num_rows, self.cursor)
 
     def usual(self) -> Sequence[str]:
-        """The columns that are shown unless the user chose others."""
+        """Return the default columns."""
         raise NotImplementedError
 
     def fitting(self, widths: dict[str, int], room: int, dropped_first: Sequence[str]) -> dict[str, int]:
-        """Name -> width of the columns that leave the site its cells; of chosen ones the last are left out first."""
+        """Return name -> width of the columns that fit into ``room`` cells.
+
+        Default columns are dropped in the order ``dropped_first``, chosen columns from the last one on.
+        """
         names = self.usual() if self.chosen is None else self.chosen
         columns = {name: widths[name] for name in names}
         for dropped in dropped_first if self.chosen is None else reversed(names):

@@ -1,4 +1,4 @@
-"""FindingPane: the finding under the cursor as measures, tokens or values."""
+"""Pane with the finding under the cursor as measures, tokens or values."""
 
 from collections.abc import Sequence
 
@@ -19,7 +19,7 @@ from tapscope.dashboard.widgets.text_pane import TextPane
 
 
 class FindingPane(TextPane):
-    """Right lower pane of the diff screen."""
+    """Lower right pane of the diff screen."""
 
     VIEWS = ("measures", "tokens", "values", "detail", "steps")
 
@@ -41,9 +41,9 @@ class FindingPane(TextPane):
         note: str,
         token_view: TokenView | None = None,
     ) -> None:
-        """Show another finding; rows that are not at hand follow by :meth:`set_token_view`.
+        """Show another finding; a missing token view follows by :meth:`set_token_view`.
 
-        ``answer`` comes first wherever the bar above cuts it.
+        ``answer`` is shown on top if the answer bar cannot show it in full. ``note`` is a message about the values.
         """
         self.finding, self._step, self._answer, self._note, self.token_view = finding, step, answer, note, token_view
         self.detail, self._detail_note = finding.detail if finding is not None else None, ""
@@ -51,21 +51,21 @@ class FindingPane(TextPane):
         self.draw()
 
     def set_token_view(self, token_view: TokenView | None, note: str = "") -> None:
-        """Add the rows, or say why there are none."""
+        """Set the token view, or the note that explains why there is none."""
         self.token_view, self._note = token_view, note
         self.draw()
 
     def set_detail(self, detail: Detail | None, note: str = "") -> None:
-        """Add what is measured on demand, or say why there is none."""
+        """Set the detailed measures, or the note that explains why there are none."""
         self.detail, self._detail_note = detail, note
         self.draw()
 
     def title_text(self, width: int) -> str:
-        """The site, shortened to the width."""
+        """Return the site, shortened to the width."""
         return shorten(self.finding.site, max(width - 8, 16)) if self.finding else ""
 
     def lines(self, width: int, height: int) -> Sequence[Text]:
-        """The lines of the view."""
+        """Return the lines of the current view."""
         finding, seen = self.finding, self.token_view
         if finding is None:
             return [Text("Choose a finding to see both sides.", style="dim")]

@@ -1,4 +1,4 @@
-"""FindingTable: the findings of the chosen layer and step."""
+"""Table of the findings of the chosen layer and step."""
 
 from collections.abc import Callable, Sequence
 
@@ -19,7 +19,7 @@ MEASURES: dict[str, Callable[[FindingView], str]] = {
     "cosine": lambda view: view.cosine.text,
     "equal": lambda view: view.equal.text,
 }
-"""Name of a measure -> how it is shown."""
+"""Name of a measure -> function that formats the measure of a finding."""
 _WIDTHS = (
     {"÷ floor": 7, "error": 9, "floor": 9}
     | dict.fromkeys(MEASURES, 9)
@@ -29,7 +29,7 @@ _MIN_SITE = 26
 
 
 class FindingTable(ColumnList):
-    """Right upper pane of the diff screen."""
+    """Upper right pane of the diff screen."""
 
     COLUMNS = tuple(_WIDTHS)
 
@@ -42,18 +42,18 @@ class FindingTable(ColumnList):
 
     @property
     def finding(self) -> Finding | None:
-        """The finding under the cursor; of folded ones the first."""
+        """The finding under the cursor; the first one of folded findings."""
         row = self._rows[self.cursor] if self._rows else None
         return row.findings[0] if isinstance(row, Downstream) else row
 
     @property
     def measures(self) -> list[str]:
-        """The two measures in the list."""
+        """Names of the two measures in the table."""
         names = list(MEASURES)
         return [names[(self._measure + i) % len(names)] for i in range(2)]
 
     def next_measure(self) -> str:
-        """Other measures; returns the first."""
+        """Show the next two measures; return the name of the first."""
         self._measure = (self._measure + 1) % len(MEASURES)
         self.refresh()
         return self.measures[0]
@@ -61,32 +61,35 @@ class FindingTable(ColumnList):
     def set_findings(
         self, findings: Sequence[Finding], order: int, step: int | None = None, *, fold: bool = False
     ) -> None:
-        """Show these findings, the cursor on the one of this ``order``; of a ``step`` alone what it shows of them."""
+        """Show these findings, with the cursor on the finding at position ``order``.
+
+        With ``step``, the cells show the results of that step only.
+        """
         self.findings, self._step = findings, step
         self._rows = fold_downstream(findings) if fold else findings
         places = (i for i, row in enumerate(self._rows) if order in _orders(row))
         self.set_num_rows(len(self._rows), next(places, 0))
 
     def columns(self, width: int) -> dict[str, int]:
-        """Name -> width of the columns that fit next to the site."""
+        """Return name -> width of the columns that fit next to the site."""
         return self.fitting(_WIDTHS, width - 2 - _MIN_SITE, ("matched by", self.measures[1], "worst at"))
 
     def usual(self) -> Sequence[str]:
-        """Two measures, the ratio and the place."""
+        """Return the columns ratio, two measures, place, and matching rule."""
         return "÷ floor", *self.measures, "worst at", "matched by"
 
     def column_at(self, x: int, width: int) -> str:
-        """Name of the column at a cell of a line."""
+        """Return the name of the column at cell ``x`` of a line."""
         return column_at(x, width, self.columns(width))
 
     def header(self, width: int) -> Text | None:
-        """Names of the columns."""
+        """Return the column names."""
         if not self.findings:
             return None
         return self._line("", "site", {name: name for name in self.columns(width - 2)}, width - 2)
 
     def format_row(self, row: int, width: int) -> Text:
-        """One finding; numbers are never shortened."""
+        """Format a finding; numbers are never shortened."""
         finding = self._rows[row]
         if isinstance(finding, Downstream):
             return self._folded(finding, width)

@@ -1,4 +1,4 @@
-"""LayerGrid: the heat map of layers × steps, ranks or tokens; layers unfold into modules and sites."""
+"""Heat map of layers × steps, ranks or tokens; layers unfold into modules and sites."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,38 +19,38 @@ from tapscope.dashboard.widgets.row_list import RowList
 
 _LABEL, _NARROW_LABEL, _SITE_LABEL = 12, 8, 32
 _AROUND = 5
-"""Cells of a line that are neither label nor column: the glyph, two spaces, and the mark of the culprit."""
+"""Number of cells in a line besides label and columns: glyph, two spaces, and the culprit's mark."""
 _WIDE = 24
-"""Cells from which labels give way only where all steps fit then."""
+"""Minimum width in which labels keep their full length, unless shortening them makes all steps fit."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """A line of the pane: a layer, a module in it, or a site."""
+    """Line of the pane: a layer, a module in the layer, or a site."""
 
     layer: int
-    """Row of the layers."""
+    """Row index of the layer in the grid of layers."""
     row: GridRow
     depth: int = 0
-    """0 for a layer."""
+    """Nesting level; 0 for a layer."""
     inner: int = -1
-    """Its row of the grid of modules and sites; -1 for a layer."""
+    """Row index in the grid of the shown modules and sites; -1 for a layer."""
     has_rows: bool = False
-    """Whether it can be unfolded."""
+    """Whether the line can be unfolded."""
 
     @property
     def key(self) -> tuple[int, str]:
-        """Its key while it is unfolded; a layer has no name of a module."""
+        """Key of the line in the set of unfolded lines; the name is empty for a layer."""
         return self.layer, self.row.name if self.depth else ""
 
     @property
     def is_site(self) -> bool:
-        """Whether it is one site, and not a layer of one."""
+        """Whether the line is a site; False for a layer with a single site."""
         return self.depth > 0 and len(self.row.orders) == 1
 
 
 class LayerGrid(RowList):
-    """Left pane of the diff screen; its first line stands for everything."""
+    """Left pane of the diff screen; the first line stands for all layers."""
 
     def __init__(self) -> None:
         super().__init__(LAYERS)
@@ -60,26 +60,26 @@ class LayerGrid(RowList):
         self._unfolded: set[tuple[int, str]] = set()
         self._chosen: int | None = None
         self._span = (0, 0)
-        """First column that is shown, and the one after the last."""
+        """Range of shown columns: first, and end (exclusive)."""
         self._culprit: str | None = None
         self._in_sight: str | None = None
-        """The layer that is kept in sight while the cursor is on everything."""
+        """Layer that stays visible while the cursor is on the first line."""
         self._binned: dict[int, tuple[Grid, Grid]] = {}
-        """Columns -> layers and sites, joined to at most this number."""
+        """Number of columns -> layers and sites, binned to at most that number."""
         self._inner: dict[int, Grid] = {}
-        """The same of the modules and sites that are shown."""
+        """Number of columns -> grid of the shown modules and sites."""
         self._longest = (0, 1)
-        """Characters of the longest label of a row and of a column."""
+        """Lengths of the longest row label and the longest column label."""
 
     @property
     def group(self) -> str | None:
-        """Name of the layer under the cursor; None for everything."""
+        """Name of the layer under the cursor; None on the first line."""
         line = self._line
         return self.layer_rows.rows[line.layer].name if self.layer_rows and line else None
 
     @property
     def path(self) -> str:
-        """The module under the cursor, or that of the site; empty for a layer and for everything."""
+        """Module under the cursor, or module of the site; empty for a layer and on the first line."""
         line = self._line
         if line is None or not line.depth:
             return ""
@@ -87,7 +87,7 @@ class LayerGrid(RowList):
 
     @property
     def order(self) -> int | None:
-        """The finding of the site under the cursor, by its place in execution order."""
+        """Position in execution order of the finding at the site under the cursor; None if not on a site."""
         line = self._line
         return line.row.orders[0] if line is not None and line.is_site else None
 
@@ -96,7 +96,7 @@ class LayerGrid(RowList):
         return self._lines[self.cursor - 1] if 0 < self.cursor <= len(self._lines) else None
 
     def set_grids(self, layers: Grid, sites: Grid, culprit: str | None) -> None:
-        """Show these grids; ``culprit`` is the name of the layer that is marked."""
+        """Show these grids; ``culprit`` is the name of the layer with the culprit's mark."""
         self.layer_rows, self._sites, self._culprit = layers, sites, culprit
         self._unfolded.clear()
         self._binned.clear()
@@ -109,11 +109,11 @@ class LayerGrid(RowList):
 
     @property
     def axis(self) -> str:
-        """The axis of the columns: ``step``, ``rank`` or ``token``."""
+        """Meaning of a column: ``step``, ``rank`` or ``token``."""
         return self.layer_rows.axis if self.layer_rows is not None else "step"
 
     def set_chosen(self, column: int | None) -> None:
-        """The step or rank that is chosen."""
+        """Highlight the column of a step or rank; None removes the highlight."""
         if column == self._chosen:
             return
         self._chosen = column
@@ -128,7 +128,7 @@ class LayerGrid(RowList):
         return self.layer_rows.column_of(self._chosen) if self.layer_rows and self._chosen is not None else None
 
     def zoom_columns(self, direction: int) -> bool:
-        """Show half as many columns around the chosen one, or twice as many; whether that changes what is shown."""
+        """Show half as many columns around the chosen one, or twice as many; return whether the view changed."""
         shown = self._span[1] - self._span[0]
         wanted = min(
             (shown + 1) // 2 if direction > 0 else 2 * shown, len(self.layer_rows.columns) if self.layer_rows else 0
@@ -139,7 +139,7 @@ class LayerGrid(RowList):
         return True
 
     def _show_columns(self, num: int) -> None:
-        """Around the chosen column, else around the middle of those that are shown."""
+        """Show ``num`` columns around the chosen one, else around the center of the current ones."""
         assert self.layer_rows is not None
         at = self._chosen_place
         centre = at if at is not None else sum(self._span) // 2
@@ -150,7 +150,7 @@ class LayerGrid(RowList):
         self.refresh()
 
     def reveal(self, name: str | None) -> None:
-        """Move the cursor to a layer without telling the screen."""
+        """Move the cursor to a layer without posting Moved; None moves to the first line."""
         names = [None if line.depth else line.row.name for line in self._lines]
         if name is None:
             self.set_num_rows(self.num_rows, 0)
@@ -158,7 +158,7 @@ class LayerGrid(RowList):
             self.set_num_rows(self.num_rows, names.index(name) + 1)
 
     def keep_in_sight(self, name: str) -> None:
-        """Scroll to a layer, now and when the size changes, while the cursor is on everything."""
+        """Keep a layer visible, also after a resize, while the cursor is on the first line."""
         self._in_sight = name
         self._follow()
 
@@ -174,8 +174,9 @@ class LayerGrid(RowList):
             self.scroll_to(y=around, animate=False, immediate=True)
 
     def unfold(self, unfolded: bool) -> str:
-        """Show the next level of the line under the cursor, or hide it; of a folded line hide its own level. Returns
-        why there is nothing to show or to hide, or nothing.
+        """Unfold or fold the line under the cursor; folding a folded line folds its parent.
+
+        Returns a message if there is nothing to unfold or fold, else an empty string.
         """
         line = self._line
         if line is None:
@@ -212,7 +213,7 @@ class LayerGrid(RowList):
         self._draw_title()
 
     def _below(self, line: _Line) -> list[_Line]:
-        """The lines of the next level; of a layer with one site that site."""
+        """Return the lines of the next level; for a layer with a single site, the site."""
         assert self._sites is not None
         rows = inner_rows(self._sites.rows, line.row)
         if not rows and not line.depth:
@@ -220,11 +221,11 @@ class LayerGrid(RowList):
         return [_Line(line.layer, row, line.depth + 1, has_rows=len(row.orders) > 1) for row in rows]
 
     def columns(self, width: int) -> Sequence[GridColumn]:
-        """The columns that a line of ``width`` cells shows: every step, or bins of steps."""
+        """Return the columns that a line of ``width`` cells shows: all of them, or bins."""
         return self._grids(width)[0].columns
 
     def _grids(self, width: int) -> tuple[Grid, Grid]:
-        """Layers, and the modules and sites that are shown, with as many columns as fit."""
+        """Return the grid of layers and the grid of shown modules and sites, binned to the columns that fit."""
         assert self.layer_rows is not None
         assert self._sites is not None
         room = max((width - self._label(width) - _AROUND) // self._cell(width), 1)
@@ -238,7 +239,7 @@ class LayerGrid(RowList):
         return layers, self._inner[room]
 
     def _cell(self, width: int) -> int:
-        """Cells of a column: with room for the step's number, or one where there are many steps."""
+        """Return the width of a column: wide enough for its label if all columns fit, else one cell."""
         if self.layer_rows is None:
             return 1
         wide, num = self._longest[1] + 1, self._span[1] - self._span[0]
@@ -253,7 +254,7 @@ class LayerGrid(RowList):
         return _NARROW_LABEL if gives_way else wanted
 
     def header(self, width: int) -> Text | None:
-        """The columns; of bins the first and the last one."""
+        """Return the column labels; for bins, labels at regular intervals."""
         if not self._lines:
             return None
         columns, cell = self.columns(width - 2), self._cell(width - 2)
@@ -267,7 +268,7 @@ class LayerGrid(RowList):
         return text.append_text(_axis(columns, self._chosen))
 
     def on_resize(self, event: events.Resize) -> None:
-        """Lay the content out again for the new size."""
+        """Redraw for the new size."""
         super().on_resize(event)
         self._draw_title()
 
@@ -275,7 +276,7 @@ class LayerGrid(RowList):
         self.set_title(self.title(), self.subtitle())
 
     def title(self) -> str:
-        """The title of the pane."""
+        """Return the title of the pane."""
         num, every = self._span[1] - self._span[0], self.layer_rows.columns if self.layer_rows else ()
         if not self._lines or num == len(every):
             return f"layers × {self.axis}s"
@@ -284,18 +285,18 @@ class LayerGrid(RowList):
         return f"layers × {self.axis}s {shown} of {len(every)}"
 
     def subtitle(self) -> str:
-        """How columns are joined, where not each has its own."""
+        """Return the number of columns per bin, if columns are binned."""
         if not self._lines or self.layer_rows is None:
             return ""
         shown, num = len(self.columns(self.room - 2)), self._span[1] - self._span[0]
         return f"{num} {self.axis}s in {shown} columns" if shown < num else ""
 
     def mark(self, verdict: Verdict) -> str:
-        """One character before a row's name."""
+        """Return the character before a row's name."""
         return verdict.glyph
 
     def format_row(self, row: int, width: int) -> Text:
-        """A layer or a site: its worst verdict, its name, and a cell for every column."""
+        """Format a row: worst verdict, name, and one cell per column."""
         label = self._label(width)
         assert self.layer_rows is not None
         if row == 0:
@@ -319,7 +320,7 @@ class LayerGrid(RowList):
         return text
 
     def _style(self, verdict: Verdict | None) -> Style:
-        """Orange for what differs, dim for what agrees and where nothing was compared."""
+        """Return the style of a verdict: orange for bad ones, dim for agreement and for cells without a comparison."""
         if verdict is not None and verdict.is_bad:
             return self.bad_style
         return Style() if verdict is not None and verdict.is_orphan else Style(dim=True)
@@ -330,7 +331,7 @@ class LayerGrid(RowList):
 
 
 def _axis(columns: Sequence[GridColumn], chosen: int | None) -> Text:
-    """Labels above columns of one cell, as many as do not touch."""
+    """Draw labels above one-cell columns, as many as fit without touching."""
     cells = [" "] * len(columns)
     free = 0
     for i, each in enumerate(columns):

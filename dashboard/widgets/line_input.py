@@ -1,4 +1,4 @@
-"""LineInput: the line at the bottom into which a filter or an answer is typed."""
+"""Input line at the bottom, for filters and prompts."""
 
 from textual.geometry import Size
 from textual.reactive import Reactive
@@ -6,7 +6,7 @@ from textual.widgets import Input
 
 
 class LineInput(Input):
-    """One line as wide as the screen, so that a typed character does not lay out the whole screen."""
+    """Single-line input that is as wide as the screen, so that typing does not trigger a layout."""
 
     virtual_size = Reactive(Size(0, 0))
 

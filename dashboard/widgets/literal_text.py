@@ -1,4 +1,4 @@
-"""Text from files on the screen, taken literally: neither markup nor control characters in it have an effect."""
+"""Literal rendering of strings from files: markup and control characters have no effect on the terminal."""
 
 from rich.text import Text
 from textual.content import Content
@@ -7,11 +7,11 @@ from tapscope.core.formatting import printable
 
 
 def plain_title(text: str) -> Content | None:
-    """The title of a border, or None for an empty one."""
+    """Return a border title without markup; None if ``text`` is empty."""
     return Content(printable(text)) if text else None
 
 
 def literal(text: Text) -> Text:
-    """The text, its control characters replaced in place by visible ones of the same width."""
+    """Replace control characters of ``text`` in place by visible ones of the same width, and return it."""
     text.plain = printable(text.plain)
     return text

@@ -1,4 +1,4 @@
-"""MagnitudeMap: the heat map of one run, layers × steps; a layer unfolds into its modules, and these into sites."""
+"""Heat map of one run, layers × steps; layers unfold into modules and sites."""
 
 from rich.style import Style
 
@@ -9,7 +9,7 @@ from tapscope.dashboard.widgets.layer_grid import LayerGrid
 
 
 class MagnitudeMap(LayerGrid):
-    """As :class:`LayerGrid`, of magnitudes: ``%`` marks rows with values that are not finite."""
+    """A :class:`LayerGrid` of magnitudes; ``%`` marks rows with non-finite values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -18,7 +18,7 @@ class MagnitudeMap(LayerGrid):
         self._note = ""
 
     def set_magnitudes(self, sites: MagnitudeGrid) -> None:
-        """Show these sites and their layers; the cursor and unfolded layers stay if the sites do."""
+        """Show another heat map; cursor and unfolded lines are kept if the sites are the same."""
         is_same = self.sites is not None and self.sites.rows == sites.rows
         unfolded, cursor, span = set(self._unfolded), self.cursor, self._span
         self.sites = sites
@@ -29,22 +29,22 @@ class MagnitudeMap(LayerGrid):
             self._arrange(cursor)
 
     def set_note(self, note: str) -> None:
-        """Words in the lower border."""
+        """Set the note in the lower border."""
         self._note = note
         self._draw_title()
 
     @property
     def site_numbers(self) -> tuple[int, ...]:
-        """Rows of :attr:`sites` that the line under the cursor stands for."""
+        """Rows of :attr:`sites` that belong to the line under the cursor."""
         if self.sites is None or self.layer_rows is None:
             return ()
         line = self._line
         return line.row.orders if line is not None else tuple(range(len(self.sites.rows)))
 
     def cell_under(self, step: int | None) -> tuple[str, GridColumn, MagnitudeCell] | None:
-        """(site, column, cell) of the largest measure on the cursor's line, in the column of ``step`` or in any.
+        """Return (site, column, cell) of the largest measure on the cursor's line, within ``step`` if given.
 
-        Values that are not finite come first. None where no statistics were recorded.
+        Non-finite values rank first. None if there are no statistics.
         """
         sites, rows = self.sites, self.site_numbers
         column = None if sites is None or step is None else sites.column_of(step)
@@ -54,16 +54,16 @@ class MagnitudeMap(LayerGrid):
         return sites.rows[at[0]].name, sites.columns[at[1]], sites.cell(*at)
 
     def title(self) -> str:
-        """The title of the pane."""
+        """Return the title of the pane."""
         measure = f" · {self.sites.measure}" if self.sites is not None else ""
         return f"{super().title()}{measure}"
 
     def subtitle(self) -> str:
-        """The note, and how steps are joined."""
+        """Return the note, and the number of steps per column if steps are binned."""
         return " · ".join(filter(None, (self._note, super().subtitle())))
 
     def mark(self, verdict: Verdict) -> str:
-        """One character before a row's name."""
+        """Return the character before a row's name."""
         return "%" if verdict.is_bad else " "
 
     def _style(self, verdict: Verdict | None) -> Style:

@@ -1,4 +1,4 @@
-"""ModuleList: the modules of a run or a comparison as a tree, with class, shape and error."""
+"""Module tree of a run or comparison, with class, shape and error."""
 
 from collections.abc import Sequence
 
@@ -16,11 +16,11 @@ _COLUMNS = {"shape": 16, "dtype": 13, "÷ floor": 8}
 _CLASS = 24
 _MIN_NAME = 24
 MAX_LANES = 8
-"""Lines of data flow that are drawn side by side."""
+"""Maximum number of data-flow lines side by side."""
 
 
 class ModuleList(RowList):
-    """A line per module that no folded module hides."""
+    """Tree with one line per module outside all folded modules."""
 
     def __init__(self, graph: ModuleGraph) -> None:
         super().__init__(MODULES)
@@ -45,7 +45,7 @@ class ModuleList(RowList):
         return None if self.at is None else self.graph.nodes[self.at]
 
     def reveal(self, index: int) -> None:
-        """Unfold what hides a module, and put the cursor on it."""
+        """Unfold the ancestors of a module and move the cursor to the module."""
         parent = self.graph.nodes[index].parent
         while parent is not None:
             self._folded.discard(parent)
@@ -53,7 +53,7 @@ class ModuleList(RowList):
         self._flatten(index)
 
     def fold(self) -> None:
-        """Fold the module, or go to the one around it where it is folded."""
+        """Fold the module, or go to its parent if already folded."""
         node, at = self.node, self.at
         if node is None or at is None:
             return
@@ -64,7 +64,7 @@ class ModuleList(RowList):
             self.go(self._visible.index(node.parent))
 
     def unfold(self) -> None:
-        """Unfold the module, or go to the first one in it where it is unfolded."""
+        """Unfold the module, or go to its first child if already unfolded."""
         at = self.at
         if at is None or at not in self._has_children:
             return
@@ -81,11 +81,11 @@ class ModuleList(RowList):
         self.post_message(self.Moved(self))
 
     def _gutter_width(self, width: int) -> int:
-        """Characters of the data flow; none where names would not fit next to it."""
+        """Return the width of the data-flow lines; 0 if they would leave too little space for names."""
         return self._flow.width if width - self._flow.width >= _MIN_NAME + MAX_LANES else 0
 
     def _columns(self, width: int) -> dict[str, int]:
-        """Name -> width of the columns that fit next to the name."""
+        """Return name -> width of the columns that fit next to the name."""
         is_pair = any(node.ratio.value is not None or node.ratio.text != "-" for node in self.graph.nodes)
         longest = max((len(node.cls) for node in self.graph.nodes), default=0)
         columns = {"class": min(max(longest, 5), _CLASS)} if longest else {}
@@ -97,13 +97,13 @@ class ModuleList(RowList):
         return columns
 
     def header(self, width: int) -> Text | None:
-        """Names of the columns."""
+        """Return the column names."""
         gutter = self._gutter_width(width)
         width -= 2 + gutter
         return Text(" " * gutter) + self._line("module", {name: name for name in self._columns(width)}, width)
 
     def format_row(self, row: int, width: int) -> Text:
-        """A module: its error as in the heat map, its name, its class, and what it returned."""
+        """Format a module: error glyph as in the heat map, name, class, shape and dtype of its output."""
         at = self._visible[row]
         node = self.graph.nodes[at]
         fold = " " if at not in self._has_children else "▸" if at in self._folded else "▾"
@@ -138,15 +138,15 @@ _BAD = frozenset({"differs", "nonfinite", "shape"})
 
 
 class FlowGutter:
-    """The data flow as box-drawing characters next to the rows."""
+    """Data-flow lines next to the rows, drawn with box-drawing characters."""
 
     def __init__(self, lanes: Sequence[FlowLane]) -> None:
         self._lanes = [each for each in lanes if each.lane < MAX_LANES]
         self.width = 2 + max(each.lane for each in self._lanes) if self._lanes else 0
-        """Characters of each row."""
+        """Width of the gutter, in characters."""
 
     def text(self, row: int) -> str:
-        """``│╰→``: the lines that pass a row, and whether its module sends or receives; ``┊`` ``⇢`` are inferred."""
+        """Return the gutter of a row, e.g. ``│╰→``; ``┊`` and ``⇢`` are inferred flows."""
         if not self.width:
             return ""
         touched = [each for each in self._lanes if each.first <= row <= each.last]
@@ -178,4 +178,4 @@ _BOX = {
     (True, False, True, True): "┴",
     (True, True, True, True): "┼",
 }
-"""(up, down, left, right) -> the character with these arms."""
+"""(up, down, left, right) -> the box-drawing character with these arms."""

@@ -1,4 +1,4 @@
-"""RecordTable: the records of the chosen module, step and rank."""
+"""Table of the records of the chosen module, step and rank."""
 
 from collections.abc import Sequence
 
@@ -20,7 +20,7 @@ from tapscope.run_format.record_columns import Kind
 from tapscope.run_format.records import Records
 
 MIN_SITE = 28
-"""Cells a site needs; columns are left out before it gets less."""
+"""Minimum width of the site; columns are dropped to preserve it."""
 
 _DROPPED_FIRST = ("rank", "step", "dtype", "rms", "shape", "nan+inf")
 _USUAL = ("step", "rank", "shape", "dtype", "rms", "|max|", "nan+inf")
@@ -28,7 +28,7 @@ _NUMBER_WIDTH = 8
 
 
 class RecordTable(ColumnList):
-    """Right upper pane of the browse screen."""
+    """Upper right pane of the browse screen."""
 
     COLUMNS = (*_USUAL, "mean", "min", "max", "zeros", "bytes")
 
@@ -42,59 +42,59 @@ class RecordTable(ColumnList):
 
     @property
     def record(self) -> Record | None:
-        """The record under the cursor, the same object until it moves."""
+        """The record under the cursor; the same object until the cursor moves."""
         if self._record is None or self._record[0] != self.cursor:
             self._record = (self.cursor, self.records[self.cursor]) if self.records else None
         return self._record[1] if self._record is not None else None
 
     def set_records(self, records: Records, path: str, cursor: int) -> None:
-        """Show these records, their sites relative to the module ``path``."""
+        """Show these records; sites are relative to the module ``path``."""
         self.records, self._path, self._record = records, path, None
         self._widths = _widths(records)
         self.set_num_rows(len(records), cursor)
 
     def columns(self, width: int) -> list[str]:
-        """Names of the columns that fit into ``width`` cells next to the site."""
+        """Return the names of the columns that fit into ``width`` cells next to the site."""
         return list(self.fitting(self._widths, width - 2 - MIN_SITE, _DROPPED_FIRST)) if self._widths else []
 
     def usual(self) -> Sequence[str]:
-        """Where, what and how large."""
+        """Return the default columns."""
         return _USUAL
 
     def choose(self, columns: Sequence[str] | None) -> None:
-        """Show these columns."""
+        """Show the given columns."""
         super().choose(columns)
         self._draw_heading()
 
     def set_heading(self, title: str, subtitle: str) -> None:
-        """Text in the border; the columns that do not fit are added to it."""
+        """Set the upper and lower border titles; the names of hidden columns are appended."""
         self._heading = (title, subtitle)
         self._draw_heading()
 
     def on_resize(self, event: events.Resize) -> None:
-        """Other columns may fit."""
+        """Redraw for the new size; other columns may fit."""
         super().on_resize(event)
         self._draw_heading()
 
     def _draw_heading(self) -> None:
-        """Step and rank are in the title anyway: their columns may go without a word."""
+        """Draw the border. Step and rank are not reported as hidden, because the title contains them."""
         title, subtitle = self._heading
         shown = [*self.columns(self.room - 2), "step", "rank"]
         hidden = ", ".join(name for name in (self.chosen or _USUAL) if name not in shown and self._widths)
         self.set_title(title, f"{subtitle} · hides {hidden}" if hidden and subtitle else subtitle)
 
     def column_at(self, x: int, width: int) -> str:
-        """Name of the column at a cell of a line."""
+        """Return the name of the column at cell ``x`` of a line."""
         return column_at(x, width, {name: self._widths[name] for name in self.columns(width)})
 
     def header(self, width: int) -> Text | None:
-        """Names of the columns."""
+        """Return the column names."""
         if not self.records:
             return None
         return self._line("", "site", {name: name for name in self.COLUMNS}, width - 2)
 
     def format_row(self, row: int, width: int) -> Text:
-        """One record; numbers are never shortened."""
+        """Format a record; numbers are never shortened."""
         record = self.records[row]
         anomaly = anomaly_of(record)
         key, stats = record.key, record.stats
@@ -126,7 +126,7 @@ class RecordTable(ColumnList):
 
 
 def _widths(records: Records) -> dict[str, int]:
-    """Width of every column but the site, over distinct contents only."""
+    """Compute the width of every column except the site, from distinct contents only."""
     kinds = [records.kinds[code] for code in np.unique(records.kind)]
     steps = [str(step) for step in (records.step.min(), records.step.max())] if records else []
     contents = {

@@ -1,4 +1,4 @@
-"""RowList: rows with a cursor, of which only the visible ones are ever formatted."""
+"""Base of lists with a cursor, of which only the visible rows are formatted."""
 
 from collections.abc import Mapping
 from typing import ClassVar
@@ -13,12 +13,12 @@ from tapscope.dashboard.widgets.line_view import LineView
 
 
 class RowList(LineView):
-    """Base of the site tree and the record table. Subclasses format; 100,000 rows cost as much as 20."""
+    """List of rows with a cursor. Subclasses format rows; the cost does not depend on the number of rows."""
 
     COMPONENT_CLASSES: ClassVar[set[str]] = {"row-list--cursor", "row-list--header", "row-list--bad"}
 
     class Moved(Message):
-        """The cursor stands on another row."""
+        """The cursor moved to another row."""
 
         def __init__(self, row_list: "RowList") -> None:
             super().__init__()
@@ -30,7 +30,7 @@ class RowList(LineView):
             return self.row_list
 
     class HeaderClicked(Message):
-        """A column's name was clicked."""
+        """A column name in the header was clicked."""
 
         def __init__(self, row_list: "RowList", column: str) -> None:
             super().__init__()
@@ -46,27 +46,27 @@ class RowList(LineView):
         self.num_rows = 0
         self.cursor = 0
         self.empty_text = ""
-        """What stands there when there is no row: what to do next."""
+        """Text shown if there are no rows; suggests the next action."""
 
     def header(self, width: int) -> Text | None:
-        """The line above the rows, or None."""
+        """Return the line above the rows, or None."""
         return None
 
     def column_at(self, x: int, width: int) -> str:
-        """Name of the column at a cell of a line; empty where there is none."""
+        """Return the name of the column at cell ``x`` of a line; empty if there is none."""
         return ""
 
     def format_row(self, row: int, width: int) -> Text:
-        """One row, ``width`` cells; called for visible rows only."""
+        """Format a row to ``width`` cells; called for visible rows only."""
         raise NotImplementedError
 
     @property
     def bad_style(self) -> Style:
-        """The style of what differs: orange, while what agrees is dim."""
+        """Style of bad rows: orange."""
         return self.get_component_rich_style("row-list--bad", partial=True)
 
     def set_num_rows(self, num_rows: int, cursor: int) -> None:
-        """Show other rows; does not post :class:`Moved`."""
+        """Show another number of rows; does not post :class:`Moved`."""
         self.num_rows = num_rows
         self.cursor = max(min(cursor, num_rows - 1), 0)
         self.set_height(num_rows + self._num_header)
@@ -74,11 +74,11 @@ class RowList(LineView):
         self.refresh()
 
     def move(self, delta: int) -> None:
-        """Move the cursor by lines."""
+        """Move the cursor by ``delta`` rows."""
         self.go(self.cursor + delta)
 
     def page(self, direction: int) -> None:
-        """Move the cursor by a page."""
+        """Move the cursor by one page."""
         self.go(self.cursor + direction * max(self.size.height - self._num_header - 1, 1))
 
     def ends(self, direction: int) -> None:
@@ -86,7 +86,7 @@ class RowList(LineView):
         self.go(0 if direction < 0 else self.num_rows - 1)
 
     def go(self, row: int) -> None:
-        """Put the cursor on a row (the nearest there is)."""
+        """Move the cursor to a row, clamped to the existing rows."""
         row = max(min(row, self.num_rows - 1), 0)
         if row != self.cursor:
             for changed in (self.cursor, row):
@@ -100,7 +100,7 @@ class RowList(LineView):
         return 0 if self.header(self.room) is None else 1
 
     def _follow(self) -> None:
-        """Scroll no further than needed to see the cursor."""
+        """Scroll just far enough to show the cursor."""
         visible = max(self.size.height - self._num_header, 1)
         top = round(self.scroll_offset.y)
         wanted = min(max(top, self.cursor - visible + 1), self.cursor)
@@ -108,19 +108,19 @@ class RowList(LineView):
             self.scroll_to(y=wanted, animate=False, immediate=True)
 
     def on_resize(self, event: events.Resize) -> None:
-        """Keep the cursor in sight."""
+        """Keep the cursor visible."""
         self._follow()
 
     def on_focus(self) -> None:
-        """The cursor is drawn differently in the pane that has the keys."""
+        """Redraw the cursor, which looks different in the focused pane."""
         self.refresh()
 
     def on_blur(self) -> None:
-        """See on_focus."""
+        """Redraw the cursor, see :meth:`on_focus`."""
         self.refresh()
 
     def on_click(self, event: events.Click) -> None:
-        """A click moves the cursor; in the header it names a column."""
+        """Move the cursor to the clicked row; a click in the header posts :class:`HeaderClicked`."""
         at = event.get_content_offset(self)
         if at is not None and at.y < self._num_header:
             if column := self.column_at(at.x - 2, self.room - 2):
@@ -131,7 +131,7 @@ class RowList(LineView):
             self.go(row)
 
     def render_line(self, y: int) -> Strip:
-        """One line of the screen; the header does not scroll."""
+        """Render one line of the widget; the header does not scroll."""
         width = self.room
         header = self.header(width)
         base = self.rich_style
@@ -153,7 +153,7 @@ class RowList(LineView):
 
 
 def column_at(x: int, width: int, columns: Mapping[str, int]) -> str:
-    """The column at a cell of a line that ends with these columns (name -> width), after the site."""
+    """Return the column at cell ``x`` of a line with the site first and ``columns`` (name -> width) at its end."""
     start = width - sum(wide + 2 for wide in columns.values())
     if x < start:
         return "site"

@@ -1,4 +1,4 @@
-"""SiteTree: the modules of the run, with how many records each has and how many look wrong."""
+"""Module tree of a run, with the number of records and anomalies per module."""
 
 from rich.text import Text
 
@@ -9,12 +9,12 @@ from tapscope.dashboard.module_tree import SiteNode
 from tapscope.dashboard.widgets.row_list import RowList
 
 FIRST_ROWS = 40
-"""Initially, levels are unfolded while the tree has at most this many rows."""
+"""Limit on the number of rows of the initially unfolded levels."""
 
 _MIN_NAME = 14
-"""Cells of the name and its indent; where both counts leave less, only that of anomalies is shown."""
+"""Minimum width of the indented name; if both counts leave less, only the anomalies are shown."""
 WIDE = 26
-"""From this width on a level is indented by two cells, below by one."""
+"""Minimum width for an indent of two cells per level; narrower trees indent by one."""
 
 
 class SiteTree(RowList):
@@ -34,28 +34,28 @@ class SiteTree(RowList):
         return self._visible[self.cursor][0].path if self._visible else ""
 
     def set_tree(self, root: SiteNode, label: str) -> None:
-        """Show another tree; folds and cursor stay where their modules still exist."""
+        """Show another tree; folds and cursor are kept for modules that still exist."""
         path, is_first = self.path, not self._root.children
-        self._counts = None  # of the modules of another tree
+        self._counts = None  # they belong to the previous tree
         self._root, self._label = root, label
         if is_first:
             self._unfolded = _first_unfolded(root)
         self._flatten(path)
 
     def set_counts(self, counts: ModuleCounts) -> None:
-        """Marks of the chosen step and rank."""
+        """Show the counts of the chosen step and rank."""
         if counts != self._counts:
             self._counts = counts
             self.refresh()
 
     def reveal(self, path: str) -> None:
-        """Unfold what hides the module and put the cursor on it, without posting Moved."""
+        """Unfold the ancestors of a module and move the cursor to the module, without posting Moved."""
         parts = path.split(".") if path else []
         self._unfolded |= {"", *(".".join(parts[:i]) for i in range(1, len(parts)))}
         self._flatten(path)
 
     def fold(self) -> None:
-        """Fold the module, or go to its parent when it is folded."""
+        """Fold the module, or go to its parent if already folded."""
         node, depth = self._visible[self.cursor]
         if node.path in self._unfolded and node.children:
             self._unfolded.discard(node.path)
@@ -65,7 +65,7 @@ class SiteTree(RowList):
             self.go(parent)
 
     def unfold(self) -> None:
-        """Unfold the module, or go to its first child when it is unfolded."""
+        """Unfold the module, or go to its first child if already unfolded."""
         node, _ = self._visible[self.cursor]
         if not node.children:
             return
@@ -76,14 +76,14 @@ class SiteTree(RowList):
             self._flatten(node.path)
 
     def format_row(self, row: int, width: int) -> Text:
-        """``▾ layers.12      % 1  6``."""
+        """Format a module: ``▾ layers.12      % 1  6``."""
         node, depth = self._visible[row]
         num_records, num_anomalies = self._counts.of(node) if self._counts is not None else (0, 0)
         mark = f"% {count(num_anomalies)} " if num_anomalies else ""
         amount = count(num_records) if num_records else "-"
         fold = " " if not node.children else "▾" if node.path in self._unfolded else "▸"
         room = max(width - len(mark) - len(amount) - 1, 4)
-        if room < _MIN_NAME and mark:  # then how many look wrong comes before how many there are
+        if room < _MIN_NAME and mark:  # anomalies take precedence over the number of records
             mark, amount = mark.rstrip(), ""
             room = max(width - len(mark) - 1, 4)
         indent = 2 if width >= WIDE else 1
@@ -105,14 +105,14 @@ class SiteTree(RowList):
 
 
 def _label(node: SiteNode) -> str:
-    """A numbered module says what it is the number of: ``layers.12``."""
+    """Return the module's name; a numbered module includes the name of its list: ``layers.12``."""
     if not node.name.isdigit():
         return node.name
     return ".".join(node.path.rsplit(".", 2)[-2:])
 
 
 def _first_unfolded(root: SiteNode) -> set[str]:
-    """Whole levels, from the root down, while the tree stays short; the root is always unfolded."""
+    """Return the modules to unfold first: whole levels while the tree stays short; the root in any case."""
     unfolded, level, rows = {""}, list(root.children.values()), 1 + len(root.children)
     while level:
         below = [child for node in level for child in node.children.values()]

@@ -1,4 +1,4 @@
-"""StatusBar and KeyBar: the run and its state above, what can be pressed now below."""
+"""Status bar with the run and its state, and key bar with the keys that currently have an effect."""
 
 from collections.abc import Sequence
 
@@ -13,19 +13,19 @@ from tapscope.dashboard.widgets.literal_text import literal
 
 
 class StatusBar(Static):
-    """The first line: name, facts, state in words. Facts give way where it is narrow, the state never."""
+    """First line of the screen: name, facts and state. Facts are dropped if space is short, the state never."""
 
     def __init__(self) -> None:
         super().__init__("", id="status", markup=False)
         self._header: Header | None = None
 
     def set_header(self, header: Header) -> None:
-        """Show another run."""
+        """Show the header of another run or comparison."""
         self._header = header
         self._draw()
 
     def on_resize(self, event: events.Resize) -> None:
-        """Lay the content out again for the new size."""
+        """Redraw for the new size."""
         self._draw()
 
     def _draw(self) -> None:
@@ -35,7 +35,7 @@ class StatusBar(Static):
 
 
 def status_line(header: Header, width: int) -> Text:
-    """One line of exactly ``width`` cells (more only where the state alone is longer)."""
+    """Format one line of exactly ``width`` cells; longer only if the state alone does not fit."""
     state = header.state
     if header.missing and width >= 100:
         room = max(width - len(state) - len(header.name) - 24, 20)
@@ -53,7 +53,7 @@ def status_line(header: Header, width: int) -> Text:
 
 
 def _reason(header: Header, room: int) -> str:
-    """The first site that differs, and what is missing, as far as both fit."""
+    """Return the first site that differs and the missing data, as far as both fit."""
     if not header.difference:
         return middle(header.missing[0], room)
     said, reason = f"{header.difference}; on partial data: ", header.missing[0]
@@ -62,27 +62,27 @@ def _reason(header: Header, room: int) -> str:
 
 
 class KeyBar(Static):
-    """The last line: keys that work now, or what has just happened."""
+    """Last line of the screen: keys that currently have an effect, or a message."""
 
     def __init__(self) -> None:
         super().__init__("", id="keys", markup=False)
         self._specs: Sequence[KeySpec] = ()
         self.said = ""
-        """The sentence shown in place of the keys, until something else happens."""
+        """Message in place of the keys, until the next action."""
 
     def set_keys(self, specs: Sequence[KeySpec]) -> None:
-        """Show these keys (and no sentence)."""
+        """Show these keys and remove the message."""
         if self.said or specs != self._specs:
             self._specs, self.said = specs, ""
             self._draw()
 
     def say(self, sentence: str) -> None:
-        """Show a sentence in place of the keys."""
+        """Show a message in place of the keys."""
         self.said = sentence
         self._draw()
 
     def on_resize(self, event: events.Resize) -> None:
-        """Lay the content out again for the new size."""
+        """Redraw for the new size."""
         self._draw()
 
     def _draw(self) -> None:
@@ -91,7 +91,10 @@ class KeyBar(Static):
 
 
 def key_line(specs: Sequence[KeySpec], width: int) -> Text:
-    """``/ find  [ ] step  ? help``: neighbours with one label share it; the last two (help, quit) always fit in."""
+    """Format the keys: ``/ find  [ ] step  ? help``.
+
+    Adjacent keys with the same label share the label. The last two (help, quit) always fit.
+    """
     groups: list[tuple[str, str]] = []
     for spec in specs:
         key = spec.shown.split(" ")[0]

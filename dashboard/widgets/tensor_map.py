@@ -1,4 +1,4 @@
-"""TensorMap: the heat map of a whole tensor, with a cursor over its cells."""
+"""Heat map of a whole tensor, with a cursor over its cells."""
 
 from itertools import groupby
 
@@ -19,38 +19,38 @@ _CURSOR = Style(reverse=True, bold=True)
 
 
 class TensorMap(CellCursor):
-    """Draws all rows and columns in the room there is; neighbours share a cell, which shows their maximum."""
+    """Heat map of all rows and columns in the available space; adjacent ones share a cell with their maximum."""
 
     class Moved(Message):
-        """The cursor stands on another cell."""
+        """The cursor moved to another cell."""
 
     def __init__(self, table: ValueTable) -> None:
         super().__init__(id=MAP, classes="pane")
         self.set_table(table)
 
     def set_table(self, table: ValueTable) -> None:
-        """Show another tensor, whose map is not known yet."""
+        """Show another tensor, whose heat map is not yet available."""
         self._table = table
         self._whole: ValueMap | None = None
         self._shown: ValueMap | None = None
         self.row = self.column = 0
-        """The cell of the cursor."""
+        """Cell of the cursor, as row and column of the heat map."""
         self._place = 0, 0
-        """A value of the table in that cell."""
+        """Element of the table within that cell."""
 
     def set_map(self, whole: ValueMap) -> None:
-        """Show this map."""
+        """Show the heat map of the tensor."""
         self._whole = whole
         self._fit()
 
     @property
     def rectangle(self) -> tuple[tuple[int, int], tuple[int, int]] | None:
-        """First and end of the rows and the columns of the table under the cursor."""
+        """Half-open ranges of the table's rows and columns under the cursor."""
         shown = self._shown
         return None if shown is None or not shown.rows else (shown.rows[self.row], shown.columns[self.column])
 
     def text(self) -> str:
-        """A description of the cell under the cursor."""
+        """Describe the cell under the cursor."""
         shown, place = self._shown, self.rectangle
         if shown is None or place is None:
             return "Reading all values ..."
@@ -61,7 +61,7 @@ class TensorMap(CellCursor):
         return f"rows {rows} · columns {columns} · {what} {shown.text(self.row, self.column)}"
 
     def on_resize(self, event: events.Resize) -> None:
-        """More or fewer cells fit."""
+        """Merge cells again for the new size."""
         self._fit()
 
     def _fit(self) -> None:
@@ -72,7 +72,7 @@ class TensorMap(CellCursor):
         self.post_message(self.Moved())
 
     def show_place(self, row: int, column: int) -> None:
-        """Put the cursor on the cell that holds a value of the table, once there are cells."""
+        """Move the cursor to the cell of a table element, once the heat map is available."""
         self._place = row, column
         if self._shown is not None:
             self.row = next((i for i, (_, end) in enumerate(self._shown.rows) if row < end), 0)
@@ -80,7 +80,7 @@ class TensorMap(CellCursor):
             self.refresh()
 
     def go(self, row: int, column: int) -> None:
-        """Put the cursor on the nearest cell that there is."""
+        """Move the cursor to a cell, clamped to the existing cells."""
         if self._shown is not None:
             self.row = max(min(row, len(self._shown.rows) - 1), 0)
             self.column = max(min(column, len(self._shown.columns) - 1), 0)
@@ -90,13 +90,13 @@ class TensorMap(CellCursor):
         self.post_message(self.Moved())
 
     def on_click(self, event: events.Click) -> None:
-        """A click moves the cursor."""
+        """Move the cursor to the clicked cell."""
         at = event.get_content_offset(self)
         if at is not None and at.y > 0 and at.x > _LABEL:
             self.go(at.y - 1, at.x - _LABEL - 1)
 
     def render(self) -> Text:
-        """A label and the cells of each line."""
+        """Render a heading, and label and cells of each line."""
         shown = self._shown
         if shown is None:
             return Text("Reading all values ...")

@@ -1,4 +1,4 @@
-"""TensorPane: the record under the cursor as statistics, histogram or values."""
+"""Pane with the record under the cursor as statistics, histogram or values."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,7 @@ from tapscope.run_format.record import Record
 
 
 class TensorPane(TextPane):
-    """Right lower pane of the browse screen."""
+    """Lower right pane of the browse screen."""
 
     VIEWS = ("stats", "histogram", "values", "steps")
 
@@ -28,17 +28,18 @@ class TensorPane(TextPane):
         self._facts: list[str] = []
         self._note = ""
         self.series: tuple[SiteSeries, ...] = ()
-        """Of the site over all steps, and of the run's metrics, once they have been read."""
+        """Series of the site over all steps, and of the run's metrics; empty until they have been read."""
 
     def set_series(self, series: tuple[SiteSeries, ...]) -> None:
-        """Add what is known of all steps."""
+        """Set the series over all steps."""
         self.series = series
         self.draw()
 
     def show(
         self, record: Record | None, rows: RowMap | None, facts: list[str], note: str, digest: Digest | None = None
     ) -> None:
-        """Show another record; its values follow by :meth:`set_digest`. ``note`` says what is with the values."""
+        """Show another record; a missing digest follows by :meth:`set_digest`. ``note`` is a message about the
+        values."""
         if record is None or self.record is None or record.key.site != self.record.key.site:
             self.series = ()
         self.record, self._rows, self._facts, self._note, self.digest = record, rows, facts, note, digest
@@ -46,19 +47,19 @@ class TensorPane(TextPane):
         self.draw()
 
     def set_digest(self, digest: Digest | None, note: str = "") -> None:
-        """Add the values, or say why there are none."""
+        """Set the digest, or the note that explains why there is none."""
         self.digest, self._note = digest, note
         self.draw()
 
     def title_text(self, width: int) -> str:
-        """Site, step and rank."""
+        """Return site, step and rank."""
         if self.record is None:
             return ""
         facts = " · ".join(self._facts)
         return f"{shorten(self.record.key.site, max(width - len(facts) - 9, 16))} · {facts}"
 
     def lines(self, width: int, height: int) -> Sequence[Text]:
-        """The lines of the view."""
+        """Return the lines of the current view."""
         record, digest = self.record, self.digest
         if record is None:
             return [Text("Choose a record to see its tensor.", style="dim")]

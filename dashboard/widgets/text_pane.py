@@ -1,4 +1,4 @@
-"""TextPane: a scrolling text about one thing, in several views."""
+"""Base of panes that show one item as scrolling text, in several views."""
 
 from collections.abc import Sequence
 from typing import ClassVar
@@ -13,7 +13,7 @@ from tapscope.dashboard.widgets.literal_text import literal
 
 
 class TextPane(LineView):
-    """Base of the lower panes. Subclasses say what is in the title and in the text."""
+    """Base of the lower panes. Subclasses provide title and text."""
 
     VIEWS: ClassVar[tuple[str, ...]]
 
@@ -23,34 +23,35 @@ class TextPane(LineView):
         self._lines: list[Text] = []
 
     def title_text(self, width: int) -> str:
-        """The text in the border, ``width`` cells wide; empty for nothing."""
+        """Return the text in the border for a pane of ``width`` cells; may be empty."""
         raise NotImplementedError
 
     def lines(self, width: int, height: int) -> Sequence[Text]:
-        """The text for the size at hand; longer lines are broken between words."""
+        """Return the lines for the given size; longer lines are wrapped at word boundaries."""
         raise NotImplementedError
 
     @property
     def text(self) -> str:
-        """All lines as they are drawn."""
+        """All lines as drawn."""
         return "\n".join(line.plain for line in self._lines)
 
     def next_view(self) -> None:
-        """The next view, and around."""
+        """Show the next view, cyclically."""
         self.view = self.VIEWS[(self.VIEWS.index(self.view) + 1) % len(self.VIEWS)]
         self.scroll_to_top()
         self.draw()
 
     def scroll_to_top(self) -> None:
-        """Show the first line."""
+        """Scroll to the first line."""
         self.scroll_home(animate=False, immediate=True)
 
     def move(self, delta: int) -> None:
-        """Scroll by lines."""
-        self.scroll_relative(y=delta, animate=False, immediate=True)  # else of two keys in a row one is lost
+        """Scroll by ``delta`` lines."""
+        # immediate: otherwise one of two quick key presses is lost
+        self.scroll_relative(y=delta, animate=False, immediate=True)
 
     def page(self, direction: int) -> None:
-        """Scroll by a page."""
+        """Scroll by one page."""
         self.scroll_relative(y=direction * self.size.height, animate=False, immediate=True)
 
     def ends(self, direction: int) -> None:
@@ -58,11 +59,11 @@ class TextPane(LineView):
         self.scroll_to(y=0 if direction < 0 else self.max_scroll_y, animate=False, immediate=True)
 
     def on_resize(self, event: events.Resize) -> None:
-        """Lay the content out again for the new size."""
+        """Redraw for the new size."""
         self.draw()
 
     def draw(self) -> None:
-        """Redraw the text."""
+        """Compute the lines again and redraw them."""
         self.set_title(self.title_text(self.outer_size.width), self.view)
         width, console = max(self.room, 20), self.app.console
         lines = map(literal, self.lines(width, max(self.size.height, 4)))
@@ -73,7 +74,7 @@ class TextPane(LineView):
         self.refresh()
 
     def render_line(self, y: int) -> Strip:
-        """One line of the screen."""
+        """Render one line of the widget."""
         row = y + round(self.scroll_offset.y)
         if row >= len(self._lines):
             return Strip.blank(self.room, self.rich_style)
@@ -87,9 +88,9 @@ class TextPane(LineView):
         return self.strip(line, self.rich_style).apply_offsets(0, row)
 
     def get_selection(self, selection: Selection) -> tuple[str, str]:
-        """The text that the mouse has selected."""
+        """Return the text selected with the mouse."""
         return selection.extract(self.text), "\n"
 
     def selection_updated(self, selection: Selection | None) -> None:
-        """Draw what is selected now."""
+        """Redraw the selection."""
         self.refresh()

@@ -1,4 +1,4 @@
-"""ValueGrid: the values around a cursor that moves over all rows and columns of a tensor."""
+"""Grid of the values around a cursor that moves over all rows and columns of a tensor."""
 
 from rich.segment import Segment
 from rich.style import Style
@@ -19,7 +19,7 @@ from tapscope.dashboard.widgets.literal_text import literal
 CELLS = "cells"
 SIDES = ("difference", "target", "baseline")
 MARGIN_ROWS, MARGIN_COLUMNS = 16, 32
-"""Read beyond what is visible, so that most moves read nothing."""
+"""Rows and columns read beyond the visible ones, so that most cursor moves read nothing."""
 _LABEL = 24
 _LEVELS = 9
 _HERE, _LABELS, _CURSOR = Style(bold=True), Style(dim=True), Style(reverse=True)
@@ -27,17 +27,17 @@ _GAP = Segment(" ")
 
 
 class ValueGrid(CellCursor):
-    """Reads the tile around the cursor; draws what fits."""
+    """Value grid: reads the tile around the cursor and draws the visible part."""
 
     class Moved(Message):
-        """The cursor stands on another value."""
+        """The cursor moved to another value."""
 
     def __init__(self, table: ValueTable) -> None:
         super().__init__(id=CELLS, classes="pane")
         self.set_table(table)
 
     def set_table(self, table: ValueTable) -> None:
-        """Show another tensor from its first value."""
+        """Show another tensor with the cursor on its first value."""
         self.table = table
         self.row = self.column = 0
         self.side = SIDES[0] if table.is_pair else SIDES[1]
@@ -46,20 +46,20 @@ class ValueGrid(CellCursor):
         self._drawn: list[list[Segment]] | None = None
 
     def go(self, row: int, column: int) -> None:
-        """Put the cursor on the nearest value that there is."""
+        """Move the cursor to an element, clamped to the table."""
         self.row, self.column = self.table.clamped(row, column)
         self.refresh()
         self.post_message(self.Moved())
 
     def next_side(self) -> str:
-        """Another side of a pair."""
+        """Show the next side of a pair; return its name."""
         if self.table.is_pair:
             self.side = SIDES[(SIDES.index(self.side) + 1) % len(SIDES)]
             self.refresh()
         return self.side
 
     def on_click(self, event: events.Click) -> None:
-        """A click moves the cursor."""
+        """Move the cursor to the clicked value."""
         at = event.get_content_offset(self)
         if at is not None and self._tile is not None and at.y > 0:
             label, wide = self._widths(self._tile)
@@ -76,7 +76,7 @@ class ValueGrid(CellCursor):
         return label, max(wide, len(str(tile.num_columns)))
 
     def _read(self) -> Tile:
-        """The tile around the cursor, the one at hand where it holds all that is visible."""
+        """Return the tile around the cursor; the current one if it contains everything visible."""
         height, width = max(self.size.height - 1, 1), max(self.size.width, 20)
         shown = self._tile
         self._top = _scrolled(self._top, self.row, height, self.table.num_rows)
@@ -98,16 +98,16 @@ class ValueGrid(CellCursor):
 
     @property
     def text(self) -> str:
-        """All lines as they are drawn."""
+        """All lines as drawn."""
         return "\n".join("".join(segment.text for segment in line) for line in self._lines())
 
     def render_lines(self, crop: Region) -> list[Strip]:
-        """Draw the changed lines again."""
+        """Drop the cached lines and render again."""
         self._drawn = None
         return super().render_lines(crop)
 
     def render_line(self, y: int) -> Strip:
-        """Labels, numbers of columns, and values; darker cells are larger."""
+        """Render one line: row label and values, or column numbers; larger values are darker."""
         base, width = self.rich_style, self.size.width
         if self._drawn is None:
             self._drawn = self._lines()
@@ -138,7 +138,7 @@ class ValueGrid(CellCursor):
         return lines
 
     def _heat(self, share: float | None) -> Style:
-        """By its size relative to the largest around; bold for what is not finite."""
+        """Return the style for a share of the largest visible value; bold for a non-finite value."""
         if share is None:
             return _HERE
         level = round(share * _LEVELS) if self.table.is_pair else 0
@@ -146,5 +146,5 @@ class ValueGrid(CellCursor):
 
 
 def _scrolled(first: int, cursor: int, visible: int, total: int) -> int:
-    """No further than needed to see the cursor."""
+    """Return the first visible index after scrolling just far enough to show the cursor."""
     return max(min(max(first, cursor - visible + 1), cursor, max(total - visible, 0)), 0)
