@@ -1,4 +1,4 @@
-"""The dumper of the process, and explicit values: what a program says by name reaches the run, nothing else does."""
+"""The process-wide dumper and explicit values: exactly the values that a program dumps by name reach the run."""
 
 import json
 import logging
@@ -37,7 +37,7 @@ def _only_run(folder: Path) -> Run:
 
 
 def _script(tmp_path: Path, code: str, **environ: str) -> "subprocess.CompletedProcess[str]":
-    """Run a program of its own, as a user would, with the environment given."""
+    """Run a script in a separate process, as a user would, with the given environment."""
     path = tmp_path / "program.py"
     path.write_text(code)
     clean = {name: value for name, value in os.environ.items() if not name.startswith("TAPSCOPE_")}
@@ -205,7 +205,7 @@ def test_api_gradients_of_explicit_values_follow_rules_and_the_call(tmp_path: Pa
             dumper.dump("plain", plain)
             dumper.dump("named", refused, grad=False)
             dumper.dump("off", off, grad=True)
-        (named + asked * 2 + plain + refused + off).sum().backward()  # after its step has ended
+        (named + asked * 2 + plain + refused + off).sum().backward()  # after the end of its step
     run = open_run(tmp_path / "run")
     grads = {r.key.site: r for r in run.records if r.key.site.endswith(".grad")}
     assert set(grads) == {"layers.1:tap[named].grad", ":tap[asked].grad"}
@@ -254,7 +254,7 @@ def test_api_loop_that_calls_step_at_the_end_of_each_iteration(tmp_path: Path) -
         (":tap[x]", 2),
         (":tap[x]", 3),
     ]
-    assert sorted(run.steps) == [0, 1, 2, 3]  # an iteration without a value is a step all the same
+    assert sorted(run.steps) == [0, 1, 2, 3]  # an iteration without a value also counts as a step
     assert run.ledger().complete
 
 
@@ -320,7 +320,7 @@ def test_api_threads_that_dump_at_once_lose_nothing(tmp_path: Path) -> None:
     assert run.ledger().complete
 
 
-# ---- several dumpers, several models
+# ---- several dumpers and models
 
 
 def test_api_dumpers_of_one_model_may_close_in_any_order(tmp_path: Path) -> None:
@@ -587,7 +587,7 @@ def test_api_sets_queues_and_views_are_recorded_in_an_order_that_runs_share(tmp_
     model = nn.Identity()
     with Dumper(model, tmp_path / "run", keep="full") as dumper:
         dumper.dump("v", mixed | {"endless": queue})
-        for _ in range(3):  # the fast path takes what it has learned
+        for _ in range(3):  # after the first call, the fast path handles the value
             model(mixed)
     run = open_run(tmp_path / "run")
     records = {r.key.site: r for r in run.records if not r.key.occurrence}
@@ -616,7 +616,7 @@ def test_api_reset_continues_in_a_new_run_next_to_the_old_one(tmp_path: Path) ->
         model(torch.ones(1, 8))
         with pytest.raises(RunExistsError, match="not a tapscope run"):
             dumper.reset("taken")
-        for taken in ("run", "run-2"):  # the first one, and that which it is in now
+        for taken in ("run", "run-2"):  # the first run, and the current run
             with pytest.raises(RunExistsError, match="already holds a run"):
                 dumper.reset(taken)
         with pytest.raises(ConfigError, match="plain name"):
@@ -658,7 +658,7 @@ def test_api_two_models_by_one_name_are_refused_for_their_keys_would_be_the_same
         with pytest.raises(ConfigError, match="another model has this name"):
             dumper.attach(second)
         dumper.attach(second, name="draft").remove()
-        dumper.attach(nn.Linear(2, 2), name="draft")  # is freed immediately
+        dumper.attach(nn.Linear(2, 2), name="draft")  # not referenced, so it is freed immediately
         dumper.attach(second, name="draft")
         state = dumper.get_state()
         assert (state["open"], state["step"], state["config"]["keep"]) == (True, 0, "stats")
@@ -669,7 +669,7 @@ def test_api_two_models_by_one_name_are_refused_for_their_keys_would_be_the_same
     assert {key.model for key in keys} == {"", "draft"}
 
 
-# ---- the dumper of the process
+# ---- the process-wide dumper
 
 
 def test_api_disabled_it_does_nothing_at_all(tmp_path: Path) -> None:
@@ -780,7 +780,7 @@ def test_api_opening_in_the_background_keeps_what_came_first(tmp_path: Path) -> 
     dumper.dump("first", torch.ones(2))
     assert dumper._recording is not None
     assert dumper._recording.client is not None
-    assert dumper._recording.run is None  # nobody has waited for the recorder
+    assert dumper._recording.run is None  # no call has waited for the recorder yet
     dumper.dump("second", torch.ones(2))
     dumper.close()
     run = open_run(tmp_path / "run")
@@ -985,7 +985,7 @@ def test_api_second_process_dumper_of_the_same_rank_is_refused_and_its_model_run
     second.close()
     with pytest.raises(RecorderError, match="already has a writer"):
         third.attach(model)
-    third.dump("x", 1)  # not tried again
+    third.dump("x", 1)  # the open is not retried
     assert third.get_state()["open"] is False
     torch.testing.assert_close(model(torch.ones(1, 8)), plain)
     assert "forward" not in model.__dict__

@@ -1,4 +1,4 @@
-"""DumperConfig: the same value from keywords, JSON, words and the environment."""
+"""DumperConfig: keywords, JSON, words and the environment give the same config."""
 
 import copy
 import json
@@ -71,7 +71,7 @@ def test_config_every_way_in_gives_the_same_value(config: DumperConfig) -> None:
     assert DumperConfig(**content) == config
     values = {name: _as_text(value) for name, value in content.items()}
     assert DumperConfig().updated(parse_words(f"{name}={text}" for name, text in values.items())) == config
-    # Blank is unset in the environment, so that a field whose default is not None cannot be made None there.
+    # A blank variable counts as unset, so the environment cannot set a field to None if its default is not None.
     environ = {f"TAPSCOPE_{name.upper()}": text or "none" for name, text in values.items() if name not in _LISTS}
     environ |= {f"TAPSCOPE_{name.upper()}": values[name] for name in _LISTS}
     assert DumperConfig.from_env(environ) == config
@@ -270,7 +270,7 @@ def test_config_sglang_s_variables_count_only_when_asked_and_ours_win(caplog: py
         DumperConfig.from_env({"DUMPER_NON_INTRUSIVE_MODE": "some"}, sglang=True)
 
 
-# ---- what may change, what is secret --------------------------------------------------------------------
+# ---- runtime settings and secrets ------------------------------------------------------------------------
 
 
 def test_config_what_is_fixed_at_start_is_refused_at_run_time() -> None:

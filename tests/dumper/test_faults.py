@@ -1,4 +1,4 @@
-"""What goes wrong around a capture: the model goes on, the run stays readable, and the failure is reported."""
+"""Faults around a capture: the model continues, the run stays readable, and the fault is reported."""
 
 import json
 import os
@@ -63,7 +63,7 @@ def test_dumper_killed_recorder_is_named_and_a_reset_continues_with_another(
         assert dumper.flush()
         os.kill(json.loads((first / "recorder.json").read_text())["pid"], signal.SIGKILL)
         model(torch.ones(1, 8))
-        assert not dumper.flush(60.0)  # lost: it is known, and waited for no longer
+        assert not dumper.flush(60.0)  # the recorder is known to be lost, so flush() does not wait
         wait_until(lambda: "was killed by SIGKILL" in caplog.text, "it is logged")
         with dumper.step(), pytest.raises(StepError, match="still open"):
             dumper.reset()
@@ -75,11 +75,11 @@ def test_dumper_killed_recorder_is_named_and_a_reset_continues_with_another(
         model(torch.ones(1, 8))
     assert len(open_run(first).steps) == 1
     assert open_run(first).ledger().killed_ranks == [0]
-    assert main(["diff", str(first), str(first)]) == 1  # agrees, but what was not written is unknown
+    assert main(["diff", str(first), str(first)]) == 1  # equal, but unwritten values are unknown
     second = open_run(tmp_path / "second")
     assert (sorted(second.steps), second.ledger().complete) == ([0], True)
     assert second.records
-    assert all(record.entry is None for record in second.records)  # what was configured is still in force
+    assert all(record.entry is None for record in second.records)  # the configuration still applies
 
 
 def test_dumper_recorder_outlasts_one_sigterm_and_states_why_it_ends_at_another(
@@ -89,7 +89,7 @@ def test_dumper_recorder_outlasts_one_sigterm_and_states_why_it_ends_at_another(
         recorder = json.loads((tmp_path / "run/recorder.json").read_text())["pid"]
 
         def is_lost_after_one_more() -> bool:
-            with suppress(ProcessLookupError):  # it has ended
+            with suppress(ProcessLookupError):  # the recorder may have exited already
                 os.kill(recorder, signal.SIGTERM)
             dumper.dump("x", torch.ones(2))
             return not dumper.flush(60.0)
@@ -220,7 +220,7 @@ def test_dumper_stopped_recorder_costs_one_timeout_and_no_more(tmp_path: Path) -
         os.kill(recorder, signal.SIGCONT)
     dumper.close()
     account = open_run(tmp_path / "run").ledger()
-    assert account.dropped > 60  # each would have cost a timeout of its own: 18 seconds
+    assert account.dropped > 60  # with one timeout per value, this would take 18 seconds
     assert waited < 9
     assert account.lost == 0
 
@@ -235,7 +235,7 @@ def test_dumper_ranks_that_never_came_are_named(tmp_path: Path) -> None:
 def test_last_messages_of_a_recorder_that_has_ended_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It ends right after it has said that the run is closed, which may be seen before the message."""
+    """The recorder exits right after its close message, and its exit may be detected before the message is read."""
     closing, close = threading.Event(), sender.Sender.close
     monkeypatch.setattr(sender.Sender, "close", lambda self, message: (closing.set(), close(self, message))[1])
     monkeypatch.setattr(sender, "is_alive", lambda pid: not closing.is_set())

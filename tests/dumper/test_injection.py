@@ -1,4 +1,4 @@
-"""Injection: recorded values replace those of a live model, found by request and position."""
+"""Injection: recorded values, matched by request and position, replace those of a live model."""
 
 import pytest
 import torch
@@ -32,14 +32,14 @@ class Net(nn.Module):
 
 
 def step_of(number, positions, request="r"):
-    """A packed step of consecutive positions of one request."""
+    """Return a packed step with consecutive positions of one request."""
     span = RowSpan(request, positions[0], len(positions), 0, 0)
     return StepInfo(step=number, grid=(len(positions),), rows=(span,), token_ids=list(positions))
 
 
 @pytest.fixture
 def recorded(tmp_path):
-    """A run of positions 0-3 and 4-5 of one request, and its values."""
+    """Record a run with positions 0-3 and 4-5 of one request."""
     model, x = Net(), torch.arange(24, dtype=torch.float32).reshape(6, 4)
     with torch.no_grad(), Dumper(model, tmp_path / "run", keep="full") as dumper:
         for number, (a, b) in enumerate([(0, 4), (4, 6)]):

@@ -1,4 +1,4 @@
-"""Setting `inject`: a live model's values are overwritten by a stored run's, and the run tells of it."""
+"""Setting `inject`: values of a stored run overwrite those of a live model, and the run reports it."""
 
 import json
 import os
@@ -38,7 +38,10 @@ X = torch.arange(24, dtype=torch.float32).reshape(6, 4) / 10
 def forward(
     model: nn.Module, dumper: Dumper, steps: list[list[tuple[str, int, int]]], first: int = 0
 ) -> list[torch.Tensor]:
-    """One step for each list of (request, first position, count); the token is the position, of x and y the next."""
+    """Run one step per list of (request, first position, count).
+
+    The token id is the position; for the requests x and y, the position plus one.
+    """
     outputs = []
     for number, parts in enumerate(steps, first):
         spans, ids, at = [], [], 0
@@ -73,7 +76,7 @@ def events_of(run: Path) -> list[tuple[str, str]]:
 def test_injection_heals_what_follows_and_every_step_tells_it(stored: Path, tmp_path: Path) -> None:
     model, out = build(bug=True), tmp_path / "live"
     with Dumper(model, out, keep="full", inject=["0:out"], inject_from=str(stored)) as dumper:
-        # another chunking: rows are found by request and position
+        # a different chunking: rows are matched by request and position
         forward(model, dumper, [[("r", 0, 3)], [("r", 3, 3)]])
     assert steps_of(out) == [{"0:out": 1}, {"0:out": 1}]
     with open_run(stored) as one, open_run(out) as two:
@@ -234,7 +237,10 @@ with Dumper(model, sys.argv[2], keep="full") as dumper:
 
 @pytest.fixture
 def system(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Starts the healthy system, which computes a step for each line, (request, first position, count) each."""
+    """Return a function that starts the healthy system, which runs a step per input line.
+
+    A line lists (request, first position, count) tuples.
+    """
     started = []
 
     def start(end: str = "closed") -> subprocess.Popen[str]:
@@ -261,7 +267,7 @@ def compute(process: "subprocess.Popen[str]", parts: list[tuple[str, int, int]])
 
 
 def test_injection_waits_for_a_step_that_another_system_computes_now(tmp_path: Path) -> None:
-    """Two dumpers of one process: no value of a later step exists when the live model comes to it."""
+    """Two dumpers in one process: the live model reaches each step before the stored run has its values."""
     good, bad = build(), build(bug=True)
     with Dumper(good, tmp_path / "good", keep="full") as first:
         forward(good, first, [[("r", 0, 2)]])

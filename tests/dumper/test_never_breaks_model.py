@@ -1,4 +1,4 @@
-"""The dumper never breaks the model, and never loses anything silently."""
+"""The dumper never breaks the model and never loses values silently."""
 
 import copy
 import copyreg
@@ -32,7 +32,7 @@ from tapscope.sources import open_run
 
 
 class Twice(nn.Module):
-    """Keys that look alike once they are text, and equal bytes under different names."""
+    """Returns keys that are equal as text, and equal bytes under different names."""
 
     def forward(self, x: torch.Tensor) -> dict[Any, Any]:
         a = x + 1
@@ -164,7 +164,7 @@ def test_dumper_copy_keeps_the_hooks_of_others_and_an_own_forward(tmp_path: Path
 
 
 def _of_others(*args: Any) -> None:
-    """A hook that is not ours."""
+    """A forward hook of other code."""
 
 
 def _own_forward(model: nn.Module) -> Any:
@@ -202,7 +202,7 @@ def test_dumper_what_reads_a_model_reads_a_attached_one_alike(tmp_path: Path, re
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_dumper_scripted_wrapper_shares_parameters_and_keeps_the_taps(tmp_path: Path) -> None:
     inner = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.GELU()))
-    inner.append(inner[0])  # one module in two places
+    inner.append(inner[0])  # the same module at two paths
     outer, x = nn.Sequential(nn.ReLU(), inner), torch.ones(1, 8)
     with torch.no_grad(), Dumper(inner, tmp_path / "run", keep="full"):
         scripted = torch.jit.script(outer)
@@ -215,7 +215,7 @@ def test_dumper_scripted_wrapper_shares_parameters_and_keeps_the_taps(tmp_path: 
 
 
 class Root(nn.Module):
-    """Calls a child whose forward names nothing, and one whose arguments are keyword-only."""
+    """Calls a child whose forward has no named arguments, and one with keyword-only arguments."""
 
     class Open(nn.Module):
         def forward(self, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:

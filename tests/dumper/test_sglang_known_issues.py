@@ -1,4 +1,4 @@
-"""Known issues of SGLang's dumper that this one must not have; sglang_known_issues.md lists them with their tests."""
+"""Known issues of SGLang's dumper that tapscope must not have; sglang_known_issues.md lists them with their tests."""
 
 import ast
 from pathlib import Path
@@ -34,7 +34,7 @@ def test_sglang_issue_tags_do_not_leak_out_of_a_checkpoint(tmp_path: Path, reent
     with Dumper(layers, tmp_path / "run", keep="stats") as dumper, dumper.step(phase="train"):
         x = torch.ones(2, 4, requires_grad=True)
         for layer in layers:
-            # Without reentry the recomputation is ended by an exception, in the midst of the decorated forward.
+            # A non-reentrant checkpoint ends the recomputation by an exception inside the decorated forward.
             x = checkpoint(layer, x, use_reentrant=reentrant)
         x.sum().backward()
         assert dict(current()) == before
@@ -69,7 +69,7 @@ def test_sglang_issue_nothing_that_captures_or_reads_unpickles_or_evaluates() ->
 
 
 def test_sglang_issue_dumper_calls_no_collective() -> None:
-    """Ranks meet at the recorder alone: a rank that makes a call the others do not make hangs nobody."""
+    """Ranks synchronize only through the recorder: a call that only one rank makes does not hang the others."""
     collectives = {
         "barrier",
         "broadcast",
@@ -113,5 +113,5 @@ def test_sglang_issue_firings_outside_a_step_are_reported_by_the_run(tmp_path: P
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     with torch.no_grad(), Dumper(model, tmp_path / "run", keep="stats"):
         model(torch.ones(1, 2))
-        model[0](torch.ones(1, 2))  # its input and its output
+        model[0](torch.ones(1, 2))  # two firings: input and output
     assert open_run(tmp_path / "run").ledger().sentences() == ["2 firings outside a step were not kept"]

@@ -1,4 +1,4 @@
-"""Training: recomputation told apart from the forward, parameters and what the optimiser uses."""
+"""Training: recomputation is distinguished from the forward; parameters and the gradients used by the optimizer."""
 
 import importlib.util
 from collections import Counter, OrderedDict
@@ -29,7 +29,7 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """Two blocks, each recomputed in its backward; ``shared`` makes them one module."""
+    """Two blocks, each recomputed during its backward; with ``shared``, both are the same module."""
 
     def __init__(self, *, reentrant: bool, shared: bool = False) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Stack(nn.Module):
 
 
 def values(run: Run, pass_: str) -> dict[Key, np.ndarray[Any, Any]]:
-    """Values of one pass, under the key that their forward has."""
+    """Return the values of one pass by the key of their forward."""
     found = [r for r in run.records if r.key.pass_ == pass_ and r.dtype]
     return {r.key._replace(pass_=FORWARD): run.array(r) for r in found}
 
@@ -84,7 +84,7 @@ def test_training_recomputation_is_a_pass_of_its_own_of_the_same_step(
 def test_training_micro_batches_in_flight_keep_their_recomputation_and_gradients(
     tmp_path: Path, reentrant: bool
 ) -> None:
-    """1F1B: the forward of a later micro-batch comes before the backward of an earlier one, also of an earlier step."""
+    """1F1B: the forward of a microbatch precedes the backward of an earlier one, even of an earlier step."""
     model = Stack(reentrant=reentrant)
     batches = [batch(seed) for seed in range(4)]
     with Dumper(model, tmp_path / "run", keep="full", grads=True) as dumper:
@@ -97,8 +97,8 @@ def test_training_micro_batches_in_flight_keep_their_recomputation_and_gradients
                     if micro:
                         losses[micro - 1].backward()
                 if step:
-                    last.backward()  # noqa: F821 - of the step before
-                last = losses[3]  # noqa: F841 - its backward comes a step later
+                    last.backward()  # noqa: F821 - loss of the previous step
+                last = losses[3]  # noqa: F841 - its backward runs in the next step
     run = open_run(tmp_path / "run")
     forward, again, back = values(run, FORWARD), values(run, RECOMPUTE), values(run, BACKWARD)
     expected = {(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1), (1, 2)}
@@ -133,7 +133,7 @@ def test_training_reentrant_checkpoint_gradients_have_the_forwards_occurrence(tm
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_training_checkpoints_add_no_gradient_to_those_of_the_plain_model(tmp_path: Path, reentrant: bool) -> None:
-    """A non-reentrant one hands its recomputation the very tensor, or leaf, that the forward waits at already."""
+    """A non-reentrant checkpoint recomputes from the same tensor object, which already has the forward's hook."""
     found = {}
     stack = Stack(reentrant=reentrant)
     plain = nn.Sequential(OrderedDict(layers=nn.Sequential(*stack.layers)))
@@ -160,7 +160,7 @@ def test_training_model_recomputed_as_a_whole_opens_no_step_of_its_own(tmp_path:
 
 
 class Whole(nn.Module):
-    """A stack that is recomputed as a whole, with blocks that are recomputed in that."""
+    """A checkpointed stack whose blocks are checkpointed, too."""
 
     def __init__(self, outer: bool, inner: bool) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ def test_training_checkpoints_within_checkpoints_belong_to_the_step_of_their_for
     model, batches = Whole(outer, inner), [batch(seed) for seed in range(3)]
     rules = ["*.up:out=full", "*.up:out.grad=full"]
     with Dumper(model, tmp_path / "run", keep="off", rules=rules):
-        losses = [model(x).sum() for x in batches]  # each call a step of its own
+        losses = [model(x).sum() for x in batches]  # each call is its own step
         for loss in losses:
             loss.backward()
     run = open_run(tmp_path / "run")

@@ -1,4 +1,4 @@
-"""The C++ hook's launches, with a driver that only notes them; Triton's interpreter then runs what it was asked to."""
+"""Kernel launches of the C++ hook, recorded by a fake driver and then executed in Triton's interpreter."""
 
 import contextvars
 import ctypes
@@ -57,7 +57,7 @@ int cuGetErrorName(int error, const char **name) {
 }
 """
 _STREAM = 7
-_SUMMARY, _SKETCH = 1, 2  # instead of functions
+_SUMMARY, _SKETCH = 1, 2  # in place of function handles
 
 
 class _Launch(ctypes.Structure):
@@ -102,7 +102,7 @@ class _Exchange(ctypes.Structure):
 
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Loaded by its name, as the library does it."""
+    """Compile the fake driver and load it by name, as the library does."""
     compiler = shutil.which("cc")
     if compiler is None or torch.cuda.is_available() or not is_interpreted() or library.functions() is None:
         pytest.skip("needs a C compiler, the C++ library, Triton's interpreter, and no CUDA driver")
@@ -116,7 +116,7 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def _exchange() -> tuple[Any, _Exchange]:
-    """A DLPack interface in whose view every tensor is on a CUDA device, and what it must keep alive."""
+    """Return a DLPack interface that reports every tensor as a CUDA tensor, and the objects to keep alive."""
     kept: dict[int, Any] = {}
 
     def view(tensor: torch.Tensor, to: Any) -> int:
@@ -144,7 +144,7 @@ def _int64_at(address: int, count: int) -> torch.Tensor:
 
 
 def _run(launch: _Launch, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run the kernel on the memory that its parameters name."""
+    """Run the kernel on the memory at the addresses in its parameters."""
     given = list(launch.parameters)
     kernel, arguments, constants = (
         (
@@ -165,7 +165,7 @@ def _run(launch: _Launch, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_native_hook_launches_kernels_that_find_tensors_rows_and_counters(
     driver: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Statistics of one tensor, and with the sketch those of another: what they compute is what the host finds."""
+    """Statistics of one tensor, and statistics plus sketch of another, equal those computed on the host."""
     functions = library.functions()
     assert functions is not None
     capsule, _api = _exchange()
@@ -205,7 +205,7 @@ def test_native_hook_launches_kernels_that_find_tensors_rows_and_counters(
         fast = functions.fast_path(writer)
         fast.patterns = (template,)
         assert fast(tensor) is True
-        assert fast(tensor) is False  # it has fired in this step
+        assert fast(tensor) is False  # the site has already fired in this step
 
     launches = (_Launch * 16).in_dll(driver, "launches")[: ctypes.c_int.in_dll(driver, "num_launches").value]
     about = [(each.function, each.programs, each.threads, each.shared, each.stream, each.overlaps) for each in launches]

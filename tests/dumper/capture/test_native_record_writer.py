@@ -1,6 +1,6 @@
-"""A native record writer writes the lines of the capturer, in the same order, and nothing that is not plain memory.
+"""The native record writer writes the same lines as the capturer, in the same order, and declines unusual memory.
 
-A hook that asks its fast path first records what the collector would.
+A hook with a fast path records the same values as the collector.
 """
 
 import itertools
@@ -39,7 +39,7 @@ pytestmark = needs_library
 
 
 class Odd(nn.Module):
-    """What it gives differs with the step: other shapes and dtypes, views, and tensors that are not plain memory."""
+    """Returns a different output per step: other shapes and dtypes, views, and tensors not in plain memory."""
 
     outputs: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
         lambda x: x,
@@ -68,7 +68,7 @@ class Odd(nn.Module):
 
 
 class Mixed(nn.Module):
-    """Takes and gives more than one value, of several kinds, not all of them the same in every step."""
+    """Takes and returns several values of several types, some of which change from step to step."""
 
     def forward(self, x: torch.Tensor, pair: Any, *, mask: Any = None, flag: Any = None, cache: Any = None) -> Any:
         return x + 1, (pair[0], None), flag, cache
@@ -81,7 +81,7 @@ class Pair:
 
 
 class Pairs(nn.Module):
-    """Gives named values: in fields and in items, of which there are now more, now fewer."""
+    """Returns named values, as fields and as a varying number of items."""
 
     def forward(self, x: torch.Tensor, turn: int) -> Any:
         more: dict[str, Any] = {"second": x.sum(1)} if turn % 3 == 1 else {"third": x} if turn % 3 == 2 else {}
@@ -91,7 +91,7 @@ class Pairs(nn.Module):
 
 
 class Last(nn.Module):
-    """Holds a row of each request only."""
+    """Outputs one row per request."""
 
     tap_rows: ClassVar[dict[str, str]] = {"in[x]": "last", "out": "last"}
 
@@ -105,7 +105,7 @@ PLAIN = (True, True, False, 1, 1, 2, "a", "a", "b", 1.0, 1.0, float("nan"), Mixe
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.wide = nn.Linear(8, 4096)  # 64 KiB and more: remembered within a step
+        self.wide = nn.Linear(8, 4096)  # at least 64 KiB: deduplicated within a step
         self.narrow = nn.Linear(4096, 8)
         self.odd = Odd()
         self.twice = nn.ReLU(inplace=True)
@@ -142,7 +142,7 @@ def run_of(out: Path, **settings: Any) -> list[bytes]:
                 model(torch.randn(4 if step % 5 else 6, 8), **({"bias": torch.ones(1)} if step % 4 == 3 else {}))
         unusuals = (lambda: ctx(stage="early"), lambda: dumper.micro(1), dumper.capture_output, nullcontext)
         for unusual in unusuals:
-            for turn in range(3):  # what comes first in a step is the unusual, or the other, or both are
+            for turn in range(3):  # the unusual call runs first, second, or both calls are unusual
                 with dumper.step():
                     for is_unusual in (turn != 1, turn > 0, False):
                         with unusual() if is_unusual else nullcontext():
@@ -217,7 +217,7 @@ def test_native_writer_threads_share_native_writer_and_nothing_is_lost(tmp_path:
         with dumper.step(phase="warm"):
             model(torch.zeros(2, 8))
         with dumper.step(phase="storm"):
-            # So large that the GIL is let go while a value is read.
+            # Large enough that the GIL is released while a value is read.
             calls = [threading.Thread(target=lambda: torch.no_grad()(model)(torch.randn(33_000, 8))) for _ in range(4)]
             for each in calls:
                 each.start()
@@ -240,7 +240,7 @@ def test_native_writer_what_torch_func_makes_has_no_memory_of_its_own(
             torch.func.grad(lambda x: model(x).sum())(x)
             torch.func.jvp(model, (x,), (x,))
             torch.func.functionalize(model)(x)
-            torch.func.vmap(model, in_dims=1)(torch.randn(4, 3, 8))  # of the same shape inside
+            torch.func.vmap(model, in_dims=1)(torch.randn(4, 3, 8))  # the same shape inside vmap
             model(x)
         return [line for file in out.glob("**/*.jsonl") for line in file.read_bytes().splitlines() if b'"sent"' in line]
 
@@ -277,7 +277,7 @@ def test_native_writer_lines_that_cannot_be_queued_are_all_counted(
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
     monkeypatch.setattr(SendQueue, "put_lines", put_lines)
     with torch.no_grad(), Dumper(model, tmp_path / "run", keep="stats"):
-        model(torch.randn(2, 8))  # is written without a native writer, which learns from it
+        model(torch.randn(2, 8))  # recorded by the capturer, and learned by the native writer
         model(torch.randn(2, 8))
     run = open_run(tmp_path / "run")
     counts = run.ledger()
@@ -297,12 +297,12 @@ def test_native_writer_step_that_hangs_shows_what_it_has(tmp_path: Path) -> None
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), Hang(), nn.Linear(8, 8))
     with torch.no_grad(), Dumper(model, tmp_path / "run", keep="stats") as dumper:
         released.set()
-        model(torch.randn(2, 8))  # from the second step on a native writer holds the lines
+        model(torch.randn(2, 8))  # from the second step on, the native writer buffers the lines
         released.clear()
         call = threading.Thread(target=torch.no_grad()(model), args=(torch.randn(2, 8),))
         call.start()
         while not any(r.key.site == "2:in[x]" and r.key.step == 1 for r in open_run(tmp_path / "run").records):
-            assert call.is_alive()  # for a minute
+            assert call.is_alive()  # the call ends after a minute
         sites = [r.key.site for r in open_run(tmp_path / "run").records if r.key.step == 1]
         hung.set()
         call.join()
@@ -311,7 +311,7 @@ def test_native_writer_step_that_hangs_shows_what_it_has(tmp_path: Path) -> None
 
 
 def test_native_writer_what_waits_in_native_writer_never_fills_the_queue_it_waits_for(tmp_path: Path) -> None:
-    model = nn.Sequential(*[nn.Linear(128, 128) for _ in range(12)])  # 24 values of 300 KiB, of which 3 have room
+    model = nn.Sequential(*[nn.Linear(128, 128) for _ in range(12)])  # 24 values of 300 KiB, of which 3 fit
     limits = {"queue_bytes": "1MiB", "shm_bytes": 0, "block_timeout_s": 600}
     with torch.no_grad(), Dumper(model, tmp_path / "run", keep="full", **limits) as dumper:
         for _ in range(4):
@@ -324,7 +324,7 @@ def test_native_writer_what_waits_in_native_writer_never_fills_the_queue_it_wait
 
 @pytest.mark.parametrize("is_shorter", [False, True])
 def test_native_record_writer_leaves_out_sketches_of_dropped_rows(is_shorter: bool) -> None:
-    """A request of a step launched ahead has ended; the sketch of a whole tensor is that of no row."""
+    """A request of a step launched ahead has ended; only the sketch of a whole tensor, without rows, is kept."""
     rows = (RowSpan("a", 7, 1, 0, 0), RowSpan("b", 0, 1, 0, 1))
     late = LateInfo(StepInfo(step=4, grid=(2,), rows=rows))
     firing = Firing(OpenStep(late.outline, 4, late_rows=late), 0)

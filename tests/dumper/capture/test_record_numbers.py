@@ -1,4 +1,4 @@
-"""Numbers of records, of the C++ library and without it."""
+"""Record numbers, with and without the C++ library."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Tensors that are not one piece of ordinary memory: their parts, their shards, or a reason."""
+"""Tensors that are not a single block of ordinary memory: recorded as parts or shards, or reported with a reason."""
 
 import json
 import os
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
 class Give(nn.Module):
-    """Returns what the function makes of its input."""
+    """Applies a function to its input."""
 
     def __init__(self, make: Any) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Give(nn.Module):
 
 
 def record(path: Path, make: Any, **settings: Any) -> Run:
-    """Run the function as a model, once."""
+    """Run the function once as a model, and record its output."""
     model = Give(make)
     with Dumper(model, path, **{"keep": "full", **settings}) as dumper, dumper.step():
         model(torch.eye(3))
@@ -47,7 +47,7 @@ def record(path: Path, make: Any, **settings: Any) -> Run:
 
 
 def outs(run: Run) -> dict[str, Any]:
-    """Port -> value, of everything that came out."""
+    """Return port -> value of all recorded outputs."""
     found = {}
     for each in run.records:
         port = each.key.site.rpartition(":")[2]
@@ -117,7 +117,7 @@ def test_capture_nested_tensors_are_kept_as_values_and_their_offsets_or_sizes(tm
 
 
 class Scaled(torch.Tensor):
-    """A quantized tensor as torchao makes them: data and scale behind a subclass."""
+    """A quantized tensor like those of torchao: a subclass that wraps data and scale."""
 
     data_: torch.Tensor
     _scale: torch.Tensor
@@ -291,14 +291,14 @@ def test_capture_placements_that_dims_cannot_state_are_refused_with_the_reason(a
 
 
 class Rows(nn.Module):
-    """As a row-parallel layer of torch's tensor parallelism: it hands out what a collective still computes."""
+    """Returns a tensor that a collective is still computing, like torch's row-parallel layers."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return AsyncCollectiveTensor(x.detach() * 2)
 
 
 class Net(nn.Module):
-    """Uses what the collective computes, leaves it, or writes to it."""
+    """Uses the result of the collective, ignores it, or writes to it."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -345,7 +345,7 @@ def test_capture_records_a_collectives_result_once_the_model_waited_for_it(tmp_p
 
 @pytest.mark.parametrize("how", ["used", "unused"])
 def test_capture_what_an_inference_tensors_collective_computes_is_never_guessed(tmp_path: Path, how: str) -> None:
-    """torch counts no writes to inference tensors: whether the value is still the collective's cannot be known."""
+    """torch does not count writes to inference tensors, so later writes to the result cannot be detected."""
     with torch.inference_mode(), Dumper(model := Net(how), tmp_path / "run", keep="full"):
         model(torch.ones(2, 3))
     run = open_run(tmp_path / "run")

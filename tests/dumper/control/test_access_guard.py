@@ -1,4 +1,4 @@
-"""Access to the control address: tokens, web pages, sizes, bytes that are not HTTP."""
+"""Access to the control address: tokens, web pages, body sizes, bytes that are not HTTP."""
 
 import contextlib
 import json
@@ -93,7 +93,7 @@ def test_guard_token_in_the_configuration_is_not_written_anywhere(
     monkeypatch.setattr("sys.argv", ["train.py", f"--token={TOKEN}"])
     model = build()
     dumper = Dumper(model, tmp_path / "run", control="127.0.0.1:0", control_token=TOKEN, force=True)
-    for _ in range(2):  # a change that was applied does not forget it
+    for _ in range(2):  # the token survives an applied change
         with dumper:
             assert dumper.http is not None
             assert send(dumper.http, "/dumper/state")[0] == 401
@@ -142,7 +142,7 @@ def test_guard_ipv6_loopback_is_served(tmp_path: Path) -> None:
         ({}, 200),
         ({"Host": "localhost:1"}, 200),
         ({"Host": "127.9.9.9"}, 200),
-        ({"Host": "attacker.example"}, 403),  # a name that was made to point here
+        ({"Host": "attacker.example"}, 403),  # DNS rebinding: a foreign name that resolves to this host
         ({"Host": "attacker.example:80", "Origin": "http://attacker.example:80"}, 403),
         ({"Origin": "http://attacker.example"}, 403),
         ({"Origin": "null"}, 403),
@@ -174,7 +174,7 @@ HALF_OPEN = (
 
 @pytest.mark.parametrize("count", mostly_soak([410, 1010], default=[410]))
 def test_guard_half_open_requests_stop_neither_capture_nor_control(tmp_path: Path, count: int) -> None:
-    """The recorder has 256 files at most; each step here opens a new segment."""
+    """The recorder may open at most 256 files; each step here opens a new segment."""
     code = """
 import resource, sys, torch
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
@@ -213,7 +213,7 @@ with Dumper(model, "run", keep="full", control="127.0.0.1:0", segment_bytes=4096
 
 @pytest.mark.parametrize("begun", mostly_soak(HALF_OPEN, default=HALF_OPEN[-1:]))
 def test_guard_times_out_slow_requests_and_unread_answers(begun: bytes) -> None:
-    """In this process, with shorter times: the deadlines of a recorder are ten seconds and a minute."""
+    """In this process, with short deadlines; those of a recorder are ten seconds and a minute."""
     code = f"""
 import socket, time
 from tapscope.dumper.control import control_app as control
@@ -261,7 +261,7 @@ def test_guard_invalid_length_is_a_400(open_job: Job, length: str) -> None:
 
 
 def _raw_post(job: Job, raw: bytes, length: str | None = None) -> bytes:
-    """The whole answer to a body of the announced ``length``, by default its own."""
+    """Send a body and return the whole response; ``length`` overrides the announced length."""
     host, port = _address(job).split(":")
     lines = {"Host": "localhost", "Content-Length": length or str(len(raw)), "Connection": "close"}
     head = "POST /dumper/configure HTTP/1.1\r\n" + "".join(f"{k}: {v}\r\n" for k, v in lines.items()) + "\r\n"
@@ -316,7 +316,7 @@ def test_guard_connections_left_open_keep_no_segment_from_opening(tmp_path: Path
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < 4096:
         pytest.skip("the limit of open files is too low")
-    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))  # what a shell gives
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))  # the usual default of a shell
     job = Job(tmp_path / "run", 1, keep="full", control="127.0.0.1:0", segment_bytes=8192)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 4096), hard))
     held: list[socket.socket] = []
@@ -340,7 +340,7 @@ def test_guard_bytes_that_are_no_http_disturb_nothing(open_job: Job) -> None:
             connection = socket.create_connection((host, int(port)), timeout=LIMIT_S)
             with contextlib.suppress(ConnectionError):
                 connection.sendall(noise.randbytes(size))
-            held.append(connection)  # left open: half a request holds up nobody
+            held.append(connection)  # left open: half a request does not block others
     wait_until(lambda: open_job.steps()[0] > before + 5, "steps go on")
     for connection in held:
         connection.close()

@@ -1,4 +1,4 @@
-"""Steering two real ranks over real HTTP."""
+"""Control of two real ranks over real HTTP."""
 
 import json
 from collections.abc import Iterator
@@ -38,8 +38,8 @@ def test_control_change_is_applied_by_both_ranks_at_one_step(job: Job) -> None:
     steps = answer["ranks"]
     assert set(steps) == {"0", "1"}
     wait_until(lambda: all(rank["epoch"] == answer["epoch"] for rank in job.ask("state")[1]["ranks"]), "both apply")
-    # Ranks step on their own here: one that had passed the named step applies at its next and says so, and one that is
-    # more than a second behind it, on a busy machine, was pending.
+    # Ranks step independently here: a rank past the named step applies the change at its next step and reports that. A
+    # rank more than a second behind, on a busy machine, is reported as pending.
     status, off = job.ask("configure", {"enabled": False})
     assert (status, off["epoch"]) == (200, answer["epoch"] + 1)
     run = open_run(job.run)
@@ -173,6 +173,6 @@ def test_control_reset_opens_a_new_run_next_to_the_old_one(tmp_path: Path) -> No
     for rank in (0, 1):
         old = [r.key.step for r in first.records if r.key.rank == rank]
         new = [r.key.step for r in second.records if r.key.rank == rank]
-        assert min(new) == max(old) + 1  # no step is lost or in both
-        assert changed[str(rank)] in (min(new), "pending")  # a rank was more than a second behind, on a busy machine
+        assert min(new) == max(old) + 1  # no step is missing or in both runs
+        assert changed[str(rank)] in (min(new), "pending")  # pending: the rank was more than a second behind
     assert second.sites.keys() == first.sites.keys()

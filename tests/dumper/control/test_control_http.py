@@ -1,4 +1,4 @@
-"""The routes as they are described: answers fit their models, errors are one sentence, nothing is a 500."""
+"""The routes conform to their description: responses match the models, errors are one sentence, no status is 500."""
 
 import json
 import socket
@@ -93,7 +93,8 @@ def test_control_http_examples_in_the_description_work(job: Job, model: type[Bas
     described = _send(job, "/openapi.json")[1]["paths"][f"/dumper/{path}"]["post"]
     example = described["requestBody"]["content"]["application/json"]["example"]
     model.model_validate(example)
-    example = {name: [] if name == "rules" else value for name, value in example.items()}  # this model has two layers
+    # The example's rules name layer 3, but this model has two layers.
+    example = {name: [] if name == "rules" else value for name, value in example.items()}
     assert _send(job, f"/dumper/{path}", example)[0] == 200
     wait_until(lambda: job.ask("state")[1]["capture_under_way"] is None, "no capture runs")
 
@@ -132,7 +133,7 @@ def test_control_http_capture_lists_its_own_fields_too(job: Job) -> None:
 
 def test_control_http_get_state_is_sglangs_list(job: Job) -> None:
     def have_dumped() -> bool:
-        """Both ranks, in the run that an earlier test may have opened."""
+        """Return whether both ranks have dumped, in a run that an earlier test may have opened."""
         status, ranks, _ = _send(job, "/dumper/get_state", {})
         assert status == 200
         assert [set(rank) for rank in ranks] == [{"config", "dump_index", "step"}] * 2
@@ -243,7 +244,7 @@ def test_control_http_routes_work_inside_another_app(host: tuple[Dumper, str]) -
         {"error": "GET is not allowed on /dumper/configure; use POST"},
     )
     assert send(address, "/dumper/nothing")[0] == 404
-    assert send(address, "/nothing")[:2] == (404, {"detail": "Not Found"})  # the host's own affair
+    assert send(address, "/nothing")[:2] == (404, {"detail": "Not Found"})  # answered by the host
     assert "tapscope_step" in send(address, "/metrics")[1]
     assert send(address, "/dumper/state", headers={"Origin": "http://elsewhere"})[0] == 403
     assert send(address, "/openapi.json")[1]["paths"].keys() >= {"/health", "/dumper/state"}
@@ -309,7 +310,7 @@ _bodies = _fitting | st.dictionaries(_names, _json, max_size=4) | _json
 @given(body=_bodies)
 def test_control_http_no_body_is_a_500(job: Job, verb: str, body: Any) -> None:
     if verb == "reset" and (not isinstance(body, dict) or not set(body) - {"run"}):
-        body = {"run": body, "noise": 1}  # runs are not opened by the hundred
+        body = {"run": body, "noise": 1}  # do not open hundreds of runs
     status, answer, _ = _send(job, f"/dumper/{verb}", raw=json.dumps(body).encode())
     assert status in ((200, 400, 409) if verb != "get_state" else (200, 400)), answer
     if status == 400:

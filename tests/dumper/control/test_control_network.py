@@ -42,7 +42,7 @@ def _found(run: Path) -> dict[str, Any]:
 
 
 def _elsewhere(run: Path, copy: Path, **changes: str) -> Path:
-    """A directory as another host may have it: only ``recorder.json``, written by a host of another name."""
+    """Create a run directory as seen from another host: only ``recorder.json``, with another host name."""
     copy.mkdir()
     found = _found(run) | {"host": "elsewhere"}
     found["network"] = found["network"] and found["network"] | changes

@@ -1,4 +1,4 @@
-"""Every rank of a job on one address: dead, silent, late and different ones."""
+"""All ranks of a job behind one address, including dead, silent, late and divergent ranks."""
 
 import os
 import shutil
@@ -122,7 +122,7 @@ def test_control_ranks_capture_that_no_rank_has_begun_is_under_way_too(tmp_path:
 
 
 class Stage(nn.Module):
-    """A stage of a pipeline: it holds some layers of the model."""
+    """A pipeline stage: some layers of the model."""
 
     def __init__(self, *layers: int) -> None:
         super().__init__()
@@ -191,7 +191,7 @@ state.time = SimpleNamespace(monotonic=lambda: time.monotonic() + {seconds} * Pa
 
 @pytest.fixture
 def wait_for_hints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Sets the clock that recorders of this test give hints by forward to where drift is one."""
+    """Return a function that advances the clock of this test's recorders until drift between ranks becomes a hint."""
     signal, place = tmp_path / "it is later", tmp_path / "site"
     place.mkdir()
     (place / "sitecustomize.py").write_text(CLOCK.format(seconds=DRIFT_S + 0.5, signal=str(signal)))
@@ -210,7 +210,7 @@ def test_control_ranks_hints_name_lagging_and_missing_ranks(tmp_path: Path, wait
         url = f"http://{stepping.http}/dumper/state"
         for _ in range(3):
             first(torch.ones(1, 8))
-        stepping.configure(keep="full")  # on this rank alone
+        stepping.configure(keep="full")  # on this rank only
         assert ask(url)[1]["hints"] == []
         wait_for_hints()
         first(torch.ones(1, 8))
@@ -229,7 +229,7 @@ def test_control_ranks_hints_name_lagging_and_missing_ranks(tmp_path: Path, wait
 
 
 class Peer:
-    """A rank that speaks the wire format by hand: what a rank may send, whatever our Dumper does."""
+    """A fake rank that speaks the wire format directly, and can send messages that our Dumper would not."""
 
     def __init__(self, run: Path, rank: int, world: int) -> None:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
@@ -248,7 +248,7 @@ class Peer:
         self._socket.send_multipart(wire.encode(Message(kind, fields)))
 
     def hear(self, kind: str) -> Message:
-        """The next message of ``kind``; heartbeats are answered meanwhile."""
+        """Return the next message of ``kind``, answering heartbeats meanwhile."""
         while True:
             assert self._socket.poll(timeout=10_000), f"no {kind} came"
             message = wire.decode(self._socket.recv_multipart())
@@ -292,7 +292,7 @@ def test_control_ranks_release_asks_every_rank_and_reports_what_each_sent(tmp_pa
         nbytes = answer["ranks"]["0"]["bytes"]
         released = {"0": {"steps": 2, "bytes": nbytes}, "1": {"steps": 3, "bytes": 1000}, "2": "missing"}
         assert (status, answer, nbytes >= 2 * 8 * 4) == (200, {"past": 3, "ranks": released}, True)
-        released["0"] = {"steps": 0, "bytes": 0}  # what was sent is not sent twice
+        released["0"] = {"steps": 0, "bytes": 0}  # sent steps are not sent again
 
         asking = _release(dumper, answers)
         peer.say("released", id=peer.hear("release")["id"], problem="no flight recorder is on")
@@ -414,7 +414,7 @@ def test_control_ranks_request_to_a_recorder_that_has_just_ended_is_a_503_at_onc
     with Dumper(build(), tmp_path / "run", control="127.0.0.1:0"):
         client = ControlClient(find(tmp_path / "run")["address"])
     wait_until(lambda: not (tmp_path / "run/recorder.json").exists(), "the recorder ends")
-    with pytest.raises(Exception, match="the recorder has ended; its run is closed"):  # not: it did not answer
+    with pytest.raises(Exception, match="the recorder has ended; its run is closed"):  # and not: it did not answer
         client.call("state")
     with pytest.raises(RecorderError, match="its capture has ended or not begun"):
         find(tmp_path / "run")
@@ -469,7 +469,7 @@ def test_control_ranks_disk_that_is_full_when_the_ranks_come_is_reported_to_each
     disk = tmp_path / "disk"
     _small_disk(disk)
     try:
-        for left in (0, 4096, 8192, 12288):  # for nothing, the address, the manifest, the first rank's first line
+        for left in (0, 4096, 8192, 12288):  # bytes for none of the files, address, manifest, first line
             with (disk / "filler").open("wb") as filler:
                 filler.write(bytes(65536 - left))
             said = _two_ranks(disk / f"run{left}")
@@ -483,7 +483,7 @@ def test_control_ranks_disk_that_is_full_when_the_ranks_come_is_reported_to_each
 
 
 def _two_ranks(run: Path) -> list[str]:
-    """The answers to two ranks that join at the same time."""
+    """Return the answers to two ranks that join at the same time."""
     said: list[str] = []
 
     def come(rank: int) -> None:

@@ -98,7 +98,7 @@ def test_ctl_token_comes_from_the_environment_or_a_flag(tmp_path: Path) -> None:
         assert ctl(dumper.http, "state", TAPSCOPE_CONTROL_TOKEN=TOKEN).returncode == 0
         assert ctl(dumper.http, "metrics", "--token", TOKEN).returncode == 0
         assert ctl(dumper.http, "state", "--token", TOKEN + "x", TAPSCOPE_CONTROL_TOKEN=TOKEN).returncode == 2
-        assert ctl(tmp_path / "run", "state").returncode == 0  # who may read the run's address may steer
+        assert ctl(tmp_path / "run", "state").returncode == 0  # read access to the run's address permits control
 
 
 def test_ctl_run_that_nobody_records_is_exit_4_and_states_why(tmp_path: Path) -> None:

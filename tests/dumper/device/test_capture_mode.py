@@ -1,4 +1,4 @@
-"""The driver's capture mode of a thread, with a driver made up for the test."""
+"""The capture mode of a thread, with a fake CUDA driver."""
 
 import ctypes
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ from tapscope.dumper.device.cuda_graphs import relaxed
 
 @pytest.fixture
 def modes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The modes of a thread that starts in mode 0, the last one in force."""
+    """Return the list of modes that the thread sets, starting with mode 0; the last one is the current mode."""
     modes = [0]
 
     def exchange(pointer: Any) -> int:

@@ -1,4 +1,4 @@
-"""Values that arrive later than their hook: a device whose copies this test lets go, a real backlog and recorder."""
+"""Values that arrive after their hook: a fake device whose copies the test releases, a real queue and recorder."""
 
 import struct
 import threading
@@ -40,11 +40,11 @@ from tapscope.run_format.sketch import SketchIndex, row_keys, sketch_index
 from tapscope.sources import open_run
 
 N = MAX_DIRECT_BYTES // 2
-"""Floats: more than what the model's own stream copies."""
+"""Number of floats of a tensor too large to be copied in the model's own stream."""
 
 
 class SlowTicket:
-    """Copies when the gate opens: what it reads then must be what the model had at the hook."""
+    """A copy that reads its source only when the gate opens; the values must still be those of the hook."""
 
     def __init__(self, device: "SlowDevice", source: torch.Tensor, held_bytes: int, ran_out: bool) -> None:
         self._device = device
@@ -62,7 +62,7 @@ class SlowTicket:
 
 
 class SlowDevice:
-    """A device in host memory, with a queue that stands still until ``gate`` is set."""
+    """A fake device in host memory, whose copies stall until ``gate`` is set."""
 
     def __init__(self, *, memory: int = 1 << 30) -> None:
         self.gate = threading.Event()
@@ -95,7 +95,7 @@ class SlowDevice:
 
 
 class SlowRow:
-    """A row that was computed at the hook and comes once the gate is open and its block closed."""
+    """A row computed at the hook that arrives once the gate is open and the block is closed."""
 
     held_bytes, ran_out = 0, False
 
@@ -126,7 +126,7 @@ class SlowRow:
 
 
 class RowDevice(SlowDevice):
-    """A device that computes statistics itself, in blocks of three rows."""
+    """A fake device that computes statistics, in blocks of three rows."""
 
     num_rows = num_closed = 0
 
@@ -140,7 +140,7 @@ class RowDevice(SlowDevice):
 
 
 class SketchRow(SlowRow):
-    """A row with counters, which are there when it is."""
+    """A row with sketch counters, which arrive together with the row."""
 
     def __init__(self, device: "RowDevice", tensor: torch.Tensor, request: Any) -> None:
         dense = tensor.detach().contiguous()
@@ -160,7 +160,7 @@ class SketchRow(SlowRow):
 
 
 class SketchDevice(RowDevice):
-    """A device that computes sketches too, of floats."""
+    """A fake device that also computes sketches of floats."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,11 +179,11 @@ class SketchDevice(RowDevice):
 
 
 class DeviceOnly(Capturer):
-    """A capturer to which every tensor with elements is one of the device."""
+    """A capturer that treats every non-empty tensor as a device tensor."""
 
     def begin(self, first: Firing) -> None:
         super().begin(first)
-        self.native.end()  # it reads the host's memory
+        self.native.end()  # the native writer would read host memory
 
     def _record(
         self, port: SitePort, firing: Firing, tensor: torch.Tensor, layout: Any, *, full: bool, sketch: bool = False
@@ -204,7 +204,7 @@ class DeviceOnly(Capturer):
 def dumper_of(
     model: nn.Module, run: Path, device: SlowDevice, *, time_limit_s: float = 60.0, **settings: Any
 ) -> Iterator[tuple[Dumper, Collector, D2HWorker]]:
-    """A dumper whose values come from ``device``; its gate is opened when the block ends."""
+    """Context manager: a dumper of values on ``device``, whose gate opens at the end of the block."""
     with Dumper(model, run, **settings) as dumper:
         recording = dumper._recording
         assert recording is not None
@@ -220,7 +220,7 @@ def dumper_of(
 
 
 class Writes(nn.Module):
-    """Changes its output in place after its hook has fired, as fused residual adds do."""
+    """Modifies its output in place after the hook has fired, as fused residual adds do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -246,7 +246,7 @@ def test_d2h_worker_what_the_model_had_at_the_hook_is_recorded_and_in_order(tmp_
         for step in range(3):
             with dumper.step():
                 _call(dumper, torch.full((N,), step + 1.0))
-        assert drain.staging.held_bytes == 3 * 4 * 4 * N  # four sites; nobody waited
+        assert drain.staging.held_bytes == 3 * 4 * 4 * N  # four sites; the model did not wait
         assert collector._queue.is_awaiting_device
     run = open_run(tmp_path / "run")
     assert run.ledger().complete, run.ledger().sentences()
@@ -296,7 +296,7 @@ def test_d2h_worker_statistics_computed_on_the_device_move_no_values(
         for step in range(3):
             with dumper.step():
                 _call(dumper, x + step)
-            assert device.num_closed == 4 * (step + 1)  # the step's end lets them come
+            assert device.num_closed == 4 * (step + 1)  # the end of the step closes the blocks
             assert collector._queue.in_flight_bytes < x.nbytes
     model = Writes()
     with torch.no_grad(), Dumper(model, tmp_path / "plain", keep="stats") as dumper:
@@ -316,7 +316,7 @@ def test_d2h_worker_rows_come_before_a_value_that_is_kept_whole_and_at_the_end(t
     with torch.no_grad(), dumper_of(Writes(), tmp_path / "run", device, keep="stats", rules=rules) as (dumper, _, _):
         with dumper.step():
             _call(dumper, torch.ones(8))
-            assert device.num_closed == 1  # the model's input, before the first whole value
+            assert device.num_closed == 1  # the row of the model's input, before the first value kept in full
         device.gate.set()
         _call(dumper, torch.ones(8))
     run = open_run(tmp_path / "run")
@@ -421,7 +421,7 @@ def test_d2h_worker_device_that_stands_still_is_given_up_and_nothing_hangs(tmp_p
                 _call(dumper, torch.ones(N))
             wait_until(lambda: collector.counters.num_failed == 2, "both are given up")
             slots = collector._queue.in_flight_bytes
-            assert slots >= 2 * 4 * N  # memory that the device may still write to is nobody else's
+            assert slots >= 2 * 4 * N  # memory that the device may still write to is not reused
             device.gate.set()
             wait_until(
                 lambda: collector._queue.in_flight_bytes == 0 and not drain.staging.held_bytes, "it came after all"
@@ -465,7 +465,7 @@ def test_d2h_worker_frees_a_forgotten_step_once_its_copies_have_arrived(tmp_path
             with dumper.step():
                 _call(dumper, torch.full((N,), step + 1.0))
         flight = collector.retention._flight
-        assert flight.used > 3 * 2 * 4 * N  # the forgotten ones are still being written to
+        assert flight.used > 3 * 2 * 4 * N  # the device still writes to slots of discarded steps
         device.gate.set()
         wait_until(lambda: flight.used < 2 * 2 * 4 * N, "they have come and are free")
         collector.retention.release(None, "the test asks")
@@ -514,7 +514,7 @@ def test_d2h_worker_ring_that_comes_later_is_followed_and_let_go() -> None:
 
 
 def test_d2h_worker_wakes_for_triggers_and_not_for_the_rows_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its thread would take the interpreter from the forward that has just begun."""
+    """The worker's thread would compete for the GIL with the forward that has just begun."""
     monkeypatch.setattr(D2HWorker, "_start_thread", lambda self: None)
     worker = D2HWorker(SlowDevice(), SendQueue(1 << 24, 1.0, None), 1 << 20, lambda: None)
     outline = StepInfo(step=0, grid=(1, 3))
@@ -540,7 +540,7 @@ def test_d2h_worker_without_a_gpu_the_module_is_there_and_does_nothing() -> None
 
 
 class Rows(nn.Module):
-    """Called as transformers' models are."""
+    """A model with the arguments of transformers' models."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -572,7 +572,7 @@ def test_d2h_worker_rows_on_a_device_are_read_later_and_are_those_of_the_host(
         model = dumper._models.modules[0]
         assert model is not None
         model(ids, attention_mask=MASK)
-        ids.zero_()  # static inputs are written again before the next step
+        ids.zero_()  # static inputs are overwritten before the next step
         model(IDS)
         assert collector._queue.is_awaiting_device
     far, near = open_run(tmp_path / "far"), open_run(tmp_path / "here")
@@ -584,7 +584,7 @@ def test_d2h_worker_rows_on_a_device_are_read_later_and_are_those_of_the_host(
 
 
 class PackedSequences(nn.Module):
-    """Megatron's model of packed sequences, whose bounds are on a device."""
+    """A Megatron model of packed sequences, whose bounds are on a device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -615,7 +615,7 @@ def test_d2h_worker_rows_of_packed_sequences_are_those_of_bounds_on_the_device(
 
 
 def _vllm_steps(model: nn.Module, dumper: Dumper) -> list[int]:
-    """Steps of vLLM under asynchronous scheduling, whose buffers are written again after each.
+    """Run steps of vLLM under asynchronous scheduling, whose buffers are overwritten after each step.
 
     Request a has 2 drafts in each step; vLLM counts them as accepted until it learns that they were rejected. Returns
     the first position of each step as it was known in the step.
@@ -631,7 +631,7 @@ def _vllm_steps(model: nn.Module, dumper: Dumper) -> list[int]:
     ids, positions = torch.zeros(4, dtype=torch.long), torch.zeros(4, dtype=torch.long)
     for counted, exact, count in ((0, 0, 2), (0, 0, 4), (4, 4, 3), (7, 5, 3), (8, 8, 3)):
         is_new = not counted
-        session._forget(["a"] if is_new else [])  # the second request has the id of the first one
+        session._forget(["a"] if is_new else [])  # the second request reuses the id of the first one
         batch.num_computed_tokens_cpu[0] = counted
         ids[:count], positions[:count] = torch.arange(count) + 10, torch.arange(count) + exact
         drafts = {} if is_new else {"a": [-1, -1]}
@@ -652,7 +652,7 @@ def _vllm_steps(model: nn.Module, dumper: Dumper) -> list[int]:
 
 
 class PackedTokens(nn.Module):
-    """Called as vLLM's models are."""
+    """A model with the arguments of vLLM's models."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -703,7 +703,7 @@ def test_d2h_worker_injection_waits_for_the_rows_of_its_step(tmp_path: Path, mon
         expected = here(IDS, attention_mask=MASK)
     monkeypatch.setattr("tapscope.dumper.recording.attached_model.is_any_on_device", lambda tensors: True)
     device, model = SlowDevice(), Rows()
-    model.inner = nn.Tanh()  # stands for a bug
+    model.inner = nn.Tanh()  # simulates a bug
     settings: dict[str, Any] = {"keep": "full", "inject": ["inner:out"], "inject_from": str(tmp_path / "here")}
     with torch.no_grad(), dumper_of(model, tmp_path / "far", device, **settings):
         threading.Timer(0.2, device.gate.set).start()
@@ -712,7 +712,7 @@ def test_d2h_worker_injection_waits_for_the_rows_of_its_step(tmp_path: Path, mon
 
 
 class Sketched(nn.Module):
-    """Outputs by rows and columns, of rows that are not the step's, in another order, and of integers."""
+    """Outputs sketched by rows and by columns, with other rows than the step's, in another order, and of integers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -757,7 +757,7 @@ def test_d2h_worker_sketches_computed_on_the_device_are_those_of_the_host(
 
 
 class Last(nn.Module):
-    """Outputs of some of the step's rows, as the logits of prompts."""
+    """An output with some of the step's rows, such as the logits of prompts."""
 
     tap_rows: ClassVar = {"out": "last"}
 
@@ -815,7 +815,7 @@ def test_d2h_worker_rejects_rows_out_of_range_before_the_device_reads_them() -> 
 
 
 class Packed(nn.Module):
-    """As the engine's models: outputs by rows, of integers, and of rows that are not the step's."""
+    """Outputs as in the engine's models: by token rows, of integers, and with other rows than the step's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -831,8 +831,10 @@ AHEAD_ROWS = RowSpan("a", 7, 1, 0, 0), RowSpan("b", 0, 1, 0, 1), RowSpan("c", 3,
 
 
 def _sketched_ahead(run: Path, device: SketchDevice, rows: tuple[RowSpan, ...], *, has_come: bool) -> Any:
-    """Three steps that are opened before their tokens are known; of the second one ``rows`` remain. ``has_come``: the
-    tokens come before the values that the host sketches."""
+    """Run three steps opened before their tokens are known; the second one turns out to have only ``rows``.
+
+    ``has_come``: the tokens arrive before the values that the host sketches.
+    """
     hidden = torch.randn(3, 300, generator=torch.Generator().manual_seed(1))
     with torch.no_grad(), dumper_of(Packed(), run, device, keep="off", rules=["*:out=sketch"]) as (dumper, _, drain):
         for number in range(3):
@@ -864,11 +866,11 @@ def test_d2h_worker_sketches_of_steps_launched_ahead_are_computed_on_the_device(
     for (step, site), record in records.items():
         assert record.stats is not None
         if step == 1 and site != "whole:out" and not (site == "tokens:out" and has_come):
-            assert record.sketch is record.entry is None, (step, site)  # a row of it is not one of the step
+            assert record.sketch is record.entry is None, (step, site)  # one of its rows is not a row of the step
             continue
         values = by_site[site]
         index = sketch_index(values.shape, None if site == "whole:out" else keys)
-        if step == 1 and site == "tokens:out":  # the host knew which rows there are
+        if step == 1 and site == "tokens:out":  # the rows were known when the host computed the sketch
             index = sketch_index(values.shape, row_keys(run.steps[1][0].info))
         assert isinstance(index, SketchIndex)
         wanted = sketch.sketch(values.contiguous().data_ptr(), record.dtype or "", index)
@@ -910,7 +912,7 @@ def test_d2h_worker_rows_of_a_device_that_fails_are_reported_as_far_as_shapes_do
 
 @pytest.mark.parametrize(("num_pending", "is_overdue"), [(0, False), (1, True)])
 def test_d2h_worker_wait_for_late_rows_ends_when_no_copy_comes(num_pending: int, is_overdue: bool) -> None:
-    """No copy is pending any more, or the device makes no progress: the step keeps its outline."""
+    """If no copy is pending, or the device makes no progress, the step keeps its outline."""
     pending = SimpleNamespace(num_pending=num_pending)
     worker: Any = SimpleNamespace(
         start=lambda *args, **options: None, hurry=lambda: None, is_overdue=is_overdue, staging=pending

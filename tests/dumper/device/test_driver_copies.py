@@ -1,4 +1,4 @@
-"""Copies that the driver starts without torch, as far as a CPU can show it; tests/gpu has the rest."""
+"""Copies started through the driver without torch: the part testable on a CPU; tests/gpu has the rest."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -1,4 +1,4 @@
-"""What taps record during a capture and fire after a replay, as far as a CPU can show it; tests/gpu has the rest."""
+"""Taps in captured CUDA graphs and their replays: the part testable on a CPU; tests/gpu has the rest."""
 
 import ctypes
 import json
@@ -36,7 +36,7 @@ from tapscope.sources import open_run
 
 
 def captured(model: nn.Module, *args: torch.Tensor) -> cuda_graphs.GraphCapture:
-    """What a capture of a call of the model leaves behind."""
+    """Return the capture of one call of the model."""
     capture = cuda_graphs.GraphCapture()
     cuda_graphs._enter(capture)
     try:
@@ -59,7 +59,7 @@ def test_graph_taps_fire_a_step_for_each_replay_and_none_for_the_capture(tmp_pat
         capture = captured(model, ids)
         for step in (1, 2):
             assert capture.replayed(lambda step=step: launches.append(step)) is None
-    capture.replayed(lambda: launches.append(3))  # the Dumper is closed
+    capture.replayed(lambda: launches.append(3))  # after the Dumper was closed
     assert launches == [1, 2, 3]
     eager, run = open_run(tmp_path / "eager"), open_run(tmp_path / "graph")
     assert [(r.key, r.hash) for r in run.records] == [(r.key, r.hash) for r in eager.records]
@@ -100,7 +100,7 @@ def test_graph_memory_snapshots_what_a_replay_wrote() -> None:
         handle = fetch.handle_of(kept)
     assert fetch_here() is None
     assert handle is not None
-    kept.zero_()  # the next replay
+    kept.zero_()  # overwritten by the next replay
     handle.wait()
     found = torch.frombuffer((ctypes.c_ubyte * 48).from_address(handle.address), dtype=torch.float32)
     assert torch.equal(found.reshape(4, 3), source)
@@ -122,7 +122,7 @@ def test_fetch_that_has_arrived_gives_its_memory_back_without_asking_the_device_
     del fetch
     assert list(memory.buffers) == [buffer]
     assert asked == [True]
-    dropped = Fetch(memory)  # nobody has waited for it
+    dropped = Fetch(memory)  # no handle has waited for the copy
     dropped._buffer = buffer
     del dropped
     assert asked == [True, True]
@@ -146,7 +146,7 @@ class _Tap(SimpleNamespace):
         self.configure()
 
     def configure(self) -> None:
-        """As a new configuration does."""
+        """Reset the ports as a new configuration does."""
         self.ports = {("out", ""): SimpleNamespace(keep="stats", decision=SimpleNamespace(triggers=None), grad=None)}
 
     def has_fired_in(self, serial: int) -> bool:
@@ -154,7 +154,7 @@ class _Tap(SimpleNamespace):
 
 
 class _Model:
-    """A model and a collector, which record one value at every replay."""
+    """A fake model and collector that record one value per replay."""
 
     state = "taps"
 
@@ -179,7 +179,7 @@ class _Model:
             fetch.learn(SimpleNamespace(firing=self.firing, slot=None, pending_copy=None, layout=None, stored=None))
 
     def replay(self, taps: GraphTaps, serial: int, rows: int) -> bool:
-        """Whether it was recorded by a plan."""
+        """Replay the graph; returns whether a plan recorded the replay."""
         info, before = SimpleNamespace(grid=(rows,), num_padding=0), self.num_planned
         self.firing = SimpleNamespace(step=SimpleNamespace(info=info, row_ranges={}, serial=serial))
         taps.after_replay()
@@ -223,7 +223,7 @@ def test_tap_has_fired_in_the_step_of_a_replay_while_its_graph_lives() -> None:
         tap.add_mark("out", mark)
     marks[1].serial = 7
     assert [tap.has_fired_in(serial) for serial in (6, 7)] == [False, True]
-    assert tap.occurrence(7, "out", 0) == 1  # the replay was the first
+    assert tap.occurrence(7, "out", 0) == 1  # the replay was occurrence 0
     tap.serial = -1
     del marks[1]
     del mark
@@ -251,7 +251,7 @@ def test_capturer_keeps_statistics_where_a_graph_has_no_values_for_a_sketch(monk
 
 
 def test_graph_memory_sketches_the_rows_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In Triton's interpreter: of 8 rows, the first 3 are those of requests; the counters are the host's."""
+    """In Triton's interpreter: of 8 rows, the first 3 belong to requests; the counters equal those of the host."""
     if triton.why_not(torch.device("cpu")) is not None:
         pytest.skip("needs Triton's interpreter: TRITON_INTERPRET=1 and a CPU")
     monkeypatch.setattr(graph_memory, "kernel_for", lambda device, dtype: True)
@@ -264,14 +264,14 @@ def test_graph_memory_sketches_the_rows_of_a_step(monkeypatch: pytest.MonkeyPatc
     memory._keys = torch.zeros(8, dtype=torch.int64)
     memory._num_keys = 8
     given = DeviceRowKeys().of(OpenStep(info, 4), torch.device("cpu"))
-    memory.set_keys(info, given)  # kernels run immediately here, not in a replay
+    memory.set_keys(info, given)  # here kernels run immediately instead of in a replay
     assert memory._keys.tolist() == keys.keys.tolist() + [PADDING] * 5
     read: list[torch.Tensor] = []
     inner = graph_memory._readable
     monkeypatch.setattr(graph_memory, "_readable", lambda tensor: read.append(inner(tensor)) or read[0])
     row = memory.summarize(values, 8, place)
     assert row is not None
-    assert read.pop().data_ptr() == values.data_ptr()  # rows with others in between are not copied
+    assert read.pop().data_ptr() == values.data_ptr()  # strided rows are read in place, without a copy
     fetch = Fetch(memory)
     assert fetch.is_sketched(row[:3])
     assert fetch.sketch_handle_of(row[:3], StepInfo(step=5), place) is None
@@ -300,7 +300,7 @@ def test_graph_memory_sketches_the_rows_of_a_step(monkeypatch: pytest.MonkeyPatc
     assert len(digest) == 16
     line = json.loads(lines)
     assert line["sketch"] == {"by_rows": True, "crc32": zlib.crc32(room.numpy().tobytes())}
-    assert (line["seq"], line["step"], line["stats"]["count"]) == (11, 4, 8 * 72)  # no set_rows() here
+    assert (line["seq"], line["step"], line["stats"]["count"]) == (11, 4, 8 * 72)  # without set_rows()
 
     memory.set_keys(None, None)
     assert memory._keys.tolist() == [PADDING] * 8
@@ -308,7 +308,7 @@ def test_graph_memory_sketches_the_rows_of_a_step(monkeypatch: pytest.MonkeyPatc
 
 
 def test_sketches_of_a_row_that_is_left_out_later_are_left_out() -> None:
-    """A request of a step launched ahead turns out to have ended: a sketch with its row would be of other rows."""
+    """A request of a step launched ahead turns out to have ended: a sketch that includes its row is left out."""
     rows = (RowSpan("a", 7, 1, 0, 0), RowSpan("b", 0, 1, 0, 1))
     late = LateInfo(StepInfo(step=4, grid=(2,), rows=rows))
     step = OpenStep(late.outline, 4, late_rows=late)

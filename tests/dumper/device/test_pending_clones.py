@@ -1,4 +1,4 @@
-"""Clones whose copies are pending: which memory the next value takes over, and that nothing is kept."""
+"""Clones with pending copies: reuse of their memory, and no references that keep them alive."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from tapscope.dumper.device.pending_clones import PendingClones
 
 
 class Stream:
-    """Stands for a CUDA stream: notes which events it waits for."""
+    """A fake CUDA stream that records the events it waits for."""
 
     def __init__(self, number: int) -> None:
         self.cuda_stream = number
@@ -23,7 +23,7 @@ def test_oldest_clone_of_the_size_is_overwritten() -> None:
     kept = [torch.full((4, 2), value) for value in (1.0, 2.0)]
     for number, clone in enumerate(kept):
         clones.add(stream, clone, f"copied {number}")  # type: ignore[arg-type]
-    value = torch.arange(16, dtype=torch.float16).view(2, 8).t()  # as many bytes, not contiguous
+    value = torch.arange(16, dtype=torch.float16).view(2, 8).t()  # the same number of bytes, not contiguous
     again = clones.overwrite(stream, value)  # type: ignore[arg-type]
     assert again is not None
     assert stream.waits == ["copied 0"]
@@ -34,7 +34,7 @@ def test_oldest_clone_of_the_size_is_overwritten() -> None:
 
 
 def test_other_sizes_streams_and_devices_are_left_alone() -> None:
-    """The default streams of all devices have one number."""
+    """The default streams of all devices have the same handle."""
     clones, value = PendingClones(), torch.zeros(8)
     kept = [torch.zeros(4), torch.zeros(8), torch.zeros(8, device="meta")]
     for clone, number in zip(kept, (0, 1, 0), strict=True):

@@ -1,4 +1,4 @@
-"""The kernels of taps that are compiled ahead are all that taps launch, whatever the sizes of tensors."""
+"""Ahead-of-time compilation covers all kernels that taps launch, for all sizes of tensors."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ BLOCKS = (1, 2, 31, 32, 100, 527, 528, 2111, 2112, 9000)
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> set[Any]:
-    """Receives what distinguishes the kernels that are launched on the CPU; none runs."""
+    """Return a set that receives the variant of each kernel launched on the CPU; no kernel runs."""
     pytest.importorskip("triton")
     from tapscope.kernels.triton import launch, sketch, tap
 
@@ -36,7 +36,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> set[Any]:
 
 
 def tap_tensors(dtype: torch.dtype, *, sketches: bool) -> None:
-    """As eager steps and graphs do it, with tensors of many sizes, alone and together."""
+    """Tap tensors of many sizes, one by one and in batches, as eager steps and graphs do."""
     from tapscope.kernels.triton import sketch, sketch_table, tap
 
     keys, out = torch.zeros(9001, dtype=torch.int64), torch.zeros(256)
@@ -78,7 +78,7 @@ def test_types_without_kernels_are_left_out(launched: set[Any]) -> None:
 
 
 def test_kernels_are_compiled_for_levels_that_may_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Statistics may be switched on later; values in full need no kernel, and sketches have some of their own."""
+    """Statistics can be enabled later; full values need no kernel, and sketches need their own kernels."""
     asked: list[bool] = []
     monkeypatch.setattr(tap_kernels, "compile_ahead", lambda models, *, sketches, **_: asked.append(sketches))
     with Dumper(nn.Linear(2, 2), tmp_path / "run", keep="full") as dumper:
@@ -90,7 +90,7 @@ def test_kernels_are_compiled_for_levels_that_may_come(tmp_path: Path, monkeypat
 
 
 def test_all_taps_are_in_place_and_record_nothing(tmp_path: Path) -> None:
-    """Whatever the configuration selects, which is in force again afterwards."""
+    """Independent of the configuration, which applies again afterwards."""
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     with Dumper(model, tmp_path / "run", keep="off", rules=["0:out=full phase=decode"], filter="step > 3") as dumper:
         state = dumper.tap_state

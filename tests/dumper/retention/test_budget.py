@@ -1,4 +1,4 @@
-"""Budgets: a capture that has reached its limit stops at that point, is reported, and costs nothing more."""
+"""Budgets: a capture that reaches its limit stops there, is reported, and has no further cost."""
 
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from tapscope.dumper.retention.capture_stop import Budget
 from tapscope.run_format.run import Run
 from tapscope.sources import open_run
 
-VALUE = 2 * 8 * 4  # bytes of one value of the toy model
+VALUE = 2 * 8 * 4  # bytes per value of the toy model
 PER_STEP = 6
 
 

@@ -1,4 +1,4 @@
-"""An exception is reported in the run, with its traceback, and with the last steps if a flight recorder holds them."""
+"""An exception is reported in the run with its traceback; a flight recorder also writes its last steps."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from tapscope.sources import open_run
 
 
 class Failing(nn.Module):
-    """Raises in its third call."""
+    """Raises an exception in its third call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ def test_crash_in_the_model_is_reported_once_with_its_traceback(
     assert "in forward" in found["where"]
     assert 'raise ValueError("shapes do not fit")' in found["traceback"]
     with open_run(tmp_path / "run") as run:
-        assert {1, 2} <= set(run.steps)  # the last steps, which the flight recorder held
+        assert {1, 2} <= set(run.steps)  # the steps held by the flight recorder
     main(["info", str(tmp_path / "run")])
     assert "crash  rank 0  step 2  ValueError: shapes do not fit" in capsys.readouterr().out
 

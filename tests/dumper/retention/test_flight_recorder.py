@@ -1,4 +1,4 @@
-"""The flight recorder: the last steps in bounded memory, on disk only when asked, each value at most once."""
+"""The flight recorder: keeps the last steps in bounded memory, writes them on request, each value at most once."""
 
 import json
 import signal
@@ -35,7 +35,7 @@ PORT = SitePort("layer:out", SiteDecision(default=CaptureSpec("full")), {})
 
 
 class Bench:
-    """A flight recorder before a real backlog, whose other end is this test."""
+    """A flight recorder in front of a real send queue, from which the test receives."""
 
     def __init__(self, num_steps: int, limit: int) -> None:
         self.backlog = SendQueue(1 << 30, None, None)
@@ -44,9 +44,9 @@ class Bench:
         self.number = -1
         self.num_values = 0
         self.taken: dict[int, list[int]] = {}
-        """step -> values that were accepted while it was current."""
+        """step -> values accepted while the step was current."""
         self.written: list[tuple[int, int]] = []
-        """(step, value) as they arrive."""
+        """(step, value) in order of arrival."""
         self.events: list[dict[str, Any]] = []
 
     def begin(self) -> None:
@@ -56,7 +56,7 @@ class Bench:
         self.taken[self.number] = []
 
     def put(self, nbytes: int) -> bool:
-        """One value: a payload filled with a number of its own."""
+        """Put one value: a payload filled with a unique number."""
         slot = self.flight.reserve(nbytes)
         if slot is None:
             return False
@@ -72,7 +72,7 @@ class Bench:
         return accepted
 
     def drain(self) -> None:
-        """Take and acknowledge everything, as the pipeline and the recorder do."""
+        """Receive and acknowledge all queued items, as the pipeline and the recorder do."""
         self.backlog.flush()
         while items := self.backlog.take(0):
             batch = RecordBatch()
@@ -332,7 +332,7 @@ def test_flight_recorder_end_of_a_process_that_closed_nothing_writes_the_past(tm
 
 @pytest.mark.parametrize("when", ["idle", "in a step"])
 def test_flight_recorder_signal_writes_the_past_and_calls_who_listened_before(tmp_path: Path, when: str) -> None:
-    # Often and not long: a signal that comes between Python's last look and the wait itself is handled behind that.
+    # Many short waits: a signal that arrives between Python's last check and a wait is only handled after the wait.
     told = "assert any(told.wait(0.1) for _ in range(600))"
     wait = f"print('ready', flush=True)\n{told}"
     body = wait if when == "idle" else ""
@@ -403,7 +403,7 @@ def test_flight_recorder_trigger_on_one_rank_lets_every_rank_write_the_same_step
 
 
 def test_flight_recorder_steps_flow_into_a_full_memory_while_the_disk_is_slow(tmp_path: Path) -> None:
-    """Released memory still counts until it is written; the steps that follow wait for it and are whole."""
+    """Released memory counts until it is written; later steps wait for it and are complete."""
     model = torch.nn.Identity()
     with (
         Dumper(model, tmp_path / "run", keep="full", flight_recorder_steps=4, flight_recorder_bytes=4 << 20) as dumper,

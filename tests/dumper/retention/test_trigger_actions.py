@@ -1,4 +1,4 @@
-"""Triggers: the actions that statistics start, how often they are reported, and that other sites pay nothing."""
+"""Triggers: actions, limits on reports, and no cost for other sites."""
 
 import math
 from collections import Counter
@@ -104,7 +104,7 @@ def test_trigger_actions_report_an_undecidable_condition_once(tmp_path: Path) ->
     with open_run(tmp_path / "run") as run:
         assert len(run.records) == 18
         reasons = [fields["reason"] for fields in fields_of(run, "failed")]
-        assert len(reasons) == 3  # one a site
+        assert len(reasons) == 3  # one per site
         assert all("1 / zeros" in reason for reason in reasons)
 
 
@@ -216,7 +216,7 @@ def test_trigger_actions_rank_that_joins_after_a_stop_does_not_capture(tmp_path:
         wait_until(lambda: not any(r["stopped"] for r in job.ask("state")[1]["ranks"]), "both ranks go on")
 
 
-# ---- how often it is reported
+# ---- limits on reports
 
 
 def test_trigger_actions_every_firing_counts_and_the_first_are_reported_one_by_one(

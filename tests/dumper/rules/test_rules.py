@@ -1,4 +1,4 @@
-"""Rules: their text, and what they keep of which site at which moment."""
+"""Rules: text format, and capture decisions per site and firing."""
 
 import copy
 import json
@@ -249,7 +249,7 @@ def test_rules_ranges_hold_what_they_were_made_of(numbers: set[int]) -> None:
     assert len(ranges.spans) == sum(n - 1 not in numbers for n in numbers)
 
 
-# ---- what is kept, against a plain interpreter -----------------------------------------------------------
+# ---- decisions, compared with a plain interpreter -----------------------------------------------------------
 
 _GLOBS = [
     "*",
@@ -283,7 +283,7 @@ _CONDITIONS: dict[str, Any] = {
     'search("mlp", path) or my_tag == 2': lambda s, m: "mlp" in parse(s).path or m.tags.get("my_tag") == 2,
     "numel > 4 and ndim == 2": lambda s, m: m.shape == (2, 3),
     "tp == 1 or rank == 0": lambda s, m: True,
-    "step / 0 == 1": None,  # never holds, and is counted
+    "step / 0 == 1": None,  # never true, and counted as a problem
 }
 
 
@@ -369,7 +369,7 @@ def _holds(rule: Rule, site: str, m: RuleContext, rank: int, coords: dict[str, i
         if "rank == 0" in rule.when:
             checks.append(coords.get("tp", 0) == 1 or rank == 0)
         elif "my_tag" in rule.when and type(m.tags.get("my_tag")) is object and "mlp" not in parse(site).path:
-            checks.append(False)  # a value that is not plain data cannot be decided
+            checks.append(False)  # a tag that is not plain data fails the condition
         else:
             checks.append(holds is not None and holds(site, m))
     return all(checks)
@@ -437,7 +437,7 @@ def test_rules_where_something_is_kept_there_is_a_hook(
             assert selection.may_keep(parse(site).path, kind, known[kind], unnamed=False), site
 
 
-# ---- what costs is kept only where it is named -----------------------------------------------------------
+# ---- expensive kinds are kept only if named ---------------------------------------------------------------
 
 _COSTLY = [
     f"layers.0.mlp:{port}" for port in ("in[x].grad", "out.grad", "param[weight]", "param[weight].grad", "buffer[b]")
@@ -525,7 +525,7 @@ def test_rules_condition_that_cannot_be_decided_does_not_hold_and_is_reported() 
     assert choice.decide(RuleContext(tags={"my_tag": "x"})).keep == "stats"
     assert choice.decide(RuleContext(tags={"my_tag": [object()]})).keep == "stats"
     assert choice.problem is not None
-    assert "'my_tag < 3': TypeError: '<' not supported" in choice.problem  # the first one stays
+    assert "'my_tag < 3': TypeError: '<' not supported" in choice.problem  # the first problem is kept
     assert choice.num_problems == 2
     assert Selection(DumperConfig(keep="full", filter="step / 0")).decision("a:out").decide(RuleContext()) == OFF
 
@@ -570,7 +570,7 @@ def test_rules_empty_selection_keeps_nothing() -> None:
     assert not Selection.empty().may_keep("a", "in", [], unnamed=True)
 
 
-# ---- rules that match nothing ---------------------------------------------------------------------------
+# ---- rules that match no site ---------------------------------------------------------------------------
 
 _MODEL = {"": ["in[ids]", "out"], "layers.0": ["in[x]", "out"], "layers.0.mlp": ["in[x]", "out", "param[weight]"]}
 

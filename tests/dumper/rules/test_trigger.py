@@ -1,4 +1,4 @@
-"""Triggers: their text, and when they fire."""
+"""Triggers: text format, and conditions under which they fire."""
 
 import contextlib
 import copy
@@ -127,7 +127,7 @@ _commands = st.text(alphabet="ab '\"\\->:;\n$", min_size=1, max_size=15)
 def test_trigger_prints_what_it_is_parsed_from(glob: str, condition: str, action: Any, command: str) -> None:
     try:
         trigger = Trigger(glob, condition, action, command if action == "run" else None)
-    except RuleError:  # quotes that do not close
+    except RuleError:  # unbalanced quotes
         return
     assert parse_trigger(str(trigger)) == trigger
 

@@ -1,4 +1,4 @@
-"""A decode step continues at the position after its key-value cache, under either name of that argument."""
+"""A decode step continues at the position after its KV cache, under either name of the cache argument."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Rows of a step from the shapes of a forward's arguments alone."""
+"""Rows of a step that the shapes of forward's arguments determine."""
 
 import pytest
 import torch

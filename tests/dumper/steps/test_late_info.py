@@ -1,4 +1,4 @@
-"""Steps whose host learns their tokens after they were launched."""
+"""Steps whose host provides the token ids only after the launch."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Tags of the context: restored, never leaked, and apart in threads and tasks."""
+"""Tag context: tags are restored, never leak, and are separate per thread and task."""
 
 import asyncio
 import threading
@@ -21,7 +21,7 @@ def test_ctx_blocks_overlay_each_other_and_give_back_what_was_there(stack: list[
     def enter(rest: list[dict[str, Any]], expected: dict[str, Any]) -> None:
         assert dict(current()) == expected
         if not rest:
-            set_ctx(inside=1)  # what is set inside a block ends with it
+            set_ctx(inside=1)  # tags set inside a block end with the block
             if fails and stack:
                 raise KeyError("the model")
             return

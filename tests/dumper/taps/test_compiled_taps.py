@@ -1,4 +1,4 @@
-"""What is captured inside models that torch.compile has compiled with inductor, on a CPU."""
+"""Capture inside models compiled by torch.compile with inductor, on a CPU."""
 
 import logging
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from tapscope.sources import open_run
 
 @pytest.fixture(autouse=True)
 def _clean_caches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """By default inductor's C++ is scalar: for vectors it compiles ten programs first that try the processor."""
+    """Make inductor generate scalar C++ except in soak tests: vectorization first compiles ten probe programs."""
     if not request.node.get_closest_marker("soak"):
         monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", list)
     torch.compiler.reset()
@@ -64,7 +64,7 @@ def complete(path: Path) -> Run:
 
 
 def check_equal(run: Run, other: Run, *, in_order: bool = True) -> None:
-    """The same keys, steps and values; floats up to what fusing operations changes."""
+    """Assert that two runs have equal keys, steps and values; floats may differ by the effects of fusion."""
     one, two = list(run.records), list(other.records)
     if not in_order:
         one, two = (sorted(each, key=lambda r: (r.key.step, r.key.site, r.key.occurrence)) for each in (one, two))
@@ -95,7 +95,7 @@ def test_compiled_model_records_what_the_eager_model_records(tmp_path: Path, mod
 
 @pytest.mark.parametrize("backend", mostly_soak(["aot_eager", "inductor"], default=["aot_eager"]))
 def test_compiled_transformers_model_records_what_the_eager_one_records(tmp_path: Path, backend: str) -> None:
-    """`make soak` runs its C++ as well, which takes the compiler ten seconds."""
+    """Only `make soak` uses inductor, whose C++ takes ten seconds to compile."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -108,7 +108,8 @@ def test_compiled_transformers_model_records_what_the_eager_one_records(tmp_path
         torch.compile(model, backend=backend, fullgraph=True)(**call)
     eager, run = open_run(tmp_path / "eager"), open_run(tmp_path / "compiled")
     tensors = {r.key.site for r in eager.records if r.entry}
-    assert {r.key.site for r in run.records if r.entry} >= tensors  # traced, it makes the mask that it may go without
+    # When traced, the model creates the optional attention mask.
+    assert {r.key.site for r in run.records if r.entry} >= tensors
     found = {r.key.site: run.array(r) for r in run.records if r.entry}
     for record in eager.records:
         if record.entry:
@@ -168,7 +169,7 @@ def test_compiled_taps_rules_triggers_and_budgets_work_in_compiled_code(tmp_path
 
 def test_compiled_taps_recompile_for_other_rules_only(tmp_path: Path) -> None:
     model = Net().eval()
-    counts = torch._dynamo.utils.counters["frames"]  # of the whole process
+    counts = torch._dynamo.utils.counters["frames"]  # counters of the whole process
     before = counts["ok"]
     with torch.no_grad(), Dumper(model, tmp_path / "run", keep="off", rules=["lm_head:out=full"]) as dumper:
         compiled = torch.compile(model, fullgraph=True)
@@ -275,7 +276,7 @@ def test_compiled_call_that_raises_ends_its_step(tmp_path: Path) -> None:
     with torch.no_grad(), Dumper(model, tmp_path / "run", keep="full"):
         compiled = torch.compile(model, fullgraph=True)
         compiled(torch.ones(2, 8), torch.tensor([0]))
-        with pytest.raises(Exception):  # noqa: B017 - inductor's assertion has a class of its own
+        with pytest.raises(Exception):  # noqa: B017 - inductor raises its own exception class
             compiled(torch.ones(2, 8), torch.tensor([7]))
         compiled(torch.ones(2, 8), torch.tensor([1]))
     run = open_run(tmp_path / "run")

@@ -1,4 +1,4 @@
-"""Gradients of what goes through a tap: the right values, under the key of their forward, and nothing left behind."""
+"""Gradients of values at taps: correct values under the key of their forward, and no leftover hooks."""
 
 import gc
 import threading
@@ -22,13 +22,13 @@ GRADS = {"keep": "off", "rules": ["*:out*.grad=full", "*:in*.grad=full"]}
 
 
 def model_of(depth: int = 2, width: int = 4) -> nn.Sequential:
-    """A small model of named layers."""
+    """Build a small model with named layers."""
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(depth)))
 
 
 def gradients(run: Run) -> dict[tuple[str, int, int, int], np.ndarray[Any, Any]]:
-    """(site, step, micro, occurrence) -> value, of the backward pass."""
+    """Return (site, step, micro, occurrence) -> gradient."""
     back = [r for r in run.records if r.key.pass_ == BACKWARD]
     return {(r.key.site, r.key.step, r.key.micro, r.key.occurrence): run.array(r) for r in back}
 
@@ -147,7 +147,7 @@ def test_gradients_only_the_gradient_may_be_asked_for(tmp_path: Path) -> None:
 def test_gradient_that_comes_after_its_step_is_counted_late_and_the_run_is_complete(tmp_path: Path) -> None:
     model = model_of()
     with Dumper(model, tmp_path / "run", keep="stats", rules=GRADS["rules"]):
-        first, second = model(torch.randn(2, 4)), model(torch.randn(2, 4))  # each call a step of its own
+        first, second = model(torch.randn(2, 4)), model(torch.randn(2, 4))  # each call is its own step
         second.sum().backward()
         first.sum().backward()
     run = open_run(tmp_path / "run")
@@ -177,7 +177,7 @@ def test_gradients_value_without_gradient_gives_none_and_is_not_counted(tmp_path
         with dumper.step(), torch.no_grad():
             model(torch.randn(2, 4))
         with dumper.step():
-            model(torch.randn(2, 4))  # nobody asks for its gradient
+            model(torch.randn(2, 4))  # no backward for this call
     run = open_run(tmp_path / "run")
     account = run.ledger()
     assert (len(run.records), account.seen, account.failed) == (0, 0, 0)
@@ -278,7 +278,7 @@ def test_gradient_of_a_run_that_was_reset_is_in_no_run(tmp_path: Path) -> None:
             (left.sum() + model(torch.randn(2, 4)).sum()).backward()
     assert not open_run(tmp_path / "one").records
     assert {step for _, step, _, _ in gradients(open_run(tmp_path / "two"))} == {0}
-    assert len(open_run(tmp_path / "two").records) == 7 + 4  # of one forward: outputs, and inputs but the batch
+    assert len(open_run(tmp_path / "two").records) == 7 + 4  # one forward: 7 outputs, and 4 inputs without the batch
 
 
 def test_gradients_graph_keeps_neither_the_model_nor_the_dumper_alive(tmp_path: Path) -> None:
@@ -310,14 +310,14 @@ def test_gradients_conditions_decide_when_the_gradient_comes(tmp_path: Path) -> 
 
 
 class Overwriting(nn.Module):
-    """Overwrites its input in place, once or twice, as Megatron masks its attention scores."""
+    """Overwrites its input in place once or twice, as Megatron does to mask attention scores."""
 
     def __init__(self, *, is_copied: bool = False) -> None:
         super().__init__()
         self.is_copied = is_copied
 
     def forward(self, scores: torch.Tensor) -> torch.Tensor:
-        if self.is_copied:  # as Megatron casts bfloat16 first
+        if self.is_copied:  # as Megatron does by casting bfloat16 first
             scores = scores.clone()
         scores.masked_fill_(torch.ones_like(scores, dtype=torch.bool).triu(1), -9.0)
         scores[..., 0].mul_(2.0)

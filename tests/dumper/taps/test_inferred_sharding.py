@@ -1,4 +1,4 @@
-"""Models whose linear layers are split over ranks by their framework: the shards are comparable without annotations."""
+"""Models with tensor-parallel linear layers: the shards can be compared without annotations."""
 
 from pathlib import Path
 

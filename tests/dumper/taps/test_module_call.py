@@ -1,4 +1,4 @@
-"""Modules with taps are called without torch's code for hooks; other hooks, copies and patches keep working."""
+"""Tapped modules bypass torch's generic hook handling; other hooks, copies and patches keep working."""
 
 import copy
 import functools
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(
 
 
 class Block(nn.Module):
-    """Notes which function called it."""
+    """Records the function that called forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ _X = torch.tensor([1.0, 2.0])
 
 
 def _sums(path: Path, site: str) -> list[float]:
-    """Of the values at a site, one for each step."""
+    """Return the sums of the values at a site, one per step."""
     run = open_run(path)
     return [float(run.array(record).sum()) for record in run.records if record.key.site == site]
 
@@ -186,7 +186,7 @@ def _saved(block: Block) -> Any:
 
 
 def _with_all_attributes(block: Block) -> Any:
-    """A copy by means that do not know of taps."""
+    """Copy a module by means that are unaware of taps."""
     other = copy.copy(block)
     other.__dict__["_call_impl"] = copy.deepcopy(block.__dict__["_call_impl"], {id(block): other})
     return other

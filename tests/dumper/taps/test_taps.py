@@ -1,4 +1,4 @@
-"""What a tap sees: everything that goes in and comes out, as it was at that moment."""
+"""Taps record all inputs and outputs of a module, with the values at the time of the firing."""
 
 import gc
 import json
@@ -35,14 +35,14 @@ class Pair(NamedTuple):
 
 
 class Zoo(nn.Module):
-    """Returns every container there is."""
+    """Returns every supported kind of container."""
 
     def forward(self, x: torch.Tensor, *, scale: float = 2.0, extra: dict[str, Any] | None = None) -> Any:
         return {"a": x, "b": [x * scale, Pack(x + 1, (x + 2, None))], "c": Pair(x + 3, x + 4), "n": 5, "s": "text"}
 
 
 class InPlace(nn.Module):
-    """Changes its input, and its own output later."""
+    """Modifies its input in place, and later its own output."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x += 1
@@ -280,7 +280,7 @@ def test_taps_layer_is_named_by_the_path_of_its_own_output_too(tmp_path: Path) -
 
 
 class Lm(nn.Module):
-    """Like a language model: gives logits, and more."""
+    """Returns logits and further outputs, like a language model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -482,7 +482,7 @@ def test_taps_capture_inside_compiled_submodules_not_called_before(
     assert f"{LATE}: 1, 2; {REMEDY}" in caplog.text
     plain, run = open_run(tmp_path / "plain"), open_run(tmp_path / "run")
     sites = {r.key.site for r in run.records}
-    assert run.ledger().never_fired == ["1.act:out", "2.act:out"]  # of the others there are the parameters
+    assert run.ledger().never_fired == ["1.act:out", "2.act:out"]  # the other taps recorded parameters
     assert run.ledger().compiled == ["1", "2"]
     assert {r.key.site for r in plain.records} - sites == {
         f"{i}.{port}" for i in (1, 2) for port in ("up:in[input]", "up:out", "act:in[input]", "act:out")
@@ -570,7 +570,7 @@ def test_taps_threads_that_call_the_model_at_once_lose_nothing(tmp_path: Path) -
 
 
 def test_taps_calls_that_overlap_in_threads_are_reported_separately(tmp_path: Path) -> None:
-    """Each call is one group of records: what one module gives out there is what the next one gets."""
+    """The records of each call form a group: the output of one module equals the input of the next."""
 
     class Slow(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
