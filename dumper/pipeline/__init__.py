@@ -1,1 +1,1 @@
-"""Pipeline: sends records to the recorder within memory bounds; also to memory and to a terminal."""
+"""Pipeline: pass records to the recorder within memory bounds, to memory, or to a terminal."""

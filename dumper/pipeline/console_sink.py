@@ -1,4 +1,4 @@
-"""ConsoleSink: prints one line per record to stderr, as it is captured."""
+"""ConsoleSink: print one line per captured record to stderr."""
 
 import contextlib
 import json
@@ -17,7 +17,7 @@ _MAX_VALUE = 60
 
 
 class ConsoleSink:
-    """Prints every record that goes to another sink to stderr::
+    """A sink that forwards records to another sink and prints each of them to stderr::
 
     [tapscope rank 0 step 3] layers.3:tap[q] float32 [17, 512] mean 0.012 absmax 3.4 nan 0
     """
@@ -27,31 +27,31 @@ class ConsoleSink:
         self._rank = rank
 
     def reserve(self, nbytes: int) -> PayloadSlot | None:
-        """As the other sink does."""
+        """Delegate to the wrapped sink."""
         return self.sink.reserve(nbytes)
 
     def cancel(self, slot: PayloadSlot) -> None:
-        """As the other sink does."""
+        """Delegate to the wrapped sink."""
         self.sink.cancel(slot)
 
     def put(self, record: InflightRecord) -> bool:
-        """Print it and pass it on."""
+        """Forward the record to the wrapped sink, then print it."""
         accepted = self.sink.put(record)
         self._print(record, "" if accepted else " dropped")
         return accepted
 
     def append(self, line: DeferredLine | bytes) -> None:
-        """As the other sink does."""
+        """Delegate to the wrapped sink."""
         self.sink.append(line)
 
     def _print(self, record: InflightRecord, ending: str) -> None:
-        with contextlib.suppress(Exception):  # a closed terminal must not reach the model
+        with contextlib.suppress(Exception):  # an error of the terminal must not reach the model
             text = describe(record)
             print(printable(f"[tapscope rank {self._rank} {text}{ending}"), file=sys.stderr, flush=True)
 
 
 def describe(record: InflightRecord) -> str:
-    """``step 3] SITE DTYPE SHAPE mean .. absmax .. nan ..``; defaults are left out."""
+    """Format a record as ``step 3] SITE DTYPE SHAPE mean .. absmax .. nan ..``, omitting default values."""
     firing, layout = record.firing, record.layout
     where = f"step {firing.step.info.step}"
     if firing.micro:

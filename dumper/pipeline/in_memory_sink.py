@@ -1,4 +1,4 @@
-"""InMemorySink: records kept in memory, for a test or interactive use, without a run."""
+"""InMemorySink: keep records in memory, for tests and interactive use without a run."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,11 +19,11 @@ from tapscope.dumper.steps.deferred_line import DeferredLine
 
 @dataclass(frozen=True, slots=True)
 class CapturedRecord:
-    """One record in memory."""
+    """A record kept in memory."""
 
     site: str
     value: Any
-    """A copy: a tensor on its device, detached; any other value unchanged."""
+    """Copy of the value: a detached tensor on its device, or a NumPy array; other values are not copied."""
     step: int
     occurrence: int
     micro: int
@@ -34,7 +34,7 @@ class CapturedRecord:
 
 
 class InMemorySink(Sequence[CapturedRecord]):
-    """The records of a :meth:`Dumper.capture_output` block, in order, every occurrence."""
+    """Sequence of all records captured in a :meth:`Dumper.capture_output` block, in capture order."""
 
     def __init__(self) -> None:
         self._items: list[CapturedRecord] = []
@@ -54,20 +54,20 @@ class InMemorySink(Sequence[CapturedRecord]):
 
     @property
     def sites(self) -> list[str]:
-        """Every site once, in order."""
+        """Distinct sites in order of their first record."""
         return list(dict.fromkeys(item.site for item in self._items))
 
     def select(self, glob: str) -> list[CapturedRecord]:
-        """Records whose site matches the glob, or that were dumped under exactly this name."""
+        """Return the records whose site matches ``glob``, or that were dumped under exactly this name."""
         pattern, name = Glob(glob), f":tap[{glob}]"
         return [item for item in self._items if item.site.endswith(name) or pattern.matches(item.site)]
 
     def values(self, glob: str) -> list[Any]:
-        """The values of :meth:`select`."""
+        """Return the values of the records that :meth:`select` returns."""
         return [item.value for item in self.select(glob)]
 
     def add(self, port: SitePort, leaf: Any, firing: Firing, spec: CaptureSpec) -> None:
-        """Keep a copy of a value; raises as :meth:`SitePort.slice`."""
+        """Append a record with a copy of ``leaf``, sliced as ``spec`` requests; raises like :meth:`SitePort.slice`."""
         if isinstance(leaf, torch.Tensor) and (spec.rows is not None or spec.requests is not None):
             leaf = port.slice(leaf, firing.step, spec).tensor
         self._items.append(
@@ -93,24 +93,24 @@ def _copy(leaf: Any) -> Any:
 
 
 class NullSink:
-    """The sink of a recording without a run: discards step and site lines; values are captured in memory."""
+    """Sink of a recording without a run: discards all lines, because values are captured in memory."""
 
     def reserve(self, nbytes: int) -> PayloadSlot | None:
-        """Gives out no memory."""
+        """Return None: there is no memory for payloads."""
         return None
 
     def cancel(self, slot: PayloadSlot) -> None:
-        """Nothing to cancel."""
+        """Do nothing: no slot is ever reserved."""
 
     def put(self, record: InflightRecord) -> bool:
-        """Accepts nothing."""
+        """Return False: records are rejected."""
         return False
 
     def append(self, line: DeferredLine | bytes) -> None:
-        """Discards the line."""
+        """Discard the line."""
 
     def flush_soon(self) -> None:
-        """Nothing to flush."""
+        """Do nothing: there is nothing to flush."""
 
 
 NULL_SINK = NullSink()

@@ -1,4 +1,4 @@
-"""Outbox: the items to send to the recorder, in order."""
+"""Outbox: queue of the items to send to the recorder."""
 
 import time
 from collections import deque
@@ -11,12 +11,15 @@ from tapscope.dumper.steps.deferred_line import DeferredLine
 Item = InflightRecord | RecordLines | PendingLines | DeferredLine | bytes | Message
 BATCH_BYTES = 8 * 1024 * 1024
 BATCH_RECORDS = 4096
-_PACE_S = 0.05  # a message costs the sender, the recorder and the disk, however small it is
+_PACE_S = 0.05  # minimum interval between partial batches: even a small message has a fixed cost
 _MAY_BE_LATE = (InflightRecord, DeferredLine, PendingLines)
 
 
 class Outbox:
-    """A queue whose head may still be being copied from a device; its owner guards it with a lock."""
+    """A FIFO queue that releases an item only once its copy from the device is complete.
+
+    Not thread-safe: the owner must hold a lock.
+    """
 
     def __init__(self) -> None:
         self._items: deque[Item] = deque()
@@ -30,7 +33,7 @@ class Outbox:
         return len(self._items)
 
     def put(self, item: Item, num_records: int = 0, nbytes: int = 0) -> bool:
-        """Queue an item with its numbers of records and payload bytes; returns whether that completes a full batch."""
+        """Queue an item with its number of records and payload bytes; return whether it completes a full batch."""
         records, before = self._num_records, self._nbytes
         self._items.append(item)
         self._num_records += num_records
@@ -38,28 +41,31 @@ class Outbox:
         return records < BATCH_RECORDS <= self._num_records or before < BATCH_BYTES <= self._nbytes
 
     def flush(self) -> None:
-        """Everything queued now may be sent, full batch or not."""
+        """Release all queued items for sending, even if they do not fill a batch."""
         self._is_flushed = True
 
     def flush_soon(self) -> bool:
-        """As :meth:`flush`, but at most 20 times a second; returns whether immediately."""
+        """Release all queued items like :meth:`flush`, but at most 20 times per second.
+
+        Returns whether they are released immediately.
+        """
         self._is_soon = True
         return not self.pause_s()
 
     def pause_s(self) -> float:
-        """For how long :meth:`flush_soon` still holds items back; 0 once they may be sent."""
+        """Return the time in seconds until :meth:`flush_soon` releases the items; 0 if it need not wait."""
         pause_s = max(self._next - time.monotonic(), 0.0)
         self._is_flushed = self._is_flushed or (self._is_soon and not pause_s)
         return pause_s
 
     def clear(self) -> None:
-        """Remove everything."""
+        """Discard all items."""
         self._items.clear()
         self._num_records = self._nbytes = 0
 
     @property
     def is_ready(self) -> bool:
-        """Whether there is enough to send now."""
+        """Whether a batch can be sent now: it is full or flushed, and the first item is complete."""
         enough = self._num_records >= BATCH_RECORDS or self._nbytes >= BATCH_BYTES
         return (enough or self._is_flushed) and self._head_is_here()
 
@@ -69,7 +75,7 @@ class Outbox:
         return any(isinstance(item, _MAY_BE_LATE) and not item.is_ready for item in self._items)
 
     def take(self) -> list[Item]:
-        """Take at most one batch, up to the first item that is not ready."""
+        """Remove and return at most one batch of items, up to the first item that is not ready."""
         items: list[Item] = []
         number = nbytes = 0
         while self._head_is_here() and len(items) < BATCH_RECORDS > number and nbytes < BATCH_BYTES:

@@ -1,4 +1,4 @@
-"""RecordBatch: the records of one message to the recorder."""
+"""RecordBatch: assemble the records of one message to the recorder."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,39 +13,40 @@ from tapscope.run_format.ledger import encode_line, event_line
 from tapscope.run_format.record import FORWARD, tensor_name
 
 LINE_COST = 512
-"""Bytes that a line in flight is charged for (approximate)."""
+"""Approximate memory in bytes that an unacknowledged line is charged for."""
 
 
 @dataclass(slots=True)
 class RecordBatch:
-    """Lines and payloads of one message; the slots stay unchanged until it is acknowledged."""
+    """Lines and payloads of one message. Slots must not change until the recorder acknowledges the message."""
 
     lines: list[bytes] = field(default_factory=list)
-    """One item may hold many lines."""
+    """Encoded lines; an item may contain several lines."""
     num_lines: int = 0
-    """Those of packed rows included."""
+    """Number of lines, including those of packed rows."""
     blocks: list[tuple[int, PackedRows, int]] = field(default_factory=list)
-    """(lines before it, but for those of packed rows; the packed rows, index of their block in ``payloads``)"""
+    """(number of ordinary lines before the block, packed rows, index of the block in ``payloads``)"""
     num_packed: int = 0
-    """Lines of packed rows."""
+    """Number of lines of packed rows."""
     payloads: list[list[Any]] = field(default_factory=list)
-    """[line, payload number, tensor name, dtype, shape, offset in the ring or -1, nbytes] of every slot."""
+    """[line, payload number, tensor name, dtype, shape, offset in the ring or -1, nbytes] for each slot."""
     shared: list[list[int]] = field(default_factory=list)
-    """[line, number of the payload that holds the same bytes]."""
+    """[line, number of the payload with equal bytes]."""
     slots: list[PayloadSlot] = field(default_factory=list)
+    """Memory to free when the batch is acknowledged."""
     frames: list[Any] = field(default_factory=list)
-    """Bytes of payloads outside the ring, in order."""
+    """Bytes of the payloads outside the ring, in payload order."""
     num_records: int = 0
 
     def add(self, item: InflightRecord) -> None:
-        """Add a record."""
+        """Add a record; one that cannot be encoded becomes a ``failed`` event."""
         line = self.num_lines
         self.num_records += 1
         try:
             if item.pending_copy is not None:
                 item.pending_copy.finish(item)
             self.add_line(item.line())
-        except Exception as error:  # noqa: BLE001 - one value that cannot be encoded must not end the capture
+        except Exception as error:  # noqa: BLE001 - a value that cannot be encoded must not end the capture
             fields = {"where": item.port.site, "reason": f"{type(error).__name__}: {error}"}
             event = event_line("failed", late=True, step=item.firing.step.info.step, **fields)
             self.add_line(encode_line(event))
@@ -59,16 +60,16 @@ class RecordBatch:
             self.shared.append([line, item.payload])
 
     def add_line(self, line: DeferredLine | bytes) -> None:
-        """Add a line that is not a record, or a few."""
+        """Add one or more encoded lines; a deferred line that cannot be encoded becomes a ``failed`` event."""
         try:
             text = bytes(line)
-        except Exception as error:  # noqa: BLE001 - what cannot be encoded must not end the capture
+        except Exception as error:  # noqa: BLE001 - a line that cannot be encoded must not end the capture
             text = encode_line(event_line("failed", where="step", reason=f"{type(error).__name__}: {error}"))
         self.lines.append(text)
         self.num_lines += text.count(b"\n") + 1
 
     def add_lines(self, item: RecordLines) -> None:
-        """Add formatted records."""
+        """Add already formatted records, or packed rows, with their payloads."""
         first = self.num_lines
         for line, number, (port, layout, slot) in item.payloads:
             name = tensor_name(port.site, item.step.info.step, 0, 0, FORWARD, port.model)
@@ -94,13 +95,17 @@ class RecordBatch:
 
     @property
     def may_share(self) -> bool:
-        """Whether payloads of the same generation may be referenced: others must wait for the next message. Those in
-        blocks are not."""
+        """Whether the batch has payloads that records of the same generation may share, or references to some.
+
+        Records of another generation must then go into the next message. Payloads in blocks are never shared.
+        """
         return len(self.payloads) > len(self.blocks) or bool(self.shared)
 
     def message(self, sharing: int, tables: SentTables, **fields: Any) -> Message:
-        """The ``batch`` message; ``sharing`` is the generation within which payloads are shared, ``tables`` those that
-        the recorder has."""
+        """Build the ``batch`` message.
+
+        ``sharing`` is the generation within which payloads are shared; ``tables`` tracks the tables of the recorder.
+        """
         content = {"payloads": self.payloads, "shared": self.shared, "sharing_step": sharing, **fields}
         if self.blocks:
             content["blocks"] = [

@@ -1,4 +1,4 @@
-"""RecorderClient: a rank's connection to its recorder. Values are queued even while the recorder starts."""
+"""RecorderClient: connect a rank to its recorder; values are queued while the recorder starts."""
 
 import logging
 import threading
@@ -15,23 +15,23 @@ from tapscope.run_format.ledger import encode_line, event_line
 
 _log = logging.getLogger("tapscope")
 OnMessage = Callable[[Message], Message | None]
-_EXIT_PATIENCE_S = 60.0  # a little more than a recorder may take to start and to answer
+_EXIT_PATIENCE_S = 60.0  # longer than the startup and reply timeouts of a recorder together
 
 
 class RecorderClient:
-    """The send queue and, once the recorder has answered, the sender."""
+    """The send queue of a rank and, once the recorder has answered, the sender."""
 
     def __init__(self, config: DumperConfig) -> None:
         timeout_s = None if config.backpressure == "drop" else config.block_timeout_s
         self.queue = SendQueue(config.queue_bytes, timeout_s, None)
         self.problem: BaseException | None = None
-        """Why opening in the background failed."""
+        """Error of :meth:`open_later`, if it failed."""
         self.on_tick: Callable[[], None] = lambda: None
-        """Called in the sender's thread, at least twice a second."""
+        """Callback, called in the sender's thread at least twice per second."""
         self.on_idle: Callable[[], None] = lambda: None
-        """Called there when nothing happened for half a second."""
+        """Callback, called in the sender's thread after half a second without activity."""
         self.rank_counters: Callable[[], dict[str, int]] = dict
-        """Additional counters of this rank for the recorder's state."""
+        """Callback that returns additional counters of this rank for the recorder's state."""
         self._config = config
         self._sender: Sender | None = None
         self._joined: dict[str, Any] | None = None
@@ -42,9 +42,9 @@ class RecorderClient:
     def open(
         self, run: Callable[[], Path], join_request: Message, on_message: OnMessage, *, force: bool
     ) -> dict[str, Any]:
-        """Find or start the recorder of ``run()`` and send ``join_request``; returns its answer, with ``run``.
+        """Find or start the recorder of ``run()`` and send ``join_request``; return the reply's fields and ``run``.
 
-        Raises as ``run()`` and :func:`tapscope.dumper.pipeline.recorder_process.connect`.
+        Raises the errors of ``run()`` and of :func:`tapscope.dumper.pipeline.recorder_process.connect`.
         """
         path = run()
         sender, answer = recorder_process.connect(path, self._config, join_request, on_message, self.queue, force=force)
@@ -54,12 +54,12 @@ class RecorderClient:
         return {"run": str(path)} | answer.fields
 
     def open_later(self, run: Callable[[], Path], join_request: Message, on_message: OnMessage, *, force: bool) -> None:
-        """The same in a thread; :meth:`take_answer` returns the answer. A failure is logged."""
+        """Run :meth:`open` in a thread; :meth:`take_answer` returns the reply. A failure is logged."""
 
         def work() -> None:
             try:
                 self._joined = self.open(run, join_request, on_message, force=force)
-            except BaseException as error:  # noqa: BLE001 - whatever happens here must not reach the model
+            except BaseException as error:  # noqa: BLE001 - no error of this thread may reach the model
                 self.problem = error
                 self.queue.abandon(str(error))
                 _log.warning("tapscope records nothing: %s", error)
@@ -68,7 +68,10 @@ class RecorderClient:
         self._thread.start()
 
     def take_answer(self, *, wait: bool = False) -> dict[str, Any] | None:
-        """The answer to :meth:`open_later`, once; None while it is pending, was taken, or will never come."""
+        """Return the reply to :meth:`open_later` once; None if it is pending or already taken, or if opening failed.
+
+        ``wait`` waits for a pending reply.
+        """
         thread = self._thread
         if thread is None or (thread.is_alive() and not wait):
             return None
@@ -87,11 +90,11 @@ class RecorderClient:
         self.put_line(event_line(kind, **fields))
 
     def put_message(self, message: Message) -> None:
-        """Queue a message after everything that was queued before."""
+        """Queue a message behind all items queued before."""
         self.queue.append(message)
 
     def set_position(self, *, step: int | None = None, capture_steps_left: int | None = None) -> None:
-        """Set the position sent with every batch: the rank's step, and the steps that a capture has left."""
+        """Set the position sent with every batch: the rank's step, and the remaining steps of a capture."""
         self._capture_steps_left = capture_steps_left
         if step is not None:
             self._step = step
@@ -99,7 +102,7 @@ class RecorderClient:
             self._sender.step, self._sender.capture_steps_left = self._step, capture_steps_left
 
     def close(self) -> str | None:
-        """Send everything, then close; returns None, or why not everything was acknowledged."""
+        """Send all queued items, then close; return None, or the reason why some were not acknowledged."""
         self.take_answer(wait=True)
         sender = self._sender
         if sender is None:

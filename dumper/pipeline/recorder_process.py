@@ -1,4 +1,4 @@
-"""The recorder process: the first rank to lock RUN on this host starts it, the others find it."""
+"""Recorder process: rank 0 starts the recorder of a run unless one exists; other ranks find it by ``recorder.json``."""
 
 import contextlib
 import errno
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("tapscope")
 _LITTLE_ROOM = 64 * 1024
-_PATIENCE_S = 3.0  # with a full disk
+_PATIENCE_S = 3.0  # maximum wait for a recorder if the disk is full
 START_TIMEOUT_S = 30.0
-"""How long a recorder may take to start."""
+"""Timeout in seconds for a recorder to start."""
 
 
 def connect(
@@ -47,9 +47,10 @@ def connect(
     *,
     force: bool,
 ) -> "tuple[Sender, Message]":
-    """A sender from ``queue`` to the recorder of ``run``, and the recorder's answer; raises as :func:`join`.
+    """Connect ``queue`` to the recorder of ``run``, starting one if necessary; return the sender and the reply.
 
-    Retries until START_TIMEOUT_S while the recorder is busy with a change or about to end.
+    Retries for up to :data:`START_TIMEOUT_S` while the recorder is busy with a change or about to exit. Raises the
+    errors of :func:`join` and :meth:`.Sender.join`.
     """
     from tapscope.dumper.pipeline.sender import RetryJoin, Sender
 
@@ -59,7 +60,7 @@ def connect(
     try:
         while True:
             announced = join(run, options, force=force, first=join_request["rank"] == 0)
-            ring = ring or make_ring(config)  # not earlier: a ring has a name, which a killed process leaves behind
+            ring = ring or make_ring(config)  # as late as possible: a killed process leaves the ring's file behind
             pid = int(announced["pid"]) if is_local(announced) else None
             sender = Sender(Endpoint.of(announced), pid, queue, on_message, run / RECORDER_LOG)
             try:
@@ -74,13 +75,13 @@ def connect(
 
 
 def recorder_options(config: DumperConfig) -> dict[str, Any]:
-    """The options passed to a recorder that starts; the token may come from the environment."""
+    """Return the options of a new recorder; the token may be set in the environment."""
     options = {"control": config.control, "control_token": token_of(config.control_token), "network": config.network}
     return options | {"segment_bytes": config.segment_bytes, "fsync": config.fsync}
 
 
 def make_ring(config: DumperConfig) -> ShmRing | None:
-    """The configured ring; a smaller one or none, with a warning, where there is not enough shared memory."""
+    """Create the configured ring; with too little shared memory, warn and create a smaller one or return None."""
     nbytes = min(config.shm_bytes, config.queue_bytes // 2)
     while nbytes >= MIN_BYTES:
         try:
@@ -92,14 +93,14 @@ def make_ring(config: DumperConfig) -> ShmRing | None:
 
 
 def join(run: Path, options: dict[str, Any], *, force: bool, first: bool) -> dict[str, Any]:
-    """The content of ``recorder.json`` of a live recorder for ``run``, started if necessary.
+    """Return the ``recorder.json`` of a live recorder for ``run``; rank 0 (``first``) starts one if necessary.
 
-    Raises RunExistsError when ``run`` holds a finished run and ``force`` was not given (only rank 0, ``first``, decides
-    that), ListenError when the control port is taken, RecorderError when no recorder starts.
+    Raises RunExistsError if ``run`` is a finished run and ``force`` is not set (only checked by rank 0), ListenError if
+    the control port is taken, ConfigError if the directory is not writable, and RecorderError if no recorder starts.
     """
     _make_directory(run)
     if first and _announced(run) is None:
-        check_free(run, force=force)  # before a lock file is written into a directory that is not ours
+        check_free(run, force=force)  # before creating a lock file in a directory that may not be a run
     started = time.monotonic()
     while (waited_s := time.monotonic() - started) < START_TIMEOUT_S:
         lock = _open_lock(run)
@@ -142,7 +143,7 @@ def _make_directory(run: Path) -> None:
 
 
 def _forget_dead_recorder(run: Path) -> None:
-    """Remove what a killed recorder left: its address, and its socket directory if that is provably its own."""
+    """Remove leftovers of a killed recorder: ``recorder.json``, and its socket directory if certainly its own."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         address = json.loads(read_small(run / RECORDER_FILE, MAX_MANIFEST_BYTES))["address"]
         remove_stale_tempdir(Path(str(address).removeprefix("ipc://")).parent)
@@ -160,7 +161,7 @@ def _try_lock(fd: int) -> bool:
 def _start(run: Path, options: dict[str, Any], lock: int) -> dict[str, Any]:
     command = [sys.executable, "-m", "tapscope.dumper.recorder", str(run)]
     command += ["--lock-fd", str(lock)]
-    # The child finds tapscope where this process did; the working directory must not shadow it.
+    # The child must import the same tapscope as this process; the working directory must not shadow it.
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "PYTHONSAFEPATH": "1"}
     log = run / RECORDER_LOG
     try:
@@ -179,7 +180,7 @@ def _start(run: Path, options: dict[str, Any], lock: int) -> dict[str, Any]:
         )
     track_child(process)
     assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError), process.stdin as options_file:  # command lines are visible to every user
+    with contextlib.suppress(BrokenPipeError), process.stdin as options_file:  # command lines are visible to all users
         options_file.write(json.dumps(options).encode())
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
@@ -211,7 +212,7 @@ def _failure(run: Path) -> TapscopeError:
 
 
 def _no_room(run: Path) -> str:
-    """A remark that the disk is too full for the recorder to report it."""
+    """Return a remark on a full disk, which the recorder could not report itself; empty if the disk is not full."""
     with contextlib.suppress(OSError):
         if (free := shutil.disk_usage(run).free) < _LITTLE_ROOM:
             return f"; its disk has {free} bytes left: No space left on device; free disk space or choose another run"
@@ -231,7 +232,7 @@ def _announced(run: Path) -> dict[str, Any] | None:
 
 
 def find(run: Path) -> dict[str, Any]:
-    """The content of ``recorder.json`` of the recorder that writes ``run`` now; raises RecorderError."""
+    """Return the ``recorder.json`` of the recorder that currently writes ``run``; raises RecorderError if none does."""
     if not run.is_dir():
         raise RecorderError(f"no recorder is writing {run}: no such directory")
     announced = _announced(run)
@@ -245,7 +246,10 @@ def find(run: Path) -> dict[str, Any]:
 
 
 def require_free(run: Path, *, force: bool) -> None:
-    """Raise RunExistsError early, before a model is loaded in vain; removes nothing."""
+    """Check that a run can be created at ``run``, before a model is loaded; changes nothing.
+
+    Raises RunExistsError, or ConfigError if the directory is not writable.
+    """
     check_free(run, force=force)
     parent = next((each for each in (run, *run.absolute().parents) if each.exists()), Path("/"))
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):

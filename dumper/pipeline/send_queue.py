@@ -1,4 +1,4 @@
-"""SendQueue: records for the recorder, bounded in bytes. Filled by the forward's thread, drained by the sender's."""
+"""SendQueue: queue of records for the recorder, bounded in bytes, from the forward's thread to the sender's thread."""
 
 import threading
 from collections.abc import Callable, Iterable
@@ -13,45 +13,45 @@ from tapscope.dumper.records.record_lines import PendingLines, RecordLines
 from tapscope.dumper.steps.deferred_line import DeferredLine
 from tapscope.dumper.transport.shm_ring import ShmRing
 
-_DEVICE_PATIENCE_S = 120.0  # a bound only: a device that does not respond is given up earlier, by its worker
+_DEVICE_PATIENCE_S = 120.0  # only a safety limit: the device worker gives up an unresponsive device earlier
 
 
 class SendQueue:
-    """Memory for payloads (the shared-memory ring, else a pool) and a queue of what is to be sent.
+    """Allocator of payload memory (shared-memory ring, else a pool) and queue of the items to send.
 
-    Everything reserved or queued counts until it is acknowledged. Beyond ``limit`` bytes the forward's thread waits at
-    most ``block_timeout_s`` (None: not at all), once per stall, and then drops the value. A value larger than ``limit``
-    is admitted when nothing else is in flight, and nothing after it until it is acknowledged: memory is bounded by
-    ``limit`` or by the largest value, whichever is greater.
+    All reserved or queued bytes count until they are acknowledged. Above ``limit`` bytes, back-pressure applies: the
+    forward's thread waits up to ``block_timeout_s`` (None: not at all), once per stall, and then drops the value. A
+    value larger than ``limit`` is admitted only when nothing else is in flight, and blocks later values until it is
+    acknowledged. Memory is thus bounded by ``limit`` or the largest value, whichever is greater.
     """
 
     def __init__(self, limit: int, block_timeout_s: float | None, ring: ShmRing | None) -> None:
         self.limit = limit
         self.pool = BufferPool(limit - ring.nbytes if ring else limit)
         self.dead: str | None = None
-        """Why nothing can be sent any more, or None."""
+        """Why items can no longer be sent; None while they can."""
         self._block_timeout_s = block_timeout_s
         self.ring = ring
         self.takes_blocks = False
-        """Whether the recorder makes records of packed rows."""
+        """Whether the recorder supports packed rows."""
         self._ring_address = ring.address if ring else 0
         self._mutex = threading.RLock()
         self.lock = threading.Condition(self._mutex)
-        """Guards all state; notified when anything changes. Owners of slots may share it."""
+        """Guards all state; notified on every change. Owners of slots may share it."""
         self._outbox = Outbox()
         self.in_flight_bytes = 0
-        """Reserved, queued or sent, and not yet acknowledged."""
+        """Number of bytes reserved, queued or sent, and not yet acknowledged."""
         self.num_abandoned = 0
-        """Records that count as sent and were not acknowledged when :meth:`abandon` was called, or came later."""
-        self._num_records = 0  # queued or sent, and not yet acknowledged
-        self._num_sent = 0  # batches that are not yet acknowledged
+        """Number of records counted as sent that :meth:`abandon` discarded, or that arrived after it."""
+        self._num_records = 0  # records queued or sent, and not yet acknowledged
+        self._num_sent = 0  # batches sent and not yet acknowledged
         self._stalled = False
-        self._is_asleep = False  # the sender waits elsewhere than in take()
+        self._is_asleep = False  # the sender polls its socket instead of waiting in take()
         self.nudge: Callable[[], None] = lambda: None
-        """Wakes the sender up; takes no lock, so that a signal handler may call it."""
+        """Callback that wakes the sender; takes no lock, so that a signal handler may call it."""
 
     def use_ring(self, ring: ShmRing) -> None:
-        """The recorder has mapped this ring: use it for payloads from now on."""
+        """Use ``ring``, which the recorder has mapped, for payloads from now on."""
         with self.lock:
             self._ring_address = ring.address
             self.ring = ring
@@ -60,7 +60,7 @@ class SendQueue:
     # ---- the forward's thread
 
     def reserve(self, nbytes: int) -> PayloadSlot | None:
-        """Memory for a payload; None when there is none."""
+        """Reserve memory for a payload, waiting for space if configured; return None if the queue stays full."""
         with self._mutex:
             if not self._admits(nbytes):
                 return None
@@ -72,7 +72,7 @@ class SendQueue:
         return PayloadSlot(buffer.ctypes.data, nbytes, -1, buffer)
 
     def reserve_all(self, sizes: Iterable[int]) -> list[PayloadSlot] | None:
-        """Memory for each of several payloads; None, and none is reserved, when there is not enough."""
+        """Reserve memory for several payloads; return None, with nothing reserved, if there is not enough."""
         slots: list[PayloadSlot] = []
         for nbytes in sizes:
             slot = self.reserve(nbytes)
@@ -84,23 +84,23 @@ class SendQueue:
         return slots
 
     def has_room(self, nbytes: int) -> bool:
-        """Whether ``nbytes`` more would be admitted now."""
+        """Return whether ``nbytes`` more bytes would be admitted now."""
         return self.in_flight_bytes + nbytes <= self.limit or not self.in_flight_bytes
 
     def has_room_for(self, num_lines: int) -> bool:
-        """Whether that many more records without payloads would be admitted now."""
+        """Return whether ``num_lines`` more records without payloads would be admitted now."""
         return self.has_room(num_lines * LINE_COST)
 
     def cancel(self, slot: PayloadSlot) -> None:
-        """The payload is not needed."""
+        """Free a reserved slot that is not used."""
         with self._mutex:
             self._release(slot)
 
     def put(self, record: InflightRecord) -> bool:
-        """Queue a record; False when it was dropped and its slot freed.
+        """Queue a record; return False if it was dropped and its slot freed.
 
-        A record with a slot was admitted already and does not wait for room again: its own slot may be what fills the
-        queue.
+        A record with a slot was already admitted by :meth:`reserve` and does not wait again, because its own slot
+        may be what fills the queue.
         """
         slot = record.slot
         with self._mutex:
@@ -113,7 +113,7 @@ class SendQueue:
         return True
 
     def put_lines(self, lines: RecordLines | PendingLines) -> bool:
-        """Queue formatted records; False when they were dropped, as in :meth:`put`."""
+        """Queue formatted records; return False if they were dropped, as in :meth:`put`."""
         with self._mutex:
             if self.dead or not (lines.nbytes or self._admits(lines.num_lines * LINE_COST)):
                 lines.discard(self.cancel)
@@ -123,7 +123,10 @@ class SendQueue:
         return True
 
     def put_released(self, items: Iterable[InflightRecord | DeferredLine | bytes]) -> None:
-        """Queue what was held elsewhere, without a bound: its slots count for their owner until acknowledged."""
+        """Queue items that another owner (the flight recorder) releases, without a limit.
+
+        Their slots remain charged to that owner until they are acknowledged.
+        """
         with self.lock:
             for item in items:
                 if not isinstance(item, InflightRecord):
@@ -136,9 +139,9 @@ class SendQueue:
             self.flush()
 
     def wait_until(self, condition: Callable[[], bool]) -> bool:
-        """Wait for the recorder as a full queue does; the lock must be held.
+        """Wait for ``condition`` with the timeout of a full queue; return whether it became true.
 
-        False when the condition did not become true.
+        The caller must hold :attr:`lock`. Also returns True if the queue is dead.
         """
         if self._block_timeout_s is None:
             return condition()
@@ -146,25 +149,25 @@ class SendQueue:
         return self.lock.wait_for(lambda: self.dead is not None or condition(), self._block_timeout_s)
 
     def append(self, item: DeferredLine | bytes | Message) -> None:
-        """Queue a line that is not a record, or a message; small, so never refused while the recorder lives."""
+        """Queue a non-record line or a message; always accepted while the recorder lives, because these are small."""
         with self._mutex:
             if not self.dead:
                 self._outbox.put(item)
 
     def flush(self) -> None:
-        """Send what there is, full batch or not."""
+        """Send all queued items, even if they do not fill a batch."""
         with self.lock:
             self._outbox.flush()
             self._wake_sender()
 
     def flush_soon(self) -> None:
-        """A step has ended: send what there is, combining short steps."""
+        """Send all queued items soon, at the end of a step; short steps are combined into one batch."""
         with self.lock:
             if self._outbox.flush_soon():
                 self._wake_sender()
 
     def drained(self, timeout_s: float) -> bool:
-        """Flush and wait until everything is acknowledged; False when that took too long."""
+        """Flush and wait until everything is acknowledged; return False on timeout or if the queue is dead."""
         with self.lock:
             self.flush()
             self.lock.wait_for(lambda: self.dead is not None or not self.is_awaiting_device, _DEVICE_PATIENCE_S)
@@ -172,7 +175,7 @@ class SendQueue:
             return self.dead is None and self.is_empty
 
     def wake(self) -> None:
-        """Values have arrived from a device: check whether there is enough to send."""
+        """Wake the sender to check for a full batch, because copies from a device have completed."""
         with self.lock:
             self._wake_sender()
 
@@ -184,18 +187,18 @@ class SendQueue:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing waits to be sent or acknowledged."""
+        """Whether no item waits to be sent or acknowledged."""
         return not self._outbox and not self._num_sent
 
     def _queue(self, item: InflightRecord | RecordLines | PendingLines, number: int, nbytes: int) -> None:
-        """Queue records, with the payloads that travel with them."""
+        """Queue an item of ``number`` records with ``nbytes`` of payload; wake the sender if a batch is full."""
         self.in_flight_bytes += number * LINE_COST
         self._num_records += number
-        if self._outbox.put(item, number, nbytes):  # a full batch; a sender that is awake checks by itself
+        if self._outbox.put(item, number, nbytes):  # completes a full batch
             self._wake_sender()
 
     def _wake_sender(self) -> None:
-        """There may be something to send; the lock must be held."""
+        """Notify the sender that there may be items to send; the lock must be held."""
         self.lock.notify_all()
         if self._is_asleep:
             self.nudge()
@@ -210,14 +213,17 @@ class SendQueue:
             return False
         self.flush()
         self.lock.wait_for(lambda: self.dead is not None or self.has_room(nbytes), self._block_timeout_s)
-        # After a wait in vain, do not wait until the recorder responds: one timeout per stall, not one per value.
+        # After a timeout, do not wait again until the recorder responds: one timeout per stall, not one per value.
         self._stalled = not self.has_room(nbytes)
         return self.dead is None and not self._stalled
 
     # ---- the sender's thread
 
     def take(self, idle_s: float) -> list[Item]:
-        """Wait at most ``idle_s`` for enough to send, then take at most one batch; it counts as sent from now on."""
+        """Wait up to ``idle_s`` seconds for a batch, and take it; it counts as sent from now on.
+
+        Returns an empty list if no batch is ready.
+        """
         with self.lock:
             if not self._ready() and not (idle_s and self.lock.wait_for(self._ready, idle_s)):
                 return []
@@ -225,9 +231,9 @@ class SendQueue:
             return self._outbox.take()
 
     def sleep(self, most_s: float) -> float:
-        """The sender will wait elsewhere than in :meth:`take`, until :attr:`nudge` or :meth:`awake`.
+        """Note that the sender will poll its socket instead of waiting in :meth:`take`, so that it needs a nudge.
 
-        Returns for how many seconds at most; 0 when there is something to send now.
+        Returns the maximum time in seconds to poll; 0 if a batch is ready now.
         """
         with self.lock:
             pause_s = self._outbox.pause_s()
@@ -235,18 +241,18 @@ class SendQueue:
             return min(pause_s or most_s, most_s) if self._is_asleep else 0.0
 
     def awake(self) -> None:
-        """The sender no longer waits elsewhere."""
+        """Note that the sender no longer polls, and needs no nudge."""
         with self.lock:
             self._is_asleep = False
 
     def sent(self, num_batches: int) -> None:
-        """Note that the items of :meth:`take` were sent as this many batches, each acknowledged on its own."""
+        """Note that the items of :meth:`take` were sent as ``num_batches`` batches, each acknowledged separately."""
         with self.lock:
             self._num_sent += num_batches - 1
             self.lock.notify_all()
 
     def acknowledged(self, batch: RecordBatch) -> None:
-        """The recorder has the batch: free its memory."""
+        """Free the memory of a batch that the recorder has acknowledged."""
         with self.lock:
             for slot in batch.slots:
                 self._release(slot)
@@ -257,7 +263,7 @@ class SendQueue:
             self.lock.notify_all()
 
     def abandon(self, reason: str) -> bool:
-        """Nothing more can be sent; False when that was already known."""
+        """Discard all items and reject new ones, for ``reason``; return False if the queue was already dead."""
         with self.lock:
             if self.dead:
                 return False

@@ -1,4 +1,4 @@
-"""Sender: sends the queue to the recorder, in a thread that never blocks the model."""
+"""Sender: send the queue to the recorder, in a thread that never blocks the model."""
 
 import contextlib
 import logging
@@ -28,17 +28,17 @@ from tapscope.dumper.transport.shm_ring import ShmRing
 from tapscope.run_format.ledger import encode_line
 
 _log = logging.getLogger("tapscope")
-_PAUSE_S = 0.002  # how long an acknowledgement may stay unread while closing
-_SLEEP_S = 0.5  # an upper bound, for events that wake nobody up
-_SILENCE_S = 10.0  # a local recorder that lives but sends nothing for so long is given up
-_PING_S = 1.0  # after so much silence a rank on another host checks the connection
-_LAST_MESSAGE_MS = 100  # how long the last messages of a recorder that has ended may take to arrive
+_PAUSE_S = 0.002  # polling interval for acknowledgments while closing
+_SLEEP_S = 0.5  # maximum sleep, for events that do not wake the sender
+_SILENCE_S = 10.0  # a live local recorder that sends no message for this long is given up
+_PING_S = 1.0  # silence after which a rank on another host checks the connection
+_LAST_MESSAGE_MS = 100  # maximum delivery time of the last messages of a recorder that has exited
 _CAN_RECEIVE = int(zmq.POLLIN)
-_FLUSH_PATIENCE_S = 5.0  # close waits as long as acknowledgements keep coming, and this long without one
+_FLUSH_PATIENCE_S = 5.0  # close() gives up after this long without an acknowledgment
 
 
 class Wakeup:
-    """An eventfd polled together with one socket; any thread may signal it."""
+    """An eventfd that is polled together with one socket; any thread may signal it."""
 
     def __init__(self, socket: "zmq.Socket[Any]") -> None:
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -47,16 +47,16 @@ class Wakeup:
         self._poller.register(self._fd, zmq.POLLIN)
 
     def notify(self) -> None:
-        """Wake the thread that waits, or will wait next; may be called from a signal handler and after closing."""
+        """Wake the thread in :meth:`wait`, or its next call; safe in signal handlers and after :meth:`close`."""
         with contextlib.suppress(OSError):
             os.eventfd_write(self._fd, 1)
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for a message or a wakeup; False on timeout."""
-        met = dict(self._poller.poll(math.ceil(timeout_s * 1000)))
-        if self._fd in met:
+        """Wait for a message or a wakeup; return False on timeout."""
+        events = dict(self._poller.poll(math.ceil(timeout_s * 1000)))
+        if self._fd in events:
             os.eventfd_read(self._fd)
-        return bool(met)
+        return bool(events)
 
     def close(self) -> None:
         """Close the eventfd."""
@@ -64,14 +64,14 @@ class Wakeup:
 
 
 class RetryJoin(RecorderError):
-    """The recorder is busy with a change, or about to end: join again in a moment."""
+    """The recorder is busy with a change or about to exit; the join should be retried."""
 
 
 class Sender:
-    """One rank's connection to its recorder.
+    """Connection of one rank to its recorder.
 
-    Its thread sends the queue, receives messages and passes them to ``on_message``. When a connection to another host
-    breaks, both sides send again what the other has not received.
+    A thread sends the queue, receives messages and passes them to ``on_message``. After a connection to another host
+    breaks, both sides resend the messages that the other has not received.
     """
 
     def __init__(
@@ -82,7 +82,10 @@ class Sender:
         on_message: Callable[[Message], Message | None],
         log: Path,
     ) -> None:
-        """``recorder_pid`` is None when the recorder runs on another host; ``log`` is the recorder's log file."""
+        """Connect to ``endpoint``.
+
+        ``recorder_pid`` is None if the recorder runs on another host; ``log`` is the recorder's log file.
+        """
         self._endpoint = endpoint
         self._recorder_pid = recorder_pid
         self._recorder = "the recorder" + (f" (pid {recorder_pid})" if recorder_pid else f" at {endpoint.address}")
@@ -90,16 +93,17 @@ class Sender:
         self._log = log
         self.queue = queue
         self.step = -1
-        """The rank's current step, sent with every batch."""
+        """Current step of the rank, sent with every batch."""
         self.capture_steps_left: int | None = None
+        """Remaining steps of a running capture, sent with every batch; None without one."""
         self.on_tick: Callable[[], None] = lambda: None
-        """Called in the sender's thread, at least twice a second."""
+        """Callback, called in the sender's thread at least twice per second."""
         self.on_idle: Callable[[], None] = lambda: None
-        """Called there when nothing happened for half a second."""
+        """Callback, called in the sender's thread after half a second without activity."""
         self.rank_counters: Callable[[], dict[str, int]] = dict
-        """Additional counters of this rank for the recorder's state."""
+        """Callback that returns additional counters of this rank for the recorder's state."""
         self._num_batches = 0
-        self._sent = SentMessages[tuple[list[Any], RecordBatch | None]]()  # frames, and the batch that they carry
+        self._sent = SentMessages[tuple[list[Any], RecordBatch | None]]()  # (frames, batch they contain)
         self._received = ReceivedMessages()
         self._tables = SentTables()
         self._generation = -1
@@ -108,15 +112,16 @@ class Sender:
         self._last_received = self._last_ping = time.monotonic()
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 1000)
-        self._socket.setsockopt(zmq.SNDHWM, 0)  # bounded in bytes by the queue; a full socket would block the thread
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # no limit: the queue bounds bytes, and a full socket would block
         endpoint.connect(self._socket)
         self._wakeup = Wakeup(self._socket)
         self._thread = threading.Thread(target=self._run, name="tapscope-pipeline", daemon=True)
 
     def join(self, join_request: Message, ring: ShmRing | None = None, timeout_s: float = 10.0) -> Message:
-        """Join the recorder and start the thread; raises RecorderError when refused or unanswered.
+        """Join the recorder and start the thread; return the recorder's reply.
 
-        Payloads use ``ring`` once the recorder has mapped it.
+        Payloads use ``ring`` if the recorder could map it. Raises RecorderError if the recorder refuses or does not
+        answer, and RetryJoin if a later attempt may succeed.
         """
         if ring is not None:
             join_request = Message(
@@ -151,11 +156,11 @@ class Sender:
 
     @property
     def dead(self) -> str | None:
-        """Why nothing can be sent any more, or None."""
+        """Why items can no longer be sent; None while they can."""
         return self.queue.dead
 
     def load(self) -> dict[str, int]:
-        """Bytes in flight and in the ring, and the counters of ``rank_counters``."""
+        """Return the bytes in flight, the size and usage of the ring, and the counters of ``rank_counters``."""
         ring = self.queue.ring
         shared = {"shm_bytes": ring.nbytes, "shm_bytes_used": ring.used} if ring is not None else {}
         return {"queue_bytes": self.queue.in_flight_bytes, **shared, **self.rank_counters()}
@@ -165,11 +170,11 @@ class Sender:
         self.queue.append(encode_line(line))
 
     def put_message(self, message: Message) -> None:
-        """Queue a message after everything that was queued before."""
+        """Queue a message behind all items queued before."""
         self.queue.append(message)
 
     def close(self, close_message: Message) -> str | None:
-        """Send everything, then ``close_message``; returns None, or why not everything was acknowledged."""
+        """Send all queued items, then ``close_message``; return None, or the reason why some were not acknowledged."""
         self.put_message(close_message)
         self._closing = True
         self.queue.flush()
@@ -192,13 +197,13 @@ class Sender:
                 if self._closing and time.monotonic() - last_progress > _FLUSH_PATIENCE_S:
                     self._fail("it stopped acknowledging")
                     return
-        except Exception as error:  # noqa: BLE001 - whatever happens here must not reach the model
+        except Exception as error:  # noqa: BLE001 - no error of this thread may reach the model
             self._fail(f"the pipeline failed: {type(error).__name__}: {error}")
         finally:
             self._disconnect()
 
     def _take(self) -> list[Item]:
-        """The next items to send; if there are none, sleep until there are, or a message arrives."""
+        """Return the next batch of items; if none is ready, sleep until one is, a message arrives, or a timeout."""
         if self._closing or not (most_s := self.queue.sleep(_SLEEP_S)):
             return self.queue.take(_PAUSE_S)
         is_quiet = not self._wakeup.wait(most_s) and most_s == _SLEEP_S
@@ -214,7 +219,7 @@ class Sender:
         self._socket.close()
 
     def _send(self, items: list[Item]) -> int:
-        """Send items in order; returns the number of batches that will be acknowledged."""
+        """Send items in order; return the number of batches, each of which will be acknowledged."""
         before, batch = self._num_batches, RecordBatch()
         for item in items:
             if isinstance(item, Message):
@@ -233,7 +238,7 @@ class Sender:
         return self._num_batches - before
 
     def _send_batch(self, batch: RecordBatch) -> RecordBatch:
-        """Send the batch unless it is empty; returns a new one."""
+        """Send ``batch`` unless it is empty; return a new, empty batch."""
         if batch.num_lines:
             self._num_batches += 1
             position = {"current_step": self.step, "capture_steps_left": self.capture_steps_left}
@@ -241,10 +246,10 @@ class Sender:
         return RecordBatch()
 
     def _post(self, message: Message, batch: RecordBatch | None = None) -> None:
-        """Send a numbered message that must not be lost."""
+        """Send a numbered message, and keep it for retransmission until it is acknowledged."""
         frames = wire.encode(Message(message.kind, message.fields | {"n": self._sent.count}, message.frames))
         self._sent.keep((frames, batch))
-        # copy=False: the slots stay untouched until the recorder acknowledges the batch.
+        # copy=False is safe because slots do not change until the recorder acknowledges the batch.
         self._socket.send_multipart(frames, copy=False)
 
     def _receive(self) -> bool:
@@ -279,12 +284,12 @@ class Sender:
         return False
 
     def _acknowledged(self, num: int) -> bool:
-        """The recorder has handled the first ``num`` messages; returns whether that is new."""
-        arrived = self._sent.acknowledge(num)
-        for _, batch in arrived:
+        """Free the batches among the first ``num`` messages, now acknowledged; return whether any was new."""
+        acknowledged = self._sent.acknowledge(num)
+        for _, batch in acknowledged:
             if batch is not None:
                 self.queue.acknowledged(batch)
-        return bool(arrived)
+        return bool(acknowledged)
 
     def _send_position(self, *, has_gap: bool = False) -> None:
         fields = {"current_step": self.step, "load": self.load()}
@@ -300,7 +305,7 @@ class Sender:
             self._last_ping = now
             self._send_position()
         if self._recorder_pid is not None and not is_alive(self._recorder_pid):
-            if self._socket.poll(_LAST_MESSAGE_MS):  # it may say that everything is closed, or why it ended
+            if self._socket.poll(_LAST_MESSAGE_MS):  # a last message may confirm the close or state why it exited
                 return
             self._fail(f"{self._recorder} {exit_reason(self._recorder_pid, self._log)}")
         elif silence > _SILENCE_S:

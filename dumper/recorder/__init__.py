@@ -1,1 +1,1 @@
-"""The recorder: the process that writes what ranks send, and steers them."""
+"""The recorder: the process that writes the records of all ranks and controls their capture."""

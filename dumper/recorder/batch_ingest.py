@@ -1,4 +1,4 @@
-"""BatchIngest: writes the batches of the ranks to disk and publishes their lines."""
+"""BatchIngest: write the batches of the ranks to disk and publish their lines."""
 
 import time
 from collections.abc import Callable
@@ -12,17 +12,17 @@ from tapscope.run_format.writer import RankWriter
 
 
 class BatchIngest:
-    """One :class:`RankWriter` for each rank; lossy, numbered copies of the lines go to live views."""
+    """Writes batches with one :class:`RankWriter` per rank, and publishes the lines, numbered, to live views."""
 
     def __init__(self, options: dict[str, Any], publish: Callable[[Message], None]) -> None:
-        """``options`` are the recorder's (``segment_bytes``, ``fsync``)."""
+        """``options`` are the options of the recorder; uses ``segment_bytes`` and ``fsync``."""
         self._segment_bytes = int(options["segment_bytes"])
         self._fsync = options.get("fsync", "never")
         self._publish = publish
         self._num_published = 0
 
     def open_writer(self, run: Path, rank: int, open_fields: dict[str, Any]) -> RankWriter:
-        """The only writer of a rank in ``run``, with its ``open`` event written; raises RecorderError."""
+        """Open the exclusive writer of a rank in ``run`` and write its ``open`` event; raises RecorderError."""
         try:
             writer = RankWriter(run, rank, segment_bytes=self._segment_bytes, fsync=self._fsync)
             try:
@@ -35,7 +35,7 @@ class BatchIngest:
         return writer
 
     def write(self, rank: RankConnection, message: Message) -> int:
-        """Write a batch and publish its lines; returns the payload bytes. Raises OSError when it cannot be written."""
+        """Write a batch and publish its lines; return the number of payload bytes. Raises OSError."""
         lines, payloads, shared, packed = rank.unpacked(message)
         started = time.monotonic()
         written = rank.writer.batch(lines, payloads, shared, message["sharing_step"], packed)
@@ -48,12 +48,12 @@ class BatchIngest:
         return sum(memoryview(content).nbytes for content in contents)
 
     def switch_run(self, rank: RankConnection, run: Path, absent: dict[str, Any]) -> None:
-        """Close the rank's journal and continue in ``run``; ``absent`` is what the close event reports as missing."""
+        """Close the rank's writer and open one in ``run``; ``absent`` are fields of the close event on missing data."""
         rank.writer.event("close", reason="reset", **absent)
         rank.writer.close()
         rank.switch_writer(self.open_writer(run, rank.rank, rank.open_fields))
 
 
 def cannot_write(run: Path, error: OSError) -> str:
-    """The error message for a run that cannot be written."""
+    """Return the error message for a run that cannot be written."""
     return f"the recorder cannot write {run}: {error.strerror}; free disk space or choose another run"

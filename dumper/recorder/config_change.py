@@ -1,4 +1,4 @@
-"""ConfigChange: the change of configuration or run in progress, and the captures that resulted from earlier ones."""
+"""ConfigChange: coordinate changes of the configuration or run across all ranks, and track running captures."""
 
 import time
 from collections.abc import Callable
@@ -14,12 +14,15 @@ from tapscope.run_format.directory import remove_empty_run
 Answer = tuple[int, dict[str, Any]]
 """HTTP status and body."""
 Reply = Callable[[bytes, Any, int, dict[str, Any]], None]
-"""Answers a control request: ZeroMQ identity, request id, HTTP status, body."""
+"""Callback that answers a control request: (ZeroMQ identity, request id, HTTP status, body)."""
 NO_RANK = "no rank is connected; start the model first"
 
 
 class ConfigChange:
-    """Asks every rank to accept a change, then commits or cancels it and answers the client. One change at a time."""
+    """Coordinator of two-phase commits: asks every rank to accept a change, commits or cancels it, answers the client.
+
+    Only one change is in progress at a time.
+    """
 
     def __init__(
         self,
@@ -30,7 +33,10 @@ class ConfigChange:
         adopt: Callable[[Path], None],
         resumed: Callable[[], None],
     ) -> None:
-        """``adopt`` is called with a run that a reset opens, ``resumed`` when a rank that stopped captures again."""
+        """Create the coordinator of the recorder's first run.
+
+        ``adopt`` is called with the run that a reset opens, ``resumed`` when a stopped rank captures again.
+        """
         self._ranks = ranks
         self._reply = reply
         self._adopt = adopt
@@ -39,14 +45,14 @@ class ConfigChange:
         self._release: Release | None = None
         self._last_epoch = 0
         self._capture_steps: dict[int, int | None] = {}  # epoch -> capture_steps of its configuration
-        self._capture_epoch: int | None = None  # of the newest capture
+        self._capture_epoch: int | None = None  # epoch of the newest capture
         self._stop: Message | None = None  # the trigger message that stopped the capture, until it resumes
         self.epoch = 0
-        """The newest epoch that every rank accepted."""
+        """Newest epoch that every rank accepted."""
         self.config: dict[str, Any] = {}
-        """The base configuration: in force whenever no capture is."""
+        """Base configuration, which applies while no capture is running."""
         self.run = run
-        """The run that ranks write now."""
+        """Run that the ranks currently write."""
 
     @property
     def busy(self) -> bool:
@@ -56,10 +62,14 @@ class ConfigChange:
     # ---- requests
 
     def propose(self, identity: bytes, request: Any, payload: dict[str, Any], shown: dict[str, Any]) -> Answer | None:
-        """Ask every rank to accept ``payload``; None until they have answered. The answer repeats ``shown``."""
+        """Ask every rank to accept the change ``payload``.
+
+        Returns None if the question was sent; the client receives the outcome, which includes ``shown``, once the ranks
+        have answered. Returns an error answer if no change is possible now.
+        """
         if (refusal := self.refusal()) is not None:
             return refusal
-        self._last_epoch += 1  # never reused: an answer to a cancelled change must not count for the next one
+        self._last_epoch += 1  # never reused, so that a late answer to a canceled change cannot count for the next one
         epoch = self._last_epoch
         self._change = Transaction(
             epoch=epoch, payload=payload, shown=shown, reply_to=identity, request_id=request, **self._members()
@@ -68,7 +78,7 @@ class ConfigChange:
         return None
 
     def release(self, identity: bytes, request: Any, past: int) -> Answer | None:
-        """Ask every rank's flight recorder for its last ``past`` steps."""
+        """Ask every rank to release the last ``past`` steps of its flight recorder; return None or an error answer."""
         if not self._ranks.present():
             return 409, {"error": NO_RANK}
         if self._release is not None:
@@ -80,7 +90,7 @@ class ConfigChange:
         return None
 
     def refusal(self) -> Answer | None:
-        """Why nothing can be changed now, or None."""
+        """Return the error answer if no change is possible now, else None."""
         if self._change is not None:
             return 409, {"error": "another change is in progress; try again in a second"}
         if not self._ranks.present():
@@ -88,7 +98,7 @@ class ConfigChange:
         return None
 
     def running_capture(self) -> str | None:
-        """A phrase that describes the capture in progress; None when there is none."""
+        """Return a phrase that describes the running capture; None if there is none."""
         if self._capture_epoch is None:
             return None
         left = {}
@@ -106,12 +116,12 @@ class ConfigChange:
     # ---- ranks
 
     def from_rank(self, rank: RankConnection, message: Message) -> None:
-        """Handle a rank's answer or report.
+        """Handle an answer or report of a rank.
 
-        ``accept`` answers a prepare, ``applied`` names the step from which a commit applies, ``released`` answers a
-        release. ``trigger`` is forwarded to the other ranks, ``stopped`` says why a rank captures no more.
-        ``divergence`` (``found``) reports the first divergence of a step from the reference run.
-        ``call_count`` (``method``, ``count``, ``config``) counts the calls of a method that all ranks should make.
+        ``accept`` answers a ``prepare``, ``applied`` states the step from which a commit applies, and ``released``
+        answers a ``release``. ``trigger`` is forwarded to the other ranks; ``stopped`` states why a rank no longer
+        captures. ``divergence`` (``found``) reports the first divergence of a step from the reference run.
+        ``call_count`` (``method``, ``count``, ``config``) reports the calls of a method that all ranks should call.
         """
         if message.kind == "accept" and self._change and message["epoch"] == self._change.epoch:
             self._change.unmatched[rank.rank] = dict(message.fields.get("unmatched") or {})
@@ -148,12 +158,12 @@ class ConfigChange:
             self._change.applied[rank.rank] = message["step"]
 
     def rank_joined(self, rank: RankConnection) -> None:
-        """A rank that joins after a trigger stopped the capture must stop too."""
+        """Send the stop message to a rank that joins after a trigger stopped the capture."""
         if self._stop is not None:
             self._ranks.send_reliably(rank, self._stop)
 
     def rank_left(self, rank: RankConnection) -> None:
-        """Stop waiting for a rank that is gone."""
+        """Stop waiting for answers of a rank that left."""
         for inquiry in (self._change, self._release):
             if inquiry is not None:
                 inquiry.forget(rank.rank, rank.left or "gone")
@@ -161,7 +171,7 @@ class ConfigChange:
     # ---- progress
 
     def advance(self) -> None:
-        """Commit once every rank has accepted; answer once there is an outcome."""
+        """Commit the change once every rank accepted it, and answer clients whose outcome is known."""
         if self._release is not None and (outcome := self._release.outcome()) is not None:
             release, self._release = self._release, None
             self._reply(release.reply_to, release.request_id, *outcome)
@@ -195,7 +205,7 @@ class ConfigChange:
         self._ranks.send_to_all(Message("commit", {"epoch": change.epoch, "step": step}))
 
     def end(self) -> None:
-        """The recorder ends: answer anyone who still waits."""
+        """Answer all waiting clients with status 503, because the recorder exits."""
         for inquiry in (self._change, self._release):
             if inquiry is not None:
                 self._reply(inquiry.reply_to, inquiry.request_id, 503, {"error": "the recorder has just ended"})

@@ -1,4 +1,4 @@
-"""ControlHandler: the recorder's answers to control requests, from HTTP or from ``tapscope ctl``."""
+"""ControlHandler: answer control requests from HTTP and from ``tapscope ctl``."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -18,17 +18,20 @@ from tapscope.run_format.directory import create_run
 
 MAX_STEPS = 1_000_000_000
 MAX_RULES = 1000
-"""Every rank matches each rule against each of its sites, next to a running model."""
+"""Maximum number of rules or triggers; each rank matches all of them against its sites while the model runs."""
 _EVERYTHING = {"enabled": True, "mode": "all", "keep": "full", "rules": [], "filter": None}
 _NUMBERED_RUN = re.compile(r"(.+)-[1-9][0-9]{0,5}")
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,120}")
 
 
 class ControlHandler:
-    """Answers requests. A handler returns its answer immediately, or None when it has to ask the ranks first."""
+    """Dispatcher of control requests.
+
+    A handler returns its answer, or None if the answer follows later because it depends on the ranks.
+    """
 
     def __init__(self, run: Path, ranks: RankRegistry, change: ConfigChange, *, reply: Reply, live: str) -> None:
-        """``run`` is the recorder's first run, ``live`` the address of the live record lines."""
+        """``run`` is the recorder's first run, ``live`` the address of the PUB socket with live record lines."""
         self._run = run
         self._ranks = ranks
         self._change = change
@@ -47,7 +50,7 @@ class ControlHandler:
         }
 
     def joined(self, join: Message) -> dict[str, Any]:
-        """The reply to a rank that joins. The first one brings the manifest and the configuration."""
+        """Return the fields of the reply to a joining rank; adopt manifest and configuration of the first rank."""
         change = self._change
         if not change.config:
             self._manifest, change.config = join["manifest"], join["config"]
@@ -55,12 +58,12 @@ class ControlHandler:
         return {"epoch": change.epoch, "config": change.config, "run": str(change.run)}
 
     def add_modules(self, modules: list[Any]) -> None:
-        """Add ``[path, class, ports]`` of tapped modules; pipeline stages hold different ones."""
+        """Register tapped modules, each ``[path, class, ports]``; pipeline stages have different modules."""
         for module in modules:
             self._modules.setdefault(module[0], module)
 
     def request(self, identity: bytes, message: Message) -> None:
-        """Handle a control request; a change is answered once the ranks have answered."""
+        """Handle a control request; the reply to a change is sent once the ranks have answered."""
         verb, body, request = message["verb"], message.fields.get("body") or {}, message["id"]
         handler = self._handlers.get(verb) if isinstance(verb, str) else None
         if handler is None:
@@ -175,7 +178,7 @@ class ControlHandler:
                 number = len(getattr(config, name))
                 return 400, {"error": f"{name}: {number} given, at most {MAX_RULES} allowed; use globs"}
         content = config.to_json()
-        # The base is included: a rank that was idle may never have applied what a capture falls back to.
+        # Includes the base configuration, to which a capture falls back: an idle rank may never have applied it.
         payload = {"config": content, "base": self._change.config}
         shown: dict[str, Any] = {"config": {name: content[name] for name in (*RUNTIME_FIELDS, "capture_steps")}}
         if (running := self._change.running_capture()) is not None:
@@ -185,7 +188,7 @@ class ControlHandler:
         return self._change.propose(identity, request, payload, shown)
 
     def _lack_of_space(self, config: DumperConfig) -> str:
-        """Why nothing would be captured on the disk of the run; empty if there is space."""
+        """Return why a lack of disk space would prevent the capture; empty if there is enough space."""
         free, minimum = free_bytes(self._change.run), config.min_free_bytes or 0
         if free is None or free >= minimum:
             return ""
@@ -201,9 +204,9 @@ class ControlHandler:
 
 
 def next_run(base: Path, body: Mapping[str, Any]) -> Path:
-    """The directory in which a reset continues: the body's ``run``, else ``base`` with the next free number.
+    """Return the directory of the run that a reset opens: ``run`` of the body, or ``base`` with the next free number.
 
-    Raises ConfigError.
+    Raises ConfigError for an unknown field, and for a name that is invalid or taken.
     """
     if unknown := set(body) - {"run"}:
         raise ConfigError(f"unknown field {min(unknown)!r} of reset; the only valid field is run")
@@ -220,7 +223,10 @@ def next_run(base: Path, body: Mapping[str, Any]) -> Path:
 
 
 def _unnumbered(run: Path) -> Path:
-    """The run that ``run`` is numbered after: a recorder started for NAME-2 does not know NAME."""
+    """Return the run NAME if ``run`` is NAME-2 and NAME exists, else ``run``.
+
+    A recorder started for NAME-2 does not know whether the number was added by a reset.
+    """
     numbered = _NUMBERED_RUN.fullmatch(run.name)
     first = None if numbered is None else run.with_name(numbered[1])
     return run if first is None or not first.is_dir() else first

@@ -1,4 +1,4 @@
-"""DiskSpaceGuard: stops the capture before the disk of the run is full."""
+"""DiskSpaceGuard: stop the capture before the disk of the run is full."""
 
 import os
 import time
@@ -13,10 +13,10 @@ _EVERY_S = 0.5
 
 
 class DiskSpaceGuard:
-    """Tells every rank that still captures to stop when free space falls below ``min_free_bytes``."""
+    """Sends ``disk_low`` to every rank that still captures when free disk space falls below ``min_free_bytes``."""
 
     def __init__(self, ranks: RankRegistry, limit: Callable[[], tuple[Path, int | None]], send: Send) -> None:
-        """``limit`` returns the current run and its ``min_free_bytes``."""
+        """``limit`` returns the current run and its ``min_free_bytes`` (None: no limit)."""
         self._ranks = ranks
         self._limit = limit
         self._send = send
@@ -25,13 +25,13 @@ class DiskSpaceGuard:
         self._last_sent: dict[int, float] = {}  # rank -> time of the last message
 
     def wrote(self, nbytes: int) -> None:
-        """Count written bytes; checks the disk every few MiB or half second."""
+        """Account for ``nbytes`` written bytes; check the disk every 4 MiB or 0.5 s."""
         self._unchecked_bytes += nbytes
         if self._unchecked_bytes >= _EVERY_BYTES or time.monotonic() - self._last_check > _EVERY_S:
             self.check()
 
     def check(self) -> None:
-        """Check free space now."""
+        """Check free disk space now, and notify ranks if it is low."""
         self._unchecked_bytes, self._last_check = 0, time.monotonic()
         run, minimum = self._limit()
         if not minimum or (free := free_bytes(run)) is None or free >= minimum:
@@ -43,7 +43,7 @@ class DiskSpaceGuard:
 
 
 def free_bytes(path: Path) -> int | None:
-    """Bytes an unprivileged user may still write to the file system of ``path``; None when it cannot be queried."""
+    """Return the bytes available to unprivileged users on the file system of ``path``; None if the query fails."""
     try:
         status = os.statvfs(path)
     except OSError:

@@ -1,4 +1,4 @@
-"""Endpoints: the sockets through which ranks, control clients and live views reach the recorder."""
+"""Endpoints: the sockets of the recorder for ranks, control clients and live views."""
 
 import contextlib
 import fcntl
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 
 
 class Endpoints:
-    """A ROUTER socket for ranks and control clients, a PUB socket for live views; on request a TCP port and HTTP."""
+    """A ROUTER socket for ranks and control clients, a PUB socket for live views; optionally a TCP port and HTTP."""
 
     def __init__(self) -> None:
         self._home = _private_directory()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
         self._router.linger = 1000
-        self._router.router_handover = True  # a rank that reconnects under its own name continues
-        self._router.sndhwm = 0  # at its high-water mark a ROUTER would silently drop acknowledgements
+        self._router.router_handover = True  # a rank that reconnects keeps its identity
+        self._router.sndhwm = 0  # no high-water mark: a ROUTER would silently drop acknowledgments
         self._live = self._context.socket(zmq.PUB)
         self._live.linger = 0
         self.address = f"ipc://{self._home}/recorder"
@@ -44,10 +44,10 @@ class Endpoints:
         self._network: NetworkListener | None = None
         self._server: ControlServer | None = None
         self.http: str | None = None
-        """``HOST:PORT`` of the HTTP control."""
+        """``HOST:PORT`` of the HTTP control server; None if it is off."""
 
     def open(self, options: dict[str, Any]) -> None:
-        """Open the TCP port and HTTP if ``options`` ask for them; raises ConfigError or ListenError."""
+        """Open the TCP port and the HTTP server if ``options`` request them; raises ConfigError or ListenError."""
         if (where := options.get("network")) is not None:
             self._network = NetworkListener(self._router, where)
         if (control := options.get("control")) is not None:
@@ -72,17 +72,17 @@ class Endpoints:
         self._server.start()
 
     def description(self) -> dict[str, Any]:
-        """The content of ``recorder.json``: how to connect. It may hold the key of the network."""
+        """Return the content of ``recorder.json``: the addresses to connect to, and the key of the TCP port if open."""
         content = {"pid": os.getpid(), "host": socket.gethostname(), "wire": wire.VERSION, "http": self.http}
         content |= {"address": self.address, "live": self.live_address}
         return content | {"network": self._network.description() if self._network else None}
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether a message has arrived within the time."""
+        """Wait up to ``timeout_s`` for a message; return whether one is available."""
         return bool(self._router.poll(timeout=int(timeout_s * 1000)))
 
     def receive(self) -> tuple[bytes, list[Any]] | None:
-        """Identity of the sender and frames of the next message; None when there is none."""
+        """Return (identity of the sender, frames) of the next message, without waiting; None if there is none."""
         try:
             frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
         except zmq.Again:
@@ -90,16 +90,16 @@ class Endpoints:
         return frames[0].bytes, [frames[1].buffer, *frames[2:]] if len(frames) > 1 else []
 
     def send(self, identity: bytes, message: Message) -> None:
-        """Send to a rank or control client; one that is gone loses the message."""
+        """Send a message to a rank or control client; dropped if the peer is gone."""
         self._router.send_multipart([identity, *wire.encode(message)])
 
     def publish(self, message: Message) -> None:
-        """Send to the live views; one that is too slow loses the message."""
+        """Publish a message to the live views; subscribers that are too slow lose messages."""
         self._live.send_multipart([b"live", *wire.encode(message)])
 
     def close(self) -> None:
-        """Close every socket, and wait until the last messages are sent: a process that ends would lose them."""
-        self._router.close()  # before the control server ends: its pending requests are then answered with a 503
+        """Close all sockets and wait until the last messages are sent, which would be lost if the process exited."""
+        self._router.close()  # before the control server stops, so that it answers pending requests with status 503
         self._live.close()
         if self._network is not None:
             self._network.close()
@@ -110,31 +110,31 @@ class Endpoints:
 
 
 class RecorderFile:
-    """The ``recorder.json`` in each run that this process writes: it says how to connect."""
+    """The ``recorder.json`` with the recorder's address, in each run that this process writes."""
 
     def __init__(self, endpoints: Endpoints) -> None:
         self._endpoints = endpoints
         self._runs: list[Path] = []
 
     def write(self, run: Path) -> None:
-        """Write it, readable by this user only; raises OSError."""
+        """Write ``recorder.json`` into ``run``, readable by this user only; raises OSError."""
         self._runs.append(run)
         write_private(run / RECORDER_FILE, json.dumps(self._endpoints.description()))
 
     def write_locked(self, run: Path) -> None:
-        """Lock a run that a reset opened against other recorders, then :meth:`write`; raises OSError."""
+        """Lock a run opened by a reset against other recorders, then write ``recorder.json``; raises OSError."""
         lock = open_regular(run / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held until this process exits
         self.write(run)
 
     def remove(self) -> None:
-        """Remove it from every run: nobody can join any more."""
+        """Remove ``recorder.json`` from every run, so that no process tries to join any more."""
         for run in self._runs:
             with contextlib.suppress(OSError):
                 (run / RECORDER_FILE).unlink(missing_ok=True)
 
 
 def _private_directory() -> Path:
-    """A directory of mode 0700 for sockets that only this user reaches; their paths must not exceed 107 bytes."""
+    """Create a directory of mode 0700 for Unix sockets, whose paths are limited to 107 bytes."""
     short = len(tempfile.gettempdir()) < 60
     return make_tempdir(None if short else Path("/tmp"))

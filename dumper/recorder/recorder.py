@@ -1,10 +1,10 @@
-"""The recorder: a process without torch that writes what the ranks of one job send, and controls their capture.
+"""The recorder: a process without torch that writes the records of all ranks of a job and controls their capture.
 
     python -m tapscope.dumper.recorder RUN [--lock-fd N] <OPTIONS.json
 
-Options are read from standard input: they may hold a token, and command lines are visible to every user. Ranks use its
-ROUTER socket (batches, answers), and so do control clients (requests); record lines are also published on a PUB
-socket, lossy and numbered, for live views.
+Options are read from standard input because they may contain a token, and command lines are visible to all users. Ranks
+(batches, answers) and control clients (requests) connect to a ROUTER socket. Record lines are also published on a PUB
+socket for live views; this feed is numbered and may lose messages.
 """
 
 import argparse
@@ -38,13 +38,16 @@ from tapscope.run_format.manifest import rank_dir
 
 _HEARTBEAT_S = 0.5
 _OPEN_FILES = 65536
-_NICE = 10  # while indexes are written
-_GRACE_S = 30.0  # after SIGTERM: a signal that ends a whole job leaves its ranks this long to finish
-_MAX_BURST = 64  # messages handled in a row before the next heartbeat
+_NICE = 10  # niceness while writing record indexes
+_GRACE_S = 30.0  # after SIGTERM: time for the ranks to finish, as the signal often goes to the whole job
+_MAX_BURST = 64  # maximum number of messages handled before the next heartbeat check
 
 
 class Recorder:
-    """Receives messages and passes each to the part that handles it. The parts know callbacks, never the recorder."""
+    """Event loop of the recorder: receives messages and dispatches them to components.
+
+    Components receive callbacks and have no reference to the recorder.
+    """
 
     def __init__(self, path: Path, options: dict[str, Any]) -> None:
         self.path = path
@@ -66,12 +69,15 @@ class Recorder:
     # ---- start and end
 
     def open(self) -> None:
-        """Accept ranks; raises ConfigError, ListenError, or OSError when ``recorder.json`` cannot be written."""
+        """Start to accept connections, and publish the address in ``recorder.json``.
+
+        Raises ConfigError or ListenError, or OSError if ``recorder.json`` cannot be written.
+        """
         self._endpoints.open(self._options)
         self._recorder_file.write(self.path)
 
     def run(self) -> None:
-        """Serve until every rank has left. After SIGTERM wait for connected ranks only, for a limited time."""
+        """Serve until every rank has left; after SIGTERM, wait only for connected ranks, for a limited time."""
         signal.signal(signal.SIGTERM, self._on_sigterm)
         last_heartbeat = time.monotonic()
         while not (self._ranks.is_finished or self._must_stop):
@@ -83,7 +89,7 @@ class Recorder:
                 self._ranks.heartbeat(self._leave)
 
     def close(self) -> None:
-        """Seal everything and leave nothing but the run."""
+        """Disconnect all ranks, seal their files, and remove files that are not part of the run."""
         self._recorder_file.remove()
         reason = "the recorder was stopped by a signal"
         for rank in self._ranks.present():
@@ -97,7 +103,7 @@ class Recorder:
                 log.unlink()
 
     def index(self) -> None:
-        """Write record indexes, so that the run opens fast; nobody waits for this process any more."""
+        """Write record indexes at low priority, so that the run opens fast; no process waits for the recorder now."""
         with contextlib.suppress(OSError):
             os.nice(_NICE)
         for rank in self._ranks.ranks.values():
@@ -105,7 +111,7 @@ class Recorder:
 
     def log(self, text: str) -> None:
         """Write a line to the recorder's log."""
-        with contextlib.suppress(OSError):  # the log is stored in the run, whose disk may be full
+        with contextlib.suppress(OSError):  # the log is in the run directory, whose disk may be full
             print(text, file=sys.stderr, flush=True)
 
     def _on_sigterm(self, *_: object) -> None:
@@ -114,7 +120,7 @@ class Recorder:
 
     @property
     def _must_stop(self) -> bool:
-        """Whether SIGTERM came and no rank is connected, or it came twice, or too long ago."""
+        """Whether SIGTERM arrived and no rank is connected, the grace period has passed, or SIGTERM arrived twice."""
         if not self._num_sigterm:
             return False
         is_late = time.monotonic() - self._sigterm_at > _GRACE_S
@@ -124,7 +130,7 @@ class Recorder:
         self._endpoints.send(identity, Message("reply", {"id": request, "status": status, "body": body}))
 
     def _adopt(self, run: Path) -> None:
-        """Mark a run that a reset opened as being recorded by this process."""
+        """Mark a run created by a reset as recorded by this process: lock it and write its ``recorder.json``."""
         try:
             self._recorder_file.write_locked(run)
         except OSError as error:
@@ -159,7 +165,7 @@ class Recorder:
             self._endpoints.send(identity, rank.close_message)
 
     def _receive(self, rank: RankConnection, message: Message) -> None:
-        """Handle a rank's message, unless it came before or an earlier one is lost."""
+        """Handle a message of a joined rank, unless it is a duplicate or follows a lost message."""
         rank.note_message(message)
         if message.kind == "position":
             self._catch_up(rank, message)
@@ -174,7 +180,7 @@ class Recorder:
             self._endpoints.send(rank.identity, Message("ack", {"received": rank.received.count}))
 
     def _catch_up(self, rank: RankConnection, position: Message) -> None:
-        """After a broken connection: send again what the rank has not got, and ask for what is missing here."""
+        """Resynchronize after a broken connection: resend messages the rank lacks, and request those missing here."""
         rank.sent.acknowledge(position["received"])
         if position["has_gap"]:
             for message in rank.sent.since(position["received"]):
@@ -197,7 +203,10 @@ class Recorder:
     # ---- ranks
 
     def _join(self, identity: bytes, join: Message) -> None:
-        """A rank asks to join: send it ``joined`` or ``refused``; raises what is wrong with its message."""
+        """Handle the join request of a rank: reply ``joined`` or ``refused``.
+
+        Raises RecorderError if the run or the files of the rank cannot be created.
+        """
         self._ranks.note_attempt()
         fields, number, change = join["opening"], int(join["rank"]), self._change
         refusal = self._ranks.refusal(number, self.path)
@@ -232,7 +241,7 @@ class Recorder:
             return None
 
     def _write_batch(self, rank: RankConnection, message: Message) -> None:
-        """Write it; a rank whose batch cannot be written leaves."""
+        """Write a batch; if that fails, disconnect the rank with the reason."""
         try:
             nbytes = self._ingest.write(rank, message)
         except OSError as error:
@@ -242,7 +251,10 @@ class Recorder:
         self._disk.wrote(nbytes)
 
     def _switch_run(self, rank: RankConnection, message: Message) -> None:
-        """A rank continues in another run: the agreed one, or with a ``manifest`` one of its own choice."""
+        """Handle ``reopen``: the rank continues in another run.
+
+        That run was agreed on by all ranks, unless the message has a ``manifest``: then it is created on demand.
+        """
         run, manifest = Path(message["run"]), message.fields.get("manifest")
         if manifest is not None:
             problem = self._create_run(run, manifest, rank.rank)
@@ -253,7 +265,7 @@ class Recorder:
         self._ingest.switch_run(rank, run, message["absent"])
 
     def _create_run(self, run: Path, manifest: dict[str, Any], rank: int) -> str | None:
-        """Create a run that a rank asks for, unless another rank has done so; why not, or None."""
+        """Create a run on request of a rank, unless another rank did so already; return the error message or None."""
         change = self._change
         if run == change.run and run != self.path and not rank_dir(run, rank).exists():
             return None
@@ -269,13 +281,13 @@ class Recorder:
         return None
 
     def _leave(self, rank: RankConnection, why: str, reason: str, close_message: Message | None) -> None:
-        """Seal a rank's journal, tell the rank, and stop waiting for its answers."""
+        """Seal the files of a rank, send it ``close_message``, and stop waiting for its answers."""
         self._ranks.remove(rank, why, reason, close_message)
         self._change.rank_left(rank)
 
 
 def _allow_many_files() -> None:
-    """Raise the limit of open files: idle connections must not keep segments from opening."""
+    """Raise the soft limit of open files, so that idle connections cannot prevent opening segments."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -284,12 +296,12 @@ def _allow_many_files() -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point; a failure to start is written to the log, where the first rank reads it."""
+    """Entry point; a startup failure is written as JSON to stderr, i.e. to the log that the first rank reads."""
     parser = argparse.ArgumentParser(prog="tapscope-recorder")
     parser.add_argument("run", type=Path)
     parser.add_argument("--lock-fd", type=int, help="held open: its lock shows that this recorder runs")
     args = parser.parse_args(argv)
-    faulthandler.enable()  # a crash in a library is logged, too
+    faulthandler.enable()  # log crashes in native libraries
     _allow_many_files()
     recorder = Recorder(args.run, json.load(sys.stdin))
     try:
@@ -303,12 +315,12 @@ def main(argv: list[str] | None = None) -> int:
         with contextlib.suppress(OSError):
             print(json.dumps({"error": "RecorderError", "message": text}), file=sys.stderr, flush=True)
         return RecorderError.exit_code
-    except Exception:  # noqa: BLE001 - to the log, before closing removes an empty one
+    except Exception:  # noqa: BLE001 - log it before close() removes an empty log
         traceback.print_exc()
         return RecorderError.exit_code
     finally:
         recorder.close()
     if args.lock_fd is not None:
-        os.close(args.lock_fd)  # the run is finished, and may be compacted, say
+        os.close(args.lock_fd)  # the run is finished: release it, e.g. for a compaction
     recorder.index()
     return 0

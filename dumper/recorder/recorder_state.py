@@ -1,4 +1,4 @@
-"""What the recorder reports of its ranks: their state, and hints about problems."""
+"""Recorder state: the status of all ranks, the verdict of the live comparison, and hints about problems."""
 
 import time
 from typing import Any
@@ -8,13 +8,13 @@ from tapscope.dumper.recorder.rank_registry import RankRegistry
 from tapscope.dumper.recorder.two_phase_commit import ranks_text
 
 DRIFT_S = 10.0
-"""A rank that is behind the others for this long gets a hint."""
+"""Time in seconds that a rank must lag behind the others before a hint is reported."""
 _DEPRECATED = {"capture_left": "capture_steps_left", "ring_bytes": "shm_bytes", "ring_bytes_used": "shm_bytes_used"}
-"""Old field of a rank's state, kept for one release -> the current one."""
+"""Deprecated field of a rank's state, kept for one release -> current field."""
 
 
 def rank_states(ranks: RankRegistry) -> list[dict[str, Any]]:
-    """One object for each rank that ever joined, in order."""
+    """Return the state of each rank that ever joined as a JSON object, ordered by rank."""
     return [_rank_state(rank) for _, rank in sorted(ranks.ranks.items())]
 
 
@@ -40,7 +40,7 @@ def _rank_state(rank: RankConnection) -> dict[str, Any]:
 
 
 def verdict(ranks: RankRegistry) -> dict[str, Any]:
-    """The result of the live comparison on all ranks, and the first divergence of them all."""
+    """Return the result of the live comparison: verdict, first divergence over all ranks, and the result per rank."""
     each: list[dict[str, Any]] = [
         {
             "rank": rank.rank,
@@ -60,7 +60,7 @@ def verdict(ranks: RankRegistry) -> dict[str, Any]:
 
 
 def hints(ranks: RankRegistry) -> list[str]:
-    """Signs that not all ranks make the same calls."""
+    """Return hints about likely problems: missing, silent or lagging ranks, uneven calls, and unmatched rules."""
     present = ranks.present()
     sentences = [_missing(ranks), *(_silent(rank) for rank in present), _uneven_calls(present), _unmatched_rule(ranks)]
     sentences += [_lagging(rank, present) for rank in present]
@@ -101,7 +101,7 @@ def _lagging(rank: RankConnection, present: list[RankConnection]) -> str | None:
 
 def _uneven_calls(present: list[RankConnection]) -> str | None:
     if time.monotonic() - max((rank.last_call for rank in present), default=0.0) < DRIFT_S:
-        return None  # the others may be about to make the call
+        return None  # other ranks may be about to make the call
     for method in sorted({name for rank in present for name in rank.call_counts}):
         counts = {rank.rank: rank.call_counts.get(method, 0) for rank in present}
         if len(set(counts.values())) > 1:
@@ -111,7 +111,7 @@ def _uneven_calls(present: list[RankConnection]) -> str | None:
 
 
 def _unmatched_rule(ranks: RankRegistry) -> str | None:
-    """A rule of the first configuration that no rank of a complete job matches."""
+    """Return a hint if a rule of the initial configuration matches no site on any rank, once all ranks joined."""
     joined = list(ranks.ranks.values())
     if len(joined) < ranks.world_size:
         return None

@@ -1,4 +1,4 @@
-"""Inquiries of the recorder: one question to every rank, and the outcome of the answers."""
+"""Inquiries: requests from the recorder to every rank, e.g. two-phase commits, and their outcomes."""
 
 import time
 from collections.abc import Iterable, Mapping
@@ -6,41 +6,45 @@ from dataclasses import dataclass, field
 from typing import Any
 
 PREPARE_TIMEOUT_S = 5.0
-"""How long a rank may take to accept, refuse or release."""
+"""Timeout in seconds for a rank to accept, refuse or release."""
 APPLY_WAIT_S = 1.0
-"""How long the answer waits for ranks to reach the step; idle ranks are then reported as pending."""
+"""Maximum time in seconds that the reply waits for ranks to apply a commit; idle ranks are then reported as pending."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Inquiry:
-    """A question to every connected rank, and the answers so far."""
+    """A request to every connected rank, and the answers so far."""
 
     epoch: int
-    """Number of the inquiry; of a change, the epoch it would open."""
+    """Number of the inquiry; for a change, the epoch that its commit starts."""
     reply_to: bytes
+    """ZeroMQ identity of the client."""
     request_id: Any
     members: frozenset[int]
+    """Connected ranks, which must answer."""
     absent: dict[int, str]
-    """Ranks that cannot be asked, or have left since -> why; the answer lists them too."""
+    """Rank that was not connected or has left since -> reason; included in the reply."""
     waiting: set[int] = field(init=False)
-    """Ranks that have not answered."""
+    """Ranks that have not answered yet."""
     died: set[int] = field(default_factory=set)
     """Ranks that left before they answered."""
     refusals: dict[int, str] = field(default_factory=dict)
+    """Rank -> problem it reported."""
     deadline: float = field(init=False)
+    """Time on the monotonic clock after which missing answers are a timeout."""
 
     def __post_init__(self) -> None:
         self.waiting = set(self.members)
         self.deadline = time.monotonic() + PREPARE_TIMEOUT_S
 
     def answer(self, rank: int, problem: str | None) -> None:
-        """A rank accepted (None) or named a problem."""
+        """Note the answer of a rank: None if it accepted, else its problem."""
         self.waiting.discard(rank)
         if problem is not None:
             self.refusals[rank] = problem
 
     def forget(self, rank: int, why: str) -> None:
-        """A rank left."""
+        """Note that a rank left, and stop waiting for its answer."""
         self.absent[rank] = why
         if rank in self.waiting:
             self.waiting.discard(rank)
@@ -53,7 +57,7 @@ class Inquiry:
         return time.monotonic() > self.deadline
 
     def lost(self) -> str | None:
-        """A sentence that names the ranks that left or do not answer; None while every answer may still come."""
+        """Return a phrase that names the ranks that left or timed out; None while all answers may still arrive."""
         if self.died and not self.waiting:
             return f"{ranks_text(self.died)} left before answering"
         if self.waiting and self.is_late:
@@ -61,7 +65,7 @@ class Inquiry:
         return None
 
     def by_rank(self, answers: Mapping[int, Any]) -> dict[str, Any]:
-        """The answers by rank, in order."""
+        """Return rank -> answer in rank order, including absent ranks and ranks without an answer."""
         known: dict[int, Any] = dict(self.absent)
         known |= dict.fromkeys(self.waiting, "no answer")
         known |= {rank: answers[rank] for rank in self.members - self.waiting if rank in answers}
@@ -70,27 +74,27 @@ class Inquiry:
 
 @dataclass(slots=True, kw_only=True)
 class Transaction(Inquiry):
-    """A change that every rank accepts before any applies it."""
+    """A two-phase commit: every rank must accept a change before any rank applies it."""
 
     payload: dict[str, Any]
-    """What ranks are asked to accept: ``config`` and its ``base``, or ``run`` for a reset."""
+    """The proposed change: ``config`` and its ``base``, or ``run`` for a reset."""
     shown: dict[str, Any]
-    """The part of it that the answer repeats."""
+    """Fields of the change that the reply repeats."""
     committed_at: int | None = None
-    """Step named in the commit; None while preparing."""
+    """Step of the commit message; None during the prepare phase."""
     applied: dict[int, int] = field(default_factory=dict)
-    """rank -> step from which it applies."""
+    """Rank -> step from which the change applies there."""
     unmatched: dict[int, dict[str, str]] = field(default_factory=dict)
-    """rank -> rules that match no site there, each with an explanation."""
+    """Rank -> rules that match no site there, each with an explanation."""
 
     @property
     def accepted(self) -> bool:
-        """Whether every rank accepted and the commit may be sent."""
+        """Whether every rank accepted, so that the commit can be sent."""
         ready = not self.waiting and not self.died and self.committed_at is None
         return ready and not self.refusals and self._unmatched_everywhere() is None
 
     def commit(self, step: int) -> None:
-        """The commit was sent."""
+        """Note that the commit was sent with ``step``; wait for ranks to apply it from now on."""
         self.committed_at = step
         self.deadline = time.monotonic() + APPLY_WAIT_S
 
@@ -119,7 +123,7 @@ class Transaction(Inquiry):
         return None
 
     def _unmatched_everywhere(self) -> dict[int, str] | None:
-        """rank -> why a rule that no rank matches is refused; None when every rule matches on some rank."""
+        """Return rank -> explanation for a rule that matches on no rank; None if every rule matches on some rank."""
         rules = [set(self.unmatched.get(rank, ())) for rank in self.members]
         nowhere = set.intersection(*rules) if rules else set()
         if not nowhere:
@@ -130,11 +134,11 @@ class Transaction(Inquiry):
 
 @dataclass(slots=True, kw_only=True)
 class Release(Inquiry):
-    """A request that the flight recorders of all ranks send their last ``past`` steps."""
+    """A request to the flight recorders of all ranks to send their last ``past`` steps."""
 
     past: int
     released: dict[int, dict[str, int]] = field(default_factory=dict)
-    """rank -> ``steps`` and ``bytes`` it has sent."""
+    """Rank -> number of ``steps`` and ``bytes`` it has sent."""
 
     def outcome(self) -> tuple[int, dict[str, Any]] | None:
         """The HTTP status and body of the answer; None while there is none."""
@@ -153,13 +157,13 @@ class Release(Inquiry):
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
-    """``rank 1``, ``ranks 1, 2``."""
+    """Format rank numbers: ``rank 1``, ``ranks 1, 2``."""
     numbers = sorted(ranks)
     return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
 def one_text(reasons: Mapping[int, str]) -> str:
-    """The common reason, or each rank's own when they differ."""
+    """Return the common reason of all ranks, or the reason of each rank if the reasons differ."""
     different = sorted(set(reasons.values()))
     if len(different) == 1:
         return different[0]

@@ -1,1 +1,1 @@
-"""Recording: one run of one rank, with its models, its steps and the configuration in force."""
+"""Recording: the state of one open run on one rank: models, steps and active configuration."""

@@ -1,4 +1,4 @@
-"""ActiveConfig: the configuration in force on one rank, and the changes to apply before the next step."""
+"""ActiveConfig: the active configuration of one rank, and the changes to apply before the next step."""
 
 import contextlib
 import logging
@@ -30,9 +30,9 @@ _log = logging.getLogger("tapscope")
 
 
 class ActiveConfig:
-    """Applies changes of the recorder (with all ranks) and of this process, between steps.
+    """Applies configuration changes between steps: those agreed on by all ranks, and those of this process.
 
-    A change places the taps again and replaces the rules for explicit values.
+    A change replaces the taps and the rules for explicit dumps.
     """
 
     def __init__(
@@ -44,31 +44,31 @@ class ActiveConfig:
         client: RecorderClient | None,
     ) -> None:
         self.config = self.base = config
-        """In force; and what a capture of some steps returns to."""
+        """Active configuration, and the base configuration that applies again after a capture of N steps."""
         self.epochs = ConfigEpochs(self.unmatched, release=self._release_held_steps)
         self.explicit_dump: ExplicitDump | None = None
-        """Records explicit values; None when none can be kept."""
+        """Recorder of explicit dumps; None while the configuration keeps none of them."""
         self.injection: LiveInjection | None = None
-        """Overwrites values; None without a run to take them from (setting ``inject_from``)."""
+        """Overwrites tensors with stored values; None without the setting ``inject_from``."""
         self.steps: StepTracker | None = None
         self.expressions = ExpressionUsage()
-        """Which expressions of this run were evaluated, and which were ever true."""
+        """Tracks which expressions of this run were evaluated, and which were ever true."""
         self.info = info
         self._models = models
         self._collector = collector
         self._client = client
-        self._own_change: DumperConfig | None = None  # this process's own change, applied before the next step
+        self._own_change: DumperConfig | None = None  # change by this process, applied before the next step
         self._capture_steps_left: int | None = None
-        self._requests: dict[str, Keep] = {}  # capture levels asked for by requests of the step
+        self._requests: dict[str, Keep] = {}  # request id -> capture level that the request asks for
 
     @property
     def may_capture(self) -> bool:
-        """Whether anything may be captured now."""
+        """Whether any value may be captured now."""
         return self.explicit_dump is not None or self._models.armed or self.is_injecting
 
     @property
     def is_injecting(self) -> bool:
-        """Whether values of the models are overwritten now."""
+        """Whether injection is active, i.e. overwrites values of the models."""
         return self.injection is not None and self.injection.is_active
 
     @property
@@ -77,13 +77,13 @@ class ActiveConfig:
         return self.epochs.latest != self.epochs.applied or self._own_change is not None
 
     def join_epoch(self, epoch: int, config: Mapping[str, Any]) -> None:
-        """A rank that joins late takes over what the others have agreed on."""
+        """Adopt the epoch and configuration that the other ranks agreed on before this rank joined."""
         self.epochs.applied = max(self.epochs.applied, epoch)
         if epoch:
             self.config = self.base = self.base.updated(config)
 
     def apply_due(self, info: StepInfo, reopen: Callable[[Path], None]) -> int:
-        """Apply pending changes before a step; returns the epoch in force."""
+        """Apply pending changes before the step ``info``; return the active epoch."""
         client = self._client
         if client is not None:
             self.apply_agreed(info.step, info.epoch, reopen)
@@ -94,7 +94,7 @@ class ActiveConfig:
         return self.epochs.applied
 
     def apply_agreed(self, step: int, epoch: int | None, reopen: Callable[[Path], None]) -> None:
-        """Apply what the recorder and all ranks have agreed on for ``step``, up to ``epoch`` when the host decides."""
+        """Apply the changes that all ranks agreed on for ``step``, or those up to ``epoch`` if the host decides."""
         client = self._client
         if client is None:
             return
@@ -109,13 +109,13 @@ class ActiveConfig:
             client.queue.flush()
 
     def configure(self, config: DumperConfig, *, now: bool) -> None:
-        """Set this process's own change; applied ``now``, or before the next step."""
+        """Schedule a change by this process: apply it ``now``, or before the next step."""
         self._own_change = config
         if now:
             self.apply_own()
 
     def apply_own(self) -> None:
-        """Apply this process's own change, if there is one."""
+        """Apply the pending change by this process, if any."""
         own, self._own_change = self._own_change, None
         if own is not None:
             self.base = own
@@ -123,7 +123,7 @@ class ActiveConfig:
             self._configure(own)
 
     def after_step(self) -> None:
-        """A step ended: count down a capture of some steps, and end it after the last one."""
+        """Handle the end of a step: count down a capture of N steps, and return to the base configuration at 0."""
         self._apply_stop()
         if self._capture_steps_left is None or self._client is None:
             return
@@ -134,12 +134,12 @@ class ActiveConfig:
         self._client.queue.flush()
 
     def _apply_stop(self) -> None:
-        """A trigger or a budget has stopped the capture: remove all taps, so that nothing costs anything."""
+        """Remove all taps once a trigger or a budget has stopped the capture, so that there is no overhead."""
         if self._collector.retention.capture_stop.stopped is not None and self.may_capture:
             self.select()
 
     def _apply_requests(self, wishes: Mapping[str, str]) -> None:
-        """Place taps for what the requests of the next step ask for."""
+        """Apply the capture levels that the requests of the next step ask for (request id -> level)."""
         requests, problem = valid_requests(wishes)
         if problem is not None:
             self._collector.counters.report("step", problem)
@@ -154,7 +154,7 @@ class ActiveConfig:
         return len(released.steps), released.nbytes
 
     def select(self, config: DumperConfig | None = None) -> None:
-        """Place taps for the configuration in force, or for ``config``; none while the capture is stopped."""
+        """Place taps for the active configuration, or for ``config``; place none while the capture is stopped."""
         requests = self._requests
         if config is None and self._collector.retention.capture_stop.stopped is not None:
             config, requests = self.config.updated({"enabled": False}), {}
@@ -177,9 +177,9 @@ class ActiveConfig:
         self.explicit_dump = ExplicitDump(self._collector, self.steps, selection, latest) if may_keep else None
 
     def _compile_kernels(self, config: DumperConfig) -> None:
-        """Compile kernels that taps may launch: not while everything is recorded in full, which needs none.
+        """Compile the kernels that taps may launch; full recording launches none.
 
-        With ``keep="off"`` too, so that the first step is not delayed once statistics are switched on.
+        Also compiles with ``keep="off"``, so that switching on statistics later does not delay a step.
         """
         levels, info = _levels(config), self.info
         if levels != {"full"}:
@@ -189,7 +189,7 @@ class ActiveConfig:
             )
 
     def put_config_event(self) -> None:
-        """Write the configuration in force into the run."""
+        """Write the active configuration into the run."""
         if self._client is not None:
             names = (*RUNTIME_FIELDS, "capture_steps")
             shown = {name: value for name, value in self.config.to_json().items() if name in names}
@@ -197,7 +197,7 @@ class ActiveConfig:
 
     @contextlib.contextmanager
     def capture(self, captures: InMemorySink, settings: Mapping[str, Any]) -> Iterator[None]:
-        """Redirect records into ``captures``, with ``settings`` in force and the dumper enabled."""
+        """Context manager: redirect records into ``captures``, with ``settings`` applied and the dumper enabled."""
         collector = self._collector
         config = self.config.updated({"enabled": True} | dict(settings))
         collector.capturer.redirect([*collector.capturer.memory_sinks, captures])
@@ -209,7 +209,10 @@ class ActiveConfig:
             self.select()
 
     def update_rank_info(self, info: RankInfo) -> None:
-        """Groups were created after the run was opened: update this rank's identity."""
+        """Update the mesh of this rank, for process groups created after the run was opened.
+
+        A changed rank number is not applied; it is logged as a warning.
+        """
         if info.rank != self.info.rank:
             text = "tapscope records as rank %d, which this process was when the run was opened; it is rank %d now: "
             _log.warning(text + "open the run after init_process_group", self.info.rank, info.rank)
@@ -221,7 +224,10 @@ class ActiveConfig:
         self.select()
 
     def refusal(self, config: DumperConfig) -> str | None:
-        """Why the configuration is refused: a rule matches no site, on a rank that should have all sites."""
+        """Return why ``config`` is refused: a rule matches no site, on a rank that has all sites (no pipeline stage).
+
+        None if it is accepted.
+        """
         info = self.info
         may_be_a_stage = info.world_size > 1 and (not info.mesh or info.mesh.get("pp", 1) > 1)
         unmatched = {} if may_be_a_stage or not self._models else self.unmatched(config)
@@ -229,7 +235,10 @@ class ActiveConfig:
 
     @gc_paused()
     def unmatched(self, config: DumperConfig) -> dict[str, str]:
-        """Rules that match no site here -> explanation; ports known only from firings count once seen."""
+        """Return rule -> explanation for each rule that matches no site of this rank.
+
+        Ports that only firings reveal count as sites once they have been seen.
+        """
         ports, opened = self._models.ports()
         selection = Selection(config, rank=self.info.rank, coords=self.info.coords)
         rules = selection.unmatched(ports, opened, taps=True)
@@ -239,7 +248,7 @@ class ActiveConfig:
         }
 
     def unused_rules(self) -> list[str]:
-        """Rules that matched nothing when only explicit values could come; most likely a typing error."""
+        """Return the rules that matched no explicit dump, in a recording without models; most likely typos."""
         if self.explicit_dump is None or self._models:
             return []
         globs = {str(rule): Glob(rule.glob) for rule in self.config.rules if rule.keep != "off"}
@@ -256,12 +265,12 @@ class ActiveConfig:
 
 
 def _levels(config: DumperConfig) -> set[Keep]:
-    """The capture levels of sites that some rule matches, and of the others."""
+    """Return all capture levels that ``config`` uses, in rules or as the default."""
     return {config.keep, *(rule.keep for rule in config.rules)}
 
 
 def _suggestion(glob: str, ports: Mapping[str, Sequence[str]]) -> str:
-    """Suggestions for a ``glob`` that matches nothing: ports of its modules, else the modules around it, or layers."""
+    """Suggest corrections of a ``glob`` without a match: a completed glob, ports of its modules, or similar modules."""
     if (meant := _completed_glob(glob)) and any(
         Glob(meant.rpartition(":")[0] + ":*").matches(f"{path}:out") for path in ports
     ):
@@ -275,7 +284,7 @@ def _suggestion(glob: str, ports: Mapping[str, Sequence[str]]) -> str:
 
 
 def _completed_glob(glob: str) -> str | None:
-    """``glob`` with the colon before its port, or the brackets after it, if they were forgotten."""
+    """Return ``glob`` with the missing colon before its port or the missing brackets after it; None if complete."""
     head, colon, port = glob.rpartition(":")
     if colon:
         match = re.fullmatch(r"(in|tap|param|buffer)(\.grad)?", port)

@@ -1,4 +1,4 @@
-"""AttachedModel: one model with taps."""
+"""AttachedModel: a model with taps, and the wrapper around its calls."""
 
 import contextlib
 import functools
@@ -49,7 +49,7 @@ _log = logging.getLogger("tapscope")
 
 
 class StepHost(Protocol):
-    """The open recording, as far as a model's calls and firings need it."""
+    """Interface of the open recording that calls and firings of a model use."""
 
     collector: Collector
     steps: StepTracker
@@ -60,18 +60,18 @@ class StepHost(Protocol):
         ...
 
     def check_strict(self, step: OpenStep) -> None:
-        """With ``strict`` backpressure, raise RecorderError when anything up to the end of ``step`` was lost."""
+        """With ``strict`` back-pressure, raise RecorderError if any value up to the end of ``step`` was lost."""
         ...
 
 
 class AttachedModel:
     """The taps of one model, in place while a recording is open.
 
-    Holds the model weakly: once it is gone, its taps are too.
+    Holds only a weak reference to the model; its taps disappear with it.
     """
 
     def __init__(self, model: nn.Module, name: str = "") -> None:
-        """``name`` distinguishes several models of one dumper; empty for the only one."""
+        """``name`` distinguishes several models of one dumper; empty if there is only one."""
         self.name = name
         self._virtual_stage = name if is_virtual_stage(name) else ""
         self.taps = find_taps(model, name)
@@ -84,45 +84,45 @@ class AttachedModel:
         self._step_methods: tuple[str, ...] = ()
         if self._plugin is not None:
             self._step_methods = tuple(registry.ask(self._plugin, "step_methods", (), model))
-        self._inside: set[int] = set()  # threads that are in a call of the root or of a step module
+        self._inside: set[int] = set()  # ids of threads inside a call of the root or of a step module
         self._wrapped_modules: list[weakref.ref[CallWrapper]] = []
         self._wrapper: weakref.ref[CallWrapper] | None = None
         self._recording: StepHost | None = None
         self._calls = CallTracker()
         self._key = self.taps[0].key
         self._warned: list[str] = []
-        self._unknown_replays = 0  # of graphs without taps, when the recording began
-        self._is_new = True  # no step was taken with the taps that are in place
-        self._state = ""  # read where torch.compile traces: another one makes it compile again
-        self._entered: dict[int, tuple[OpenStep | None, contextlib.ExitStack]] = {}  # by thread: calls in compiled code
+        self._unknown_replays = 0  # number of replays of graphs without taps when the recording started
+        self._is_new = True  # no step has run with the current taps yet
+        self._state = ""  # read by code that torch.compile traces, so that a new value triggers a recompilation
+        self._entered: dict[int, tuple[OpenStep | None, contextlib.ExitStack]] = {}  # thread id -> open enter_call()
 
     @property
     def model(self) -> nn.Module | None:
-        """The model; None when it is gone."""
+        """The model; None if it was garbage-collected."""
         return self._model()
 
     @property
     def state(self) -> str:
-        """Names the taps in place: a graph that was captured or compiled with others does not serve them."""
+        """Identifier of the taps in place; a graph captured or compiled with other taps does not record them."""
         return self._state
 
     @property
     def values_are_final(self) -> bool:
-        """Whether the model promises to write to no value that a hook has seen, see :mod:`tapscope.core.observe`."""
+        """Whether the model never overwrites values that a hook has seen, see :mod:`tapscope.core.observe`."""
         return bool(getattr(self._model(), "tap_values_final", False))
 
     @property
     def collector(self) -> Collector | None:
-        """The receiver of firings; None while nothing is recorded."""
+        """Receiver of firings; None while nothing is recorded."""
         return None if self._recording is None else self._recording.collector
 
     @property
     def armed(self) -> list[Tap]:
-        """Taps in place now, the root's included."""
+        """Taps currently in place, including the root's."""
         return self._hooks.armed
 
     def attach(self, recording: StepHost) -> None:
-        """Pass what fires to the recording from now on; :meth:`select` places the taps."""
+        """Direct firings to ``recording`` from now on; :meth:`select` places the taps."""
         if self._recording is None:
             cuda_graphs.watch()
             pipeline_chunks.watch()
@@ -134,19 +134,19 @@ class AttachedModel:
         self._wrap()
 
     def select(self, selection: Selection, collector: Collector) -> None:
-        """Place taps where ``selection`` may keep something, and nowhere else."""
+        """Place taps exactly at the sites where ``selection`` may keep values."""
         model = self._model()
         if model is None:
             return
         if (wrapper := self._wrapped()) is not None and wrapper.name == "forward" and is_compiled_in_place(model):
-            self._unwrap()  # it was compiled after its calls were wrapped
+            self._unwrap()  # the model was compiled after its calls were wrapped
             self._wrap()
         self._hooks.install(selection, collector)
         self._state = self._hooks.state
         self._is_new = True
 
     def end_step(self, collector: Collector, step: OpenStep) -> None:
-        """A step is about to end."""
+        """Handle the end of a step."""
         if self._hooks.armed:
             self._hooks.end_step(collector, step)
             if self._is_new and not step.skipped:
@@ -154,13 +154,13 @@ class AttachedModel:
                 self._warn_of_graphs()
 
     def _warn_of_graphs(self) -> None:
-        """After the first step with these taps: name the compiled modules inside which none of them fired."""
+        """Warn of compiled modules in which no tap fired; called after the first step with new taps."""
         if (graphs := self.compiled()) and graphs != self._warned:
             self._warned = graphs
             _log.warning("tapscope: %s", compiled_sentence(graphs))
 
     def check_hooks(self, collector: Collector) -> None:
-        """The run ends: report what has happened to hooks since the last check."""
+        """Report problems with hooks since the last check; called when the run ends."""
         self._hooks.check(collector)
         replays = cuda_graphs.num_unknown_replays - self._unknown_replays
         if replays and self.armed and not any(tap.fired for tap in self.armed):
@@ -182,7 +182,7 @@ class AttachedModel:
         self._unwrap()
 
     def warn_if_called(self, forked: ForkGuard) -> None:
-        """In a forked child: warn anyone who calls the model that it is not recorded."""
+        """In a forked child: log a warning when the model is called, because it is not recorded."""
         if (model := self._model()) is not None:
             watch_calls(model, forked.around)
 
@@ -206,18 +206,18 @@ class AttachedModel:
         return None if self._wrapper is None else self._wrapper()
 
     def begin_run(self) -> None:
-        """A new run begins: announce sites again."""
+        """Reset the taps for a new run, so that sites are announced again."""
         for tap in self.taps:
             tap.forget()
             tap.fired = tap.has_held = False
 
     def never_fired(self) -> list[str]:
-        """One site of every armed tap that never fired."""
+        """Return one site of each armed tap that never fired."""
         prefix = f"{self.name}/" if self.name else ""
         return [f"{prefix}{site}" for site in self._hooks.never_fired()]
 
     def compiled(self) -> list[str]:
-        """Compiled modules whose taps did not fire."""
+        """Return the paths of compiled modules whose taps did not fire."""
         prefix = f"{self.name}/" if self.name else ""
         return [f"{prefix}{path or ROOT}" for path in self._hooks.compiled()]
 
@@ -228,14 +228,11 @@ class AttachedModel:
 
     @property
     def is_traced(self) -> bool:
-        """Whether the whole model became part of a graph."""
+        """Whether the whole model was traced into a compiled graph."""
         return traced_taps.is_traced(self._key)
 
     def ports(self) -> tuple[dict[str, list[str]], list[str]]:
-        """The known ports of every module, including those seen in firings.
-
-        And the modules that take unnamed arguments.
-        """
+        """Return module path -> known ports (also those seen in firings), and the modules with variadic arguments."""
         known: dict[str, list[str]] = {}
         for tap in self.taps:
             names = known.setdefault(tap.site_path, [])
@@ -245,7 +242,7 @@ class AttachedModel:
     # ---- in the model's forward: no exception may escape
 
     def fire(self, tap: Tap, kind: str, value: Any) -> None:
-        """A tap fires: record its value, or, while a CUDA graph is captured, what will record it."""
+        """Handle a firing: record the value or, during a CUDA graph capture, add the kernels that will save it."""
         recording = self._recording
         if recording is None:
             return
@@ -255,7 +252,7 @@ class AttachedModel:
             recording.collector.fire(tap, kind, value)
 
     def _around_module(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call of a step module: a step of its own, unless the root calls it."""
+        """Wrap a call of a step module, which is a step of its own unless it happens inside a call of the root."""
         if torch.compiler.is_dynamo_compiling() or threading.get_ident() in self._inside:
             return forward(*args, **kwargs)
         return self._around(forward, args, kwargs, is_root=False)
@@ -271,7 +268,7 @@ class AttachedModel:
         if torch._C._get_tracing_state() is not None:
             recording.collector.counters.report("step", "the model was traced by torch.jit.trace: not recorded")
             return forward(*args, **kwargs)
-        if graph_task() != -1:  # a recomputation of the whole model: part of the step of its forward
+        if graph_task() != -1:  # a recomputation of the whole model belongs to the step of its forward
             return self._watched(forward, args, kwargs, is_root)
         if (taps := self._graph_taps(recording)) is not None:
             taps.enter(args, kwargs)
@@ -280,7 +277,7 @@ class AttachedModel:
             return output
         chunk = pipeline_chunks.current()
         if chunk == pipeline_chunks.SHAPE_INFERENCE and recording.collector.step is None:
-            return forward(*args, **kwargs)  # no step of its own
+            return forward(*args, **kwargs)  # shape inference is not a step
         if chunk is None and is_root:
             chunk = self._microbatch(recording.collector.step)
         describe = functools.partial(self._described, recording, args=args, kwargs=kwargs)
@@ -298,7 +295,7 @@ class AttachedModel:
         return output
 
     def _traced(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """As :meth:`_around`, read by torch.compile."""
+        """Wrap a call like :meth:`_around`, in code that torch.compile traces."""
         traced_taps.note(self._key)
         if compiled_taps.is_exporting():
             return forward(*args, **kwargs)
@@ -308,7 +305,7 @@ class AttachedModel:
         return output
 
     def _called(self, event: str, kwargs: dict[str, Any]) -> None:
-        """Compiled code enters or leaves the model; ``kwargs`` are the arguments that tell of its rows."""
+        """Handle compiled code entering or leaving the model; ``kwargs`` are the arguments that determine its rows."""
         recording = self._recording
         if recording is None:
             return
@@ -320,11 +317,11 @@ class AttachedModel:
             self.leave_call(None)
 
     def enter_call(self, kwargs: dict[str, Any]) -> None:
-        """A call begins of which only this is known; ``kwargs`` are the arguments that tell of its rows."""
+        """Handle the start of a call in compiled code; ``kwargs`` are the arguments that determine its token rows."""
         recording = self._recording
         if recording is None:
             return
-        self.leave_call("Exception")  # the last call in this thread, unless it came to its end
+        self.leave_call("Exception")  # a previous call of this thread that never reported its end
         describe = functools.partial(self._described, recording, args=(), kwargs=kwargs)
         step = recording.steps.enter_call(describe, self._part(recording.collector.step, None))
         stack = contextlib.ExitStack()
@@ -332,7 +329,7 @@ class AttachedModel:
         self._entered[threading.get_ident()] = step, stack
 
     def leave_call(self, aborted: str | None) -> None:
-        """The call of :meth:`enter_call` is over; raises what :meth:`StepHost.check_strict` does."""
+        """Handle the end of a call started with :meth:`enter_call`; raises like :meth:`StepHost.check_strict`."""
         recording, entered = self._recording, self._entered.pop(threading.get_ident(), None)
         if recording is None or entered is None:
             return
@@ -342,7 +339,7 @@ class AttachedModel:
             recording.check_strict(step)
 
     def _graph_taps(self, recording: StepHost) -> GraphTaps | None:
-        """Where taps are recorded while this thread captures a CUDA graph."""
+        """Return the taps of the CUDA graph that this thread is capturing; None if there is none."""
         if not cuda_graphs.num_captures or (capture := cuda_graphs.current()) is None:
             return None
         taps: GraphTaps = capture.part(self, lambda: GraphTaps(self, recording.collector))
@@ -372,7 +369,10 @@ class AttachedModel:
     def _described(
         self, recording: StepHost, info: StepInfo, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> StepWithRows:
-        """The step with the rows that the root's arguments determine, where the host gave none."""
+        """Add the token rows that the root's arguments determine to a step for which the host gave none.
+
+        Returns (step, late rows); the late rows are None unless values must be copied from a device.
+        """
         if not recording.is_wanted:
             return info, None
         try:
@@ -399,31 +399,31 @@ class AttachedModel:
         recording.collector.counters.report("step", f"rows unknown: {type(error).__name__}: {error}")
 
     def _step_modules(self, model: nn.Module) -> frozenset[str]:
-        """Paths of modules, other than the root, whose calls open a step."""
+        """Return the paths of modules other than the root whose calls open a step."""
         if self._plugin is None:
             return frozenset()
         known = {tap.path for tap in self.taps}
         return frozenset(registry.ask(self._plugin, "step_modules", (), model)) & known - {""}
 
     def _microbatch(self, step: OpenStep | None) -> int | None:
-        """The microbatch that a schedule of the model's framework computes in the host's step; None if unknown."""
+        """Return the microbatch that the framework's pipeline schedule is computing; None if unknown."""
         if self._plugin is None or step is None or step.micro_is_given or (model := self._model()) is None:
             return None
         return registry.ask(self._plugin, "microbatch", None, model)
 
     def _part(self, step: OpenStep | None, micro: int | None) -> tuple[int, str]:
-        """The part of the model that a call computes, see :meth:`StepTracker.enter_call`."""
+        """Return the (microbatch, virtual stage) that a call computes, see :meth:`StepTracker.enter_call`."""
         return micro if micro is not None else step.micro if step is not None else 0, self._virtual_stage
 
     def _batch_rows(self, info: StepInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepRows | None:
-        """The rows as the model's framework describes them."""
+        """Return the token rows as reported by the framework plugin; None without one."""
         plugin = self._plugin
         if plugin is None or (model := self._model()) is None:
             return None
         return registry.ask(plugin, "step_rows", None, model, info, args, kwargs)
 
     def _completed(self, recording: StepHost, batch: StepRows) -> StepWithRows:
-        """The step with the rows and token ids of ``batch``, which may have to be copied from a device."""
+        """Return the step with the rows and token ids of ``batch``, copying values from a device if necessary."""
         info, tensors, complete = batch.info, dict(batch.tensors), batch.complete
         if complete is None:
             if not isinstance(batch.token_ids, torch.Tensor) or not info.rows:
@@ -439,7 +439,7 @@ class AttachedModel:
 
 
 def _outside_pools(name: str, value: Any) -> Any:
-    """An argument of compiled code; a tensor that may be in the pool of a graph is copied, a mask as bool."""
+    """Return an argument of compiled code; a tensor that may be in a CUDA graph pool is copied, a mask as bool."""
     if not isinstance(value, torch.Tensor) or not value.is_cuda or not is_pooled():
         return value
     return copy_apart(value != 0 if name == "attention_mask" else value.long())

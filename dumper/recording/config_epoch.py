@@ -1,4 +1,4 @@
-"""ConfigEpochs: a rank's side of a change. Accepts or refuses it in the sender's thread; applied between steps."""
+"""ConfigEpochs: the rank's side of a two-phase commit of a configuration change."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -8,32 +8,41 @@ from tapscope.core.wire import Message
 from tapscope.dumper.config import DumperConfig
 
 Check = Callable[[DumperConfig], Mapping[str, str] | None]
-"""Raises RuleError or ConfigError for a configuration that this rank cannot apply. Returns the rules that match no site
-of this rank's model, each with an explanation: another pipeline stage may have the sites."""
+"""Callback that checks a configuration; raises RuleError or ConfigError if this rank cannot apply it.
+
+Returns the rules that match no site of this rank's model, each with an explanation; another pipeline stage may have
+matching sites.
+"""
 
 ReleasePast = Callable[[int], tuple[int, int]]
-"""Sends the last steps of the flight recorder; returns the numbers of steps and bytes."""
+"""Callback that sends the last N steps of the flight recorder; returns (number of steps, number of bytes)."""
 
 
 class ConfigEpochs:
-    """Changes that this rank has accepted, and which of them must be applied next."""
+    """Changes that this rank has accepted, and the epochs at which they apply.
+
+    The sender's thread accepts or refuses changes; the forward's thread applies them between steps.
+    """
 
     def __init__(self, check: Check, *, release: ReleasePast | None = None) -> None:
-        """``release`` is called in the sender's thread; a ConfigError that it raises becomes the answer."""
+        """``release`` is called in the sender's thread; the message of a ConfigError it raises becomes the answer."""
         self._check = check
         self._release = release
         self._prepared: dict[int, dict[str, Any]] = {}
         self._commits: dict[int, int] = {}  # epoch -> step from which it applies
         self.applied = 0
-        """Epoch in force."""
+        """Active epoch."""
 
     @property
     def latest(self) -> int:
-        """The newest epoch that every rank has accepted."""
+        """Newest epoch that every rank has accepted."""
         return max([self.applied, *list(self._commits)])
 
     def on_message(self, message: Message, step: int) -> Message | None:
-        """Handle a message of the recorder, without touching the model. ``step`` is the rank's current step."""
+        """Handle a message of the recorder without touching the model; return the answer, if one is due.
+
+        ``step`` is the rank's current step.
+        """
         if message.kind == "release":
             return Message(
                 "released", {"id": message["id"], "current_step": step, **self._released(int(message["past"]))}
@@ -48,11 +57,11 @@ class ConfigEpochs:
         return None
 
     def take_due(self, step: int, epoch: int | None) -> list[tuple[int, dict[str, Any]]]:
-        """The changes to apply before ``step``, oldest first, with their epochs.
+        """Remove and return the changes to apply before ``step`` as (epoch, change), oldest first.
 
-        ``epoch`` is given when the host decides for all ranks. An idle rank may have several changes to apply.
+        ``epoch`` is set if the host decides for all ranks. An idle rank may have several changes to apply.
         """
-        commits = dict(self._commits)  # the sender's thread adds to them
+        commits = dict(self._commits)  # a copy, because the sender's thread adds commits
         if epoch is None:
             epoch = max((each for each, agreed in commits.items() if step >= agreed), default=None)
         if epoch is None or epoch <= self.applied:

@@ -1,4 +1,4 @@
-"""ExplicitDump: values that a program dumps by name, as records at ``PATH:tap[NAME]``."""
+"""ExplicitDump: record values that a program dumps by name, at sites ``PATH:tap[NAME]``."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -20,13 +20,13 @@ from tapscope.run_format.record import FORWARD, RECOMPUTE
 if TYPE_CHECKING:
     from tapscope.dumper.taps.collector import Collector
 
-_MAX_PLACES = 65536  # bounds the memory for names that never repeat
+_MAX_PLACES = 65536  # limits the memory for programs whose names never repeat
 _ABOUT: dict[str, Any] = {"class": "", "params": {}}
 _SiteKey = tuple[Any, Any, str | None, str | None]
 
 
 class DumpSite:
-    """One name in one layer, and what the configuration keeps there."""
+    """One dump name in one layer, with its ports and the configuration's decision for them."""
 
     __slots__ = ("dims", "grads", "inside", "may_keep", "name", "path", "port", "ports", "site")
 
@@ -38,17 +38,17 @@ class DumpSite:
         self.ports: dict[str, SitePort] = {}
         """Path within the value -> port."""
         self.grads: dict[tuple[str, bool], SitePort] = {}
-        """(path within the value, grad=True in the call) -> port of its gradient."""
+        """(path within the value, whether the call has grad=True) -> port of the gradient."""
         self.port = self.port_of("", selection)
         self.inside = any(
             each.keep != "off" and _may_be_inside(each.glob, self.name) for each in selection.config.rules
         )
-        """Whether a rule may name a part of the value."""
+        """Whether a rule may match a part of the value."""
         grad = self.grad_of("", False, selection)
         self.may_keep = selection.config.enabled and (self.port.may_keep or self.inside or grad.may_keep)
 
     def port_of(self, path: str, selection: Selection) -> SitePort:
-        """The port of the part at ``path`` of the value."""
+        """Return the port for the part of the value at ``path``."""
         port = self.ports.get(path)
         if port is None:
             site = self._site(path)
@@ -56,7 +56,10 @@ class DumpSite:
         return port
 
     def grad_of(self, path: str, forced: bool, selection: Selection) -> SitePort:
-        """The port of that part's gradient; ``forced`` uses the value's rules where no rule names the gradient."""
+        """Return the port for the gradient of the part at ``path``.
+
+        With ``forced``, the rules of the value apply if no rule matches the gradient.
+        """
         port = self.grads.get((path, forced))
         if port is None:
             site = f"{self._site(path)}.grad"
@@ -71,7 +74,7 @@ class DumpSite:
 
 
 class ExplicitDump:
-    """Records the values that are dumped under one configuration."""
+    """Records explicitly dumped values under one configuration."""
 
     def __init__(
         self,
@@ -80,7 +83,7 @@ class ExplicitDump:
         selection: Selection,
         latest: "Callable[[], ExplicitDump | None]",
     ) -> None:
-        """``latest`` returns the current instance: a step that begins may bring another configuration."""
+        """``latest`` returns the current instance, because opening a step may apply another configuration."""
         self._collector = collector
         self._steps = steps
         self._selection = selection
@@ -108,7 +111,7 @@ class ExplicitDump:
 
     @property
     def sites(self) -> list[str]:
-        """Sites where values came, kept or not."""
+        """Sites of all dumped values, whether kept or not."""
         return [port.site for place in self._sites.values() for port in [*place.ports.values(), *place.grads.values()]]
 
     def _new_site(self, name: Any, layer: Any, dims: str | None, dims_grad: str | None) -> DumpSite:
@@ -120,7 +123,7 @@ class ExplicitDump:
     def _dump(self, place: DumpSite, name: Any, value: Any, grad: bool | None, tags: dict[str, Any]) -> None:
         step, micro, pass_ = self._firing()
         latest = self._latest()
-        if latest is not self:  # the step that has just begun brought another configuration
+        if latest is not self:  # opening the step applied another configuration
             if latest is not None:
                 latest.dump(name, value, *place.dims, grad, tags)
             return
@@ -146,7 +149,7 @@ class ExplicitDump:
                 self._collector.gradients.watch(of_grad, leaf, firing)
 
     def _firing(self) -> tuple[Any, int, str]:
-        """(step, microbatch, pass) of what is dumped now."""
+        """Return the (step, microbatch, pass) of a value dumped now."""
         if graph_task() != -1:
             origin = self._collector.origins.find()
             if origin is not None:
@@ -156,7 +159,7 @@ class ExplicitDump:
         return step, step.current_micro, FORWARD
 
     def _is_wanted(self, place: DumpSite, firing: Firing) -> bool:
-        """Whether a value that is not computed yet may be kept."""
+        """Return whether the value of a callable, which is not computed yet, may be kept."""
         decision: SiteDecision = place.port.decision
         if decision.static is not None or decision.needs_value or decision.triggers is not None or place.inside:
             return True
@@ -164,12 +167,12 @@ class ExplicitDump:
 
 
 def _text(dims: Any) -> str | None:
-    """Text of a dims argument; one that is not a string fits no shape and is reported as such."""
+    """Convert a dims argument to a string; a non-string matches no shape and is reported later."""
     return None if dims is None else str(dims)
 
 
 def leaves(value: Any) -> Iterator[tuple[str, Any]]:
-    """(path, leaf) of everything in a value; numpy arrays become tensors where torch has their dtype."""
+    """Yield (path, leaf) for all leaves of a value; NumPy arrays become tensors if torch has their dtype."""
     if value is None:
         yield "", None
     for path, leaf in flatten(value):
@@ -187,13 +190,13 @@ def _as_leaf(leaf: Any) -> Any:
     array = np.ascontiguousarray(leaf, leaf.dtype.newbyteorder("=")).reshape(leaf.shape)
     if not array.flags.writeable:
         array = array.copy()
-    # Extension dtypes of numpy (bfloat16, FP8) are reinterpreted from their bits.
+    # Extension dtypes of NumPy (bfloat16, FP8) are reinterpreted bit by bit.
     bits = array if array.dtype.kind in "biufc" else array.view(f"u{array.dtype.itemsize}")
     return torch.from_numpy(bits).view(dtype)
 
 
 def attributes(data: Any) -> tuple[dict[str, Any], list[str]]:
-    """The items of a mapping, or an object's public attributes except methods; and the names that could not be read."""
+    """Return the items of a mapping, or the public non-method attributes of an object, and the unreadable names."""
     if isinstance(data, Mapping):
         return {str(name): value for name, value in data.items()}, []
     values, failed = {}, []
@@ -202,7 +205,7 @@ def attributes(data: Any) -> tuple[dict[str, Any], list[str]]:
             continue
         try:
             value = getattr(data, name)
-        except Exception:  # noqa: BLE001 - a property may raise anything
+        except Exception:  # noqa: BLE001 - a property may raise any exception
             failed.append(name)
             continue
         if not callable(value) or isinstance(value, torch.Tensor):
@@ -211,7 +214,7 @@ def attributes(data: Any) -> tuple[dict[str, Any], list[str]]:
 
 
 def _may_be_inside(glob: str, name: str) -> bool:
-    """Whether the glob may name a part of what is dumped as ``name``, judged by its text before the first wildcard."""
+    """Return whether ``glob`` may match a part of the value dumped as ``name``, by its prefix before a wildcard."""
     _, bracket, rest = glob.rpartition("tap[")
     if not bracket:
         return False

@@ -1,4 +1,4 @@
-"""The taps of one model in one captured CUDA graph: recorded during the capture, fired after every replay."""
+"""GraphTaps: the taps of a model in a captured CUDA graph, recorded during the capture and fired after each replay."""
 
 import logging
 import weakref
@@ -31,33 +31,33 @@ _ROW_ARGUMENTS = (
 
 
 class GraphModel(Protocol):
-    """The attached model whose taps a graph holds, as far as its replays need it."""
+    """Interface of the attached model that a graph's replays use."""
 
     @property
     def state(self) -> str:
-        """Names the taps in place: a graph captured with others does not serve them."""
+        """Identifier of the taps in place; a graph captured with other taps does not record them."""
         ...
 
     @property
     def collector(self) -> Collector | None:
-        """Receives what fires; None while nothing is recorded."""
+        """Receiver of firings; None while nothing is recorded."""
         ...
 
     @property
     def values_are_final(self) -> bool:
-        """Whether no value that a tap sees is written to later in the same call."""
+        """Whether values seen by a tap are never overwritten later in the same call."""
         ...
 
     def fire(self, tap: Tap, kind: str, value: Any) -> None:
-        """A tap fires."""
+        """Handle a firing of ``tap``."""
         ...
 
     def enter_call(self, kwargs: dict[str, Any]) -> None:
-        """A call begins, with the arguments that determine its rows."""
+        """Handle the start of a call; ``kwargs`` are the arguments that determine its token rows."""
         ...
 
     def leave_call(self, aborted: str | None) -> None:
-        """The call is over."""
+        """Handle the end of a call; ``aborted`` names the exception that ended it."""
         ...
 
 
@@ -65,23 +65,26 @@ Event = Callable[[GraphModel], None]
 _MAX_PLANS = 64
 _Marks = weakref.WeakValueDictionary[frozenset[tuple[str, str]], ReplayMark]
 _marks: "weakref.WeakKeyDictionary[Collector, _Marks]" = weakref.WeakKeyDictionary()
-"""Of each recording, whose steps are counted from 0."""
+"""Marks per recording, because each recording counts steps from 0."""
 
 
 def _shapes_of(step: OpenStep) -> Any:
-    """What the shapes of a step's records depend on, for one graph."""
+    """Return a key of the step properties that determine the shapes of a graph's records."""
     return step.info.grid, step.info.num_padding, tuple(step.row_ranges.items())
 
 
 def _is_alike(learned: LearnedRecord, firing: Firing) -> bool:
-    """Whether later replays have the same record but for statistics and bytes: it is the first firing of its site."""
+    """Return whether later replays produce the same record except for its statistics and bytes.
+
+    That requires the first firing of the site in its step, among others.
+    """
     record, offset, has_bytes = learned
     is_plain = record.firing is firing and (record.stored is record.layout or learned.counters >= 0)
     return is_plain and (offset >= 0 or not has_bytes) and (offset >= 0) == (record.pending_copy is not None)
 
 
 def _mark_of(collector: Collector, fires: Sequence[tuple[Tap, str, Leaves]]) -> ReplayMark:
-    """The mark of these taps, shared by all graphs of a recording that fire the same."""
+    """Return the mark of these taps, shared by all graphs of a recording that fire the same taps."""
     key = frozenset((tap.key, kind) for tap, kind, _ in fires)
     marks = _marks.setdefault(collector, weakref.WeakValueDictionary())
     mark = marks.get(key)
@@ -93,26 +96,29 @@ def _mark_of(collector: Collector, fires: Sequence[tuple[Tap, str, Leaves]]) -> 
 
 
 class GraphTaps:
-    """What a graph's taps of one model have recorded (:class:`tapscope.dumper.device.cuda_graphs.Recorded`)."""
+    """The taps of one model in one graph; implements :class:`tapscope.dumper.device.cuda_graphs.Recorded`.
+
+    Steps with known shapes are recorded by a :class:`.ReplayPlan` in one operation; otherwise the taps fire one by one.
+    """
 
     def __init__(self, model: GraphModel, collector: Collector) -> None:
         self._model = weakref.ref(model)
         self._collector = collector
         self._state = model.state
         self._events: list[Event] = []
-        self._order: list[str] = []  # enter, fire or leave, for each event
+        self._order: list[str] = []  # "enter", "fire" or "leave" for each event
         self._firings: tuple[int, int] | None = None  # see _span(); None while events are added
         self._fires: list[tuple[Tap, str, Leaves]] = []
-        self._plans: dict[Any, ReplayPlan | None] = {}  # shapes of a step -> its records, None where they vary
-        self._planned_port: SitePort | None = None  # a port of the configuration and run that the plans were made in
+        self._plans: dict[Any, ReplayPlan | None] = {}  # shape key of a step -> plan; None if its records vary
+        self._planned_port: SitePort | None = None  # identifies the configuration and run for which the plans are valid
         self._mark: ReplayMark | None = None
         self._memories: dict[torch.device, GraphMemory] = {}
         self._has_warned = False
 
-    # ---- while the graph is captured; nothing may escape
+    # ---- during the capture of the graph; no exception may escape
 
     def fire(self, tap: Tap, kind: str, value: Any) -> None:
-        """A tap fires: record what the rules may keep of the value."""
+        """Handle a firing during the capture: add kernels that save the parts of ``value`` that the rules may keep."""
         try:
             leaves = Leaves()
             selection = self._collector.selection
@@ -133,7 +139,7 @@ class GraphTaps:
             self._collector.counters.report(f"{tap.path}:{kind}", f"{type(error).__name__}: {error}")
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The model is called: keep the arguments that tell of its rows."""
+        """Handle the start of a model call: save the arguments that determine its token rows."""
         try:
             found = {name: kwargs[name] for name in _ROW_ARGUMENTS if name in kwargs}
             if args and "input_ids" not in found:
@@ -147,7 +153,7 @@ class GraphTaps:
         self._add("enter", lambda model: model.enter_call(found))
 
     def leave(self) -> None:
-        """The call is over."""
+        """Handle the end of a model call."""
         self._add("leave", lambda model: model.leave_call(None))
 
     def _add(self, what: str, event: Event) -> None:
@@ -159,7 +165,7 @@ class GraphTaps:
         if type(leaf) not in (Tensor, torch.nn.Parameter) or leaf.layout != torch.strided:
             return None
         if not leaf.is_cuda:
-            return leaf.detach().clone()  # what the host holds does not change with a replay
+            return leaf.detach().clone()  # replays do not change host memory
         memory, keep, step = self._memory(leaf.device), port.decision.most, self._collector.step
         rows = None if step is None else rows_per_token(leaf, port.dims, step.info)
         place = self._place(leaf, port, step) if keep == "sketch" and rows == 1 and step is not None else None
@@ -170,7 +176,7 @@ class GraphTaps:
         return memory.keep(leaf)
 
     def _place(self, leaf: Tensor, port: SitePort, step: OpenStep) -> DevicePlace | None:
-        """Where the rows of a packed tensor are in the whole one, padding included; None where the host sketches it."""
+        """Return the place of a packed tensor's rows, padding included; None if the host must take the sketch."""
         tokens = SlicedTensor(leaf[: step.info.grid[0]], port.rows_in(step))
         layout = port.layout(tokens, None, self._collector.counters.report_dims)
         place = self._collector.capturer.sketcher.place_on_device(port, step, layout)
@@ -179,7 +185,7 @@ class GraphTaps:
         return place._replace(part=(len(leaf), *place.part[1:]))
 
     def finish(self) -> None:
-        """The capture is about to end: launch the taps that wait for others."""
+        """Launch the deferred kernels of taps, before the capture ends."""
         try:
             for memory in self._memories.values():
                 memory.finish()
@@ -196,10 +202,10 @@ class GraphTaps:
             found = self._memories[device] = GraphMemory(device, values_are_final=is_final)
         return found
 
-    # ---- around a replay; nothing may escape but what the strict policy raises
+    # ---- around a replay; no exception may escape except those of the strict policy
 
     def before_replay(self) -> None:
-        """Tell the kernels how many rows mean something."""
+        """Pass the number of valid rows, and the hash keys of rows for sketches, to the kernels."""
         step = self._collector.step
         if self._model_here() is not None:
             for device, memory in self._memories.items():
@@ -209,7 +215,7 @@ class GraphTaps:
                     memory.set_keys(None if step is None else step.info, keys)
 
     def after_replay(self) -> None:
-        """Fire what the graph has computed."""
+        """Record the values that the replay has computed."""
         model = self._model_here()
         if model is None:
             return
@@ -230,17 +236,17 @@ class GraphTaps:
                 event(model)
 
     def _span(self) -> tuple[int, int]:
-        """Where the firings of the graph's only call begin and end among its events; nowhere if it has several."""
+        """Return the index range (begin, end) of the firings in the events; empty if the graph has several calls."""
         if self._firings is None:
             begin, end = self._order.count("enter"), len(self._order) - self._order.count("leave")
             is_one_call = self._order[begin:end] == ["fire"] * (end - begin)
             self._firings = (begin if is_one_call else end), end
         return self._firings
 
-    # ---- replays that record what an earlier one did
+    # ---- replays that are recorded by the plan of an earlier one
 
     def _put_planned(self, model: GraphModel) -> bool:
-        """Record a replay by its plan, if there is one for a step like this."""
+        """Record a replay by its plan; return False if there is no valid plan for this step."""
         fetch, firing = fetch_here(), self._collector.shared_firing()
         if type(fetch) is not Fetch or firing is None or model.state != self._state:
             return False
@@ -261,7 +267,7 @@ class GraphTaps:
         return True
 
     def _fire_all(self, model: GraphModel, events: list[Event]) -> None:
-        """Fire one by one, and learn from that how to do it together."""
+        """Fire the taps one by one, and derive a plan from the resulting records for later replays."""
         fetch, firing = fetch_here(), self._collector.shared_firing()
         if type(fetch) is not Fetch or firing is None or not is_available():
             for event in events:
@@ -283,7 +289,7 @@ class GraphTaps:
             self._mark = _mark_of(self._collector, self._fires)
 
     def _is_unconditional(self) -> bool:
-        """Whether every value that may be kept is kept in every step, and nothing else follows from it."""
+        """Return whether every port is kept unconditionally, without triggers or gradients, so that a plan is valid."""
         for tap, kind, leaves in self._fires:
             for path, _ in leaves:
                 port = tap.ports.get((kind, path))
@@ -294,11 +300,11 @@ class GraphTaps:
         return True
 
     def _first_port(self) -> SitePort | None:
-        """A port that fires, another one in every configuration and run: taps forget theirs."""
+        """Return one port that fires; a different object for each configuration and run, as taps recreate ports."""
         return next((tap.ports.get((kind, leaves[0][0])) for tap, kind, leaves in self._fires if leaves), None)
 
     def _model_here(self) -> GraphModel | None:
-        """The model's taps, while the recording is on in which the graph was captured."""
+        """Return the model while the recording is open in which the graph was captured; otherwise None."""
         model = self._model()
         return model if model is not None and model.collector is self._collector else None
 
@@ -310,13 +316,13 @@ class GraphTaps:
 
 
 class _Fetches(Fetch):
-    """Those of a graph on several devices."""
+    """Fetches of a graph that runs on several devices, combined."""
 
     def __init__(self, fetches: list[Fetch]) -> None:
         self._fetches = fetches
 
     def learn(self, record: Any) -> None:
-        """Nothing is learned of several."""
+        """Do nothing: plans are not supported for several devices."""
 
     def handle_of(self, tensor: Tensor) -> Any:
         """See :class:`Fetch`."""

@@ -1,4 +1,4 @@
-"""LiveInjection: overwrites values of the attached model by those of a stored run, as the configuration asks."""
+"""LiveInjection: overwrite tensors of attached models with values of a stored run, as configured by rules."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -25,20 +25,21 @@ _log = logging.getLogger("tapscope")
 
 
 class LiveInjection:
-    """The injectors of one rank. Nothing is raised in the model: what cannot be injected is an event of the run.
+    """The injectors of one rank. No error reaches the model: a failed injection becomes an event of the run.
 
-    Requests match by their tokens, as in the live comparison, because a server gives each another name.
+    Requests are matched by their tokens, as in the live comparison, because servers assign new request names.
     """
 
     def __init__(self, run: Run, info: RankInfo, wait_s: float = 0.0) -> None:
-        """``wait_s``: how long a step waits for values of a run that is still recorded.
+        """Inject values of ``run``.
 
-        Raises ConfigError if the ranks of ``run`` do not correspond to this one.
+        ``wait_s`` is the maximum time in seconds that a step waits for values of a run that is still being recorded.
+        Raises ConfigError if the ranks of ``run`` do not correspond to this rank.
         """
         self._followed = FollowedRun(run, wait_s, self._reload)
         self._is_live = not run.closed
         self._missed: dict[InjectionRule, str] = {}
-        """Rows of the open step that another system has not recorded in time."""
+        """Rule -> message on rows of the open step that the other system did not record in time."""
         self._stored = StoredTensors(run, rank_of(run, info, "inject_from"))
         self._requests = RequestMapping.of(run)
         self._placed: list[tuple[InjectionRule, Injector]] = []
@@ -47,11 +48,14 @@ class LiveInjection:
         self._used: set[InjectionRule] = set()
         self._reported: dict[tuple[InjectionRule, str], str] = {}
         self.num_injected = 0
-        """Tensors overwritten in all steps."""
+        """Number of tensors overwritten in all steps."""
 
     @classmethod
     def open(cls, path: str | Path, info: RankInfo, wait_s: float = 0.0) -> "LiveInjection":
-        """The injection from the run at ``path``; raises as :func:`open_run`, and ConfigError."""
+        """Open the run at ``path`` as the source of values.
+
+        Raises the errors of :func:`open_run`, and ConfigError if the run has no values or has other ranks.
+        """
         run = open_run(path)
         if not any(record.entry is not None for record in run.records):
             how = "capture it again with keep=full" if run.closed else "let it record a step with keep=full first"
@@ -64,11 +68,11 @@ class LiveInjection:
 
     @property
     def is_active(self) -> bool:
-        """Whether anything is overwritten now."""
+        """Whether any injector is in place."""
         return bool(self._placed)
 
     def unmatched(self, rules: Sequence[InjectionRule], models: Sequence[nn.Module]) -> dict[str, str]:
-        """Rules that can overwrite nothing in these models -> the reason."""
+        """Return rule -> reason for each rule that cannot overwrite any tensor of ``models``."""
         paths = {path for model in models for path in module_paths(model)}
         return {f"inject {r}": f"inject {r}: {self._why_not(r)}" for r in rules if not self._sites(r, paths)}
 
@@ -83,7 +87,7 @@ class LiveInjection:
         return f"{rule.site} is not an input or output of a module of this model"
 
     def place(self, rules: Sequence[InjectionRule], models: Sequence[nn.Module], collector: Collector) -> None:
-        """Put hooks where ``rules`` overwrite something, and nowhere else; report former rules that never did."""
+        """Replace all injectors by those for ``rules``; report previous rules that never overwrote a tensor."""
         for _, injector in self._placed:
             injector.__exit__(None)
         for rule in dict.fromkeys(rule for rule, _ in self._placed):
@@ -97,7 +101,7 @@ class LiveInjection:
                     self._placed.append((rule, injector.__enter__()))
 
     def end_step(self, collector: Collector, step: OpenStep) -> None:
-        """A step is about to end: its line names what was overwritten in it."""
+        """Handle the end of a step: set the injected sites in its counts, and report each failure once per site."""
         num_by_site: dict[str, int] = {}
         for rule, injector in self._placed:
             injected, injector.injected = injector.injected, {}
@@ -109,7 +113,7 @@ class LiveInjection:
             if (missed := self._missed.pop(rule, None)) is not None and not reasons:
                 reasons = [(rule.site, missed)]
             for site, reason in reasons:
-                if (rule, site) not in self._reported:  # one event a site: the next steps would repeat it
+                if (rule, site) not in self._reported:  # one event per site, as every step would repeat it
                     self._reported[rule, site] = reason
                     collector.counters.report(site, f"not overwritten: {reason}", step, kind="injection")
         step.counts.injected = num_by_site
@@ -118,7 +122,7 @@ class LiveInjection:
     # ---- inside
 
     def _sites(self, rule: InjectionRule, paths: set[str]) -> dict[str, str]:
-        """Site of the model -> site of the stored run."""
+        """Return site of the model -> site of the stored run, for the sites that ``rule`` can overwrite."""
         if rule.stored is not None:
             is_there = self._stored.has(rule.stored) and _is_port(rule.site) and parse(rule.site).path in paths - {""}
             return {rule.site: rule.stored} if is_there else {}
@@ -130,7 +134,7 @@ class LiveInjection:
         }
 
     def _end(self, rule: InjectionRule, collector: Collector) -> None:
-        """A rule ends: report that it overwrote nothing."""
+        """Report a rule that is removed and never overwrote a tensor."""
         if rule in self._used:
             return
         reasons = [reason for (each, _), reason in self._reported.items() if each == rule]
@@ -139,7 +143,10 @@ class LiveInjection:
         collector.counters.report(f"inject {rule}", text, kind="injection")
 
     def _step_for(self, rule: InjectionRule) -> Callable[[], StepInfo | None]:
-        """The open step under the stored run's request names, with the rows that the rule selects; None for none."""
+        """Return a function that describes the open step with the stored run's request names and the rule's rows.
+
+        The function returns None if the rule selects no rows of the step.
+        """
 
         def current() -> StepInfo | None:
             step = self._step()
@@ -157,7 +164,7 @@ class LiveInjection:
     def _stored_rows(self, rule: InjectionRule, step: OpenStep) -> StepInfo | None:
         late = step.late_rows
         if isinstance(late, LateRows):
-            late.wait()  # which values go where follows from its rows
+            late.wait()  # its rows determine which values are injected where
         live = step.info if late is None else late.info if late.is_ready else late.outline
         if rule.requests:
             live = _only(live, rule.requests)
@@ -172,7 +179,7 @@ class LiveInjection:
 
 
 def _only(info: StepInfo, requests: tuple[str, ...]) -> StepInfo:
-    """The step with the rows of ``requests`` alone."""
+    """Return the step restricted to the rows of ``requests``."""
     rows, ids, at = [], list[int](), 0
     for span in info.rows:
         if span.request in requests:

@@ -17,11 +17,13 @@ from tapscope.run_format.record import virtual_stage
 
 
 class ModelRegistry:
-    """Passes what concerns all models to each of them."""
+    """Collection of attached models; forwards operations to each of them."""
 
     def __init__(self, model: nn.Module | Mapping[str, nn.Module] | Sequence[nn.Module] | None = None) -> None:
-        """``model`` is one module, several by name, the virtual pipeline stages of one, or None; raises ConfigError for
-        an invalid model or name."""
+        """Attach ``model``: a module, a mapping of names to modules, a list of virtual pipeline stages, or None.
+
+        Raises ConfigError for an invalid model or name.
+        """
         self._models = [AttachedModel(each, name) for name, each in _models_of(model).items()]
 
     def __len__(self) -> int:
@@ -32,12 +34,12 @@ class ModelRegistry:
 
     @property
     def modules(self) -> list[nn.Module]:
-        """Models that still exist."""
+        """Attached models that still exist."""
         return [model for attached in self._models if (model := attached.model) is not None]
 
     @property
     def taps(self) -> list[Tap]:
-        """The taps of every model."""
+        """Taps of all models."""
         return [tap for attached in self._models for tap in attached.taps]
 
     @property
@@ -46,9 +48,9 @@ class ModelRegistry:
         return any(attached.armed for attached in self._models)
 
     def add(self, model: nn.Module, name: str) -> AttachedModel:
-        """Attach one more model.
+        """Attach another model under ``name``.
 
-        Raises ConfigError for an object that is not a module, is attached already, or has the name of another one.
+        Raises ConfigError if ``model`` is not a module or is already attached, or if ``name`` is taken.
         """
         (attached,) = ModelRegistry({name: model})
         if any(each.model is model for each in self._models):
@@ -62,14 +64,14 @@ class ModelRegistry:
         return attached
 
     def _is_taken(self, name: str) -> bool:
-        """Whether an existing model has that name; one that only reference cycles keep alive is collected first."""
+        """Return whether an existing model has this name, after collecting models kept alive only by cycles."""
         namesakes = [each for each in self._models if each.name == name]
         if any(each.model is not None for each in namesakes):
             gc.collect()
         return any(each.model is not None for each in namesakes)
 
     def remove(self, attached: AttachedModel) -> None:
-        """Detach a model; does nothing if it is not attached."""
+        """Detach a model; do nothing if it is not attached."""
         if attached in self._models:
             self._models.remove(attached)
             attached.detach()
@@ -77,60 +79,60 @@ class ModelRegistry:
     # ---- all models
 
     def attach(self, recording: StepHost) -> None:
-        """Pass what fires to the recording from now on; :meth:`select` places the taps."""
+        """Direct firings to ``recording`` from now on; :meth:`select` places the taps."""
         for attached in self._models:
             attached.attach(recording)
 
     def select(self, selection: Selection, collector: Collector) -> None:
-        """Place taps where ``selection`` may keep something, and nowhere else."""
+        """Place taps exactly at the sites where ``selection`` may keep values."""
         for attached in self._models:
             attached.select(selection, collector)
 
     def end_step(self, collector: Collector, step: OpenStep) -> None:
-        """A step is about to end."""
+        """Handle the end of a step in all models."""
         for attached in self._models:
             attached.end_step(collector, step)
 
     def begin_run(self) -> None:
-        """A new run begins: announce sites again."""
+        """Reset the taps for a new run, so that sites are announced again."""
         for attached in self._models:
             attached.begin_run()
 
     def check_hooks(self, collector: Collector) -> None:
-        """The run ends: report what has happened to hooks since the last check."""
+        """Report problems with hooks since the last check; called when the run ends."""
         for attached in self._models:
             attached.check_hooks(collector)
 
     def detach(self) -> None:
-        """Remove the taps."""
+        """Remove the taps of all models."""
         for attached in self._models:
             attached.detach()
 
     def never_fired(self) -> list[str]:
-        """One site of every armed tap that never fired."""
+        """Return one site of each armed tap that never fired."""
         return [site for attached in self._models for site in attached.never_fired()]
 
     def compiled(self) -> list[str]:
-        """Compiled modules whose taps did not fire."""
+        """Return the paths of compiled modules whose taps did not fire."""
         return [path for attached in self._models for path in attached.compiled()]
 
     @property
     def have_warned(self) -> bool:
-        """Whether a warning about a compiled module was logged when the taps were placed."""
+        """Whether a warning about taps in compiled modules was logged for any model."""
         return any(attached.has_warned for attached in self._models)
 
     @property
     def is_traced(self) -> bool:
-        """Whether a whole model became part of a graph."""
+        """Whether a whole model was traced into a compiled graph."""
         return any(attached.is_traced for attached in self._models)
 
     def warn_if_called(self, forked: ForkGuard) -> None:
-        """In a forked child: warn anyone who calls a model that it is not recorded."""
+        """In a forked child: log a warning when a model is called, because it is not recorded."""
         for attached in self._models:
             attached.warn_if_called(forked)
 
     def ports(self) -> tuple[dict[str, list[str]], list[str]]:
-        """Module path -> known ports (explicit values under ``""``); and the modules that take unnamed arguments."""
+        """Return module path -> known ports (explicit dumps under ``""``), and the modules with variadic arguments."""
         ports: dict[str, list[str]] = {"": []}
         opened: list[str] = []
         for attached in self._models:
@@ -142,14 +144,14 @@ class ModelRegistry:
 
 
 class AttachHandle:
-    """The result of attaching a model."""
+    """Handle of an attached model; detaches it with :meth:`remove` or as a context manager."""
 
     def __init__(self, registry: ModelRegistry, attached: AttachedModel) -> None:
         self._registry = registry
         self._attached = attached
 
     def remove(self) -> None:
-        """Detach the model; a second call does nothing."""
+        """Detach the model; a second call has no effect."""
         self._registry.remove(self._attached)
 
     def __enter__(self) -> "AttachHandle":

@@ -1,4 +1,4 @@
-"""Rank manifest: sent when a rank joins the recorder; becomes the run's manifest."""
+"""Rank manifest: build the join message of a rank; the first rank's manifest becomes that of the run."""
 
 import os
 import platform
@@ -18,7 +18,7 @@ from tapscope.dumper.taps.taps import Tap
 
 
 def join_message(info: RankInfo, config: DumperConfig, taps: list[Tap], unmatched: Mapping[str, str]) -> Message:
-    """The first message to the recorder; ``unmatched`` are the rules that match no site of this rank's model."""
+    """Build the ``join`` message; ``unmatched`` are the rules that match no site of this rank's model."""
     settings = config.to_json()
     opening: dict[str, Any] = {
         "world_size": info.world_size,
@@ -34,7 +34,7 @@ def join_message(info: RankInfo, config: DumperConfig, taps: list[Tap], unmatche
 
 
 def modules(taps: list[Tap]) -> list[Any]:
-    """[path, class, known ports] of every module with a tap."""
+    """Return [path, class, known ports] for every module with a tap."""
     by_path: dict[str, list[Any]] = {}
     for tap in taps:
         path = f"{tap.model}/{tap.site_path}" if tap.model else tap.site_path
@@ -62,5 +62,5 @@ def _manifest(info: RankInfo, config: DumperConfig) -> dict[str, Any]:
 
 
 def _without(token: str | None) -> list[str]:
-    """The command line, without a token given in it."""
+    """Return the command line with ``token`` replaced by ``...``."""
     return [word.replace(token, "...") if token else word for word in sys.argv]

@@ -1,4 +1,4 @@
-"""RunRollover: the next run of a rank that continues in one by itself."""
+"""RunRollover: continue in a new run after a reset that this rank requested."""
 
 import threading
 from pathlib import Path
@@ -12,7 +12,7 @@ _TIMEOUT_S = 10.0
 
 
 class RunRollover:
-    """Names the next run, and waits for the recorder's answer when a rank continues in it by itself."""
+    """Names the next run, requests it from the recorder, and waits for the answer."""
 
     def __init__(self) -> None:
         self._first: Path | None = None
@@ -21,7 +21,7 @@ class RunRollover:
         self._answered = threading.Event()
 
     def next(self, run: Path, name: str | None) -> Path:
-        """The run after ``run``: called ``name``, or as the first one with ``-2``, ``-3``, and so on."""
+        """Return the path of the run after ``run``: ``name``, or the first run's name with ``-2``, ``-3``, ..."""
         self._first = first = self._first or run
         self._number += 1
         return first.with_name(name or f"{first.name}-{self._number}")
@@ -31,12 +31,12 @@ class RunRollover:
         self._first, self._number = other._first, other._number
 
     def request(self, client: RecorderClient, request: Message) -> None:
-        """Ask the recorder to open a run; :meth:`wait` for its answer."""
+        """Send a ``reopen`` request to the recorder; :meth:`wait` waits for the answer."""
         self._answered.clear()
         client.put_message(request)
 
     def handle_message(self, message: Message) -> bool:
-        """The recorder's answer, in the sender's thread; False for any other message."""
+        """Handle the recorder's ``reopened`` answer in the sender's thread; return False for other messages."""
         if message.kind != "reopened":
             return False
         self._answer = message.fields
@@ -44,8 +44,10 @@ class RunRollover:
         return True
 
     def wait(self, client: RecorderClient, run: Path) -> None:
-        """Wait until ``run`` is open; raises RunExistsError when it exists, RecorderError when the
-        recorder does not respond."""
+        """Wait up to 10 s until the recorder has opened ``run``.
+
+        Raises RunExistsError if the run exists or cannot be created, and RecorderError if the recorder does not answer.
+        """
         if not self._answered.wait(_TIMEOUT_S):
             reason = client.queue.dead or "it did not answer"
             raise RecorderError(f"the recorder has not opened {run} within {_TIMEOUT_S:g} s: {reason}")

@@ -1,4 +1,4 @@
-"""StepTracker: opens and ends the steps of one rank, for the host, a call of the model, or an explicit value."""
+"""StepTracker: open and end the steps of one rank, driven by the host, by model calls, or by explicit dumps."""
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -12,15 +12,15 @@ from tapscope.dumper.steps.open_step import OpenStep, StepWithRows
 from tapscope.dumper.taps.collector import Collector
 
 Describe = Callable[[StepInfo], StepWithRows]
-"""Adds the token rows that the arguments of a call determine."""
+"""Callback that adds the token rows, derived from the arguments of a model call, to a step."""
 
 
 class StepTracker:
-    """The steps of one rank, one open at a time.
+    """State machine of the steps of one rank; at most one step is open at a time.
 
-    The host opens and ends steps if it can. Otherwise a call of an attached model is a step of its own, and an explicit
-    value belongs to the step that ended last. Before the first step, or after :meth:`end_iteration`, an explicit value
-    opens the next step, which the next call or the host then continues.
+    If the host reports steps, it opens and ends them. Otherwise each call of an attached model is a step, and an
+    explicit dump belongs to the step that ended last. Before the first step, and after :meth:`end_iteration`, an
+    explicit dump opens the next step early; the next model call or the host then continues that step.
     """
 
     def __init__(
@@ -32,8 +32,11 @@ class StepTracker:
         after: Callable[[], None],
         wanted: Callable[[], bool],
     ) -> None:
-        """``before`` applies pending changes before a step and returns the epoch in force; ``ending`` and ``after`` are
-        called around the end of a step; ``wanted`` returns whether steps are recorded in which nothing fires."""
+        """Create the tracker with its callbacks.
+
+        ``before`` applies pending changes before a step and returns the active epoch. ``ending`` and ``after`` are
+        called before and after a step ends. ``wanted`` returns whether to record steps in which nothing fired.
+        """
         self.collector = collector
         self.next_step = 0
         """Number of the next step."""
@@ -42,23 +45,23 @@ class StepTracker:
         self._after = after
         self._wanted = wanted
         self._lock = threading.RLock()
-        self._last: OpenStep | None = None  # has ended; explicit values that come now belong to it
-        self._late_info: LateInfo | None = None  # of the last step that the host has opened ahead
-        self._is_early = False  # the open step was opened by an explicit value
-        self._iteration_ended = False  # end_iteration() was called, and nothing has come since
+        self._last: OpenStep | None = None  # the last step that ended; explicit dumps after it belong to it
+        self._late_info: LateInfo | None = None  # late token info of the newest step that has any
+        self._is_early = False  # the open step was opened by an explicit dump
+        self._iteration_ended = False  # end_iteration() was called and has not been applied yet
 
     @property
     def number(self) -> int:
-        """Number of the next step, or of the one that an explicit value has opened for it."""
+        """Number of the next step, or of the step that an explicit dump has opened early."""
         with self._lock:
             self._apply_end_iteration()
             step = self.collector.step
             return step.info.step if step is not None and self._is_early else self.next_step
 
     def open(self, info: StepInfo, late_info: LateInfo | None = None) -> OpenStep | None:
-        """The host opens a step; ``late_info`` if it learns the tokens later.
+        """Open a step for the host; ``late_info`` supplies the tokens if the host learns them later.
 
-        Raises StepError when one is open or the number decreases.
+        Raises StepError if the host has already opened a step, or if the step number decreases.
         """
         with self._lock:
             self._late_info = late_info or self._late_info
@@ -74,7 +77,7 @@ class StepTracker:
             return self._begin(info, late_info)
 
     def finish(self, metrics: Mapping[str, float], aborted: str | None) -> OpenStep | None:
-        """End the open step, if there is one; ``aborted`` names the exception that ended it."""
+        """End the open step, if any, and return it; ``aborted`` names the exception that ended it."""
         with self._lock:
             collector = self.collector
             step = collector.step
@@ -83,7 +86,7 @@ class StepTracker:
             self._last, self._is_early = step, False
             self._ending(step)
             if step.skipped and self._wanted():
-                collector.counters.announce(step)  # the line says that nothing of it was captured; it needs no other
+                collector.counters.announce(step)  # this line marks the step as skipped; no end line is needed
             if not step.skipped and (step.announced or self._wanted()):
                 collector.end(metrics, aborted)
             else:
@@ -93,10 +96,10 @@ class StepTracker:
             return step
 
     def end_iteration(self) -> OpenStep | None:
-        """One iteration of the host is over: what comes from now on belongs to the next step.
+        """End an iteration of the host's loop: later firings belong to the next step.
 
-        An iteration in which nothing fired counts as a step too, so that all ranks stay in step. Returns the step of
-        the iteration, if anything fired. Raises StepError inside a step that the host opened.
+        An iteration without firings counts as a step too, so that step numbers agree on all ranks. Returns the step of
+        the iteration, or None if nothing fired. Raises StepError inside a step that the host opened.
         """
         with self._lock:
             self._apply_end_iteration()
@@ -107,11 +110,11 @@ class StepTracker:
             return step or self._last
 
     def cancel_end_iteration(self) -> None:
-        """The call began ``with step()``: it ended no iteration."""
+        """Cancel a pending :meth:`end_iteration`, because the call of ``step()`` was the start of a ``with`` block."""
         self._iteration_ended = False
 
     def current(self) -> OpenStep:
-        """The step that an explicit value belongs to now."""
+        """Return the step that an explicit dump belongs to now, opening one early if necessary."""
         step = self.collector.step or self._last
         if step is not None and not self._iteration_ended:
             return step
@@ -125,7 +128,7 @@ class StepTracker:
 
     @contextmanager
     def micro(self, number: int) -> Iterator[None]:
-        """Assign firings inside to this microbatch of the open step; raises StepError without one."""
+        """Context manager: assign firings to microbatch ``number`` of the open step; raises StepError without one."""
         self._apply_end_iteration()
         step = self.collector.step
         if step is None:
@@ -141,10 +144,10 @@ class StepTracker:
             origins.note(step, before)
 
     def enter_call(self, describe: Describe, part: tuple[int, str] = (0, "")) -> OpenStep | None:
-        """An attached model is called: returns the step that the call is part of; None when the host opened the step.
+        """Handle the start of a call of an attached model; return its step, or None if the host opened the step.
 
-        Threads that call at once share a step, which ends with the last of them. ``part`` is the microbatch and the
-        virtual pipeline stage: each is called once with rows of its own, or with those of an earlier stage.
+        Concurrent calls of several threads share a step, which ends with the last call. ``part`` is (microbatch,
+        virtual pipeline stage): each part is called once, with its own rows or those of an earlier stage.
         """
         with self._lock:
             self._apply_end_iteration()
@@ -166,7 +169,7 @@ class StepTracker:
         return None
 
     def leave_call(self, step: OpenStep, aborted: str | None) -> OpenStep | None:
-        """A call of :meth:`enter_call` is over; returns the step if that ended it."""
+        """Handle the end of a call started with :meth:`enter_call`; return the step if the call ended it."""
         with self._lock:
             step.num_callers -= 1
             step.counts.aborted = step.counts.aborted or aborted
@@ -175,12 +178,12 @@ class StepTracker:
             return self.finish({}, step.counts.aborted)
 
     def restart(self) -> None:
-        """A new run begins: count steps from 0."""
+        """Count steps from 0 again, for a new run."""
         with self._lock:
             self._last, self._iteration_ended, self.next_step = None, False, 0
 
     def close(self) -> None:
-        """The run ends: end the step that an explicit value or an empty iteration has opened."""
+        """End a step opened by an explicit dump or an empty iteration; called when the run ends."""
         with self._lock:
             if self._late_info is not None:
                 self._late_info.give_up()
@@ -207,13 +210,13 @@ class StepTracker:
         return early
 
     def _describe(self, step: OpenStep, described: StepWithRows) -> None:
-        """Set the rows of a step that an explicit value opened; its line is written again, and the last one counts."""
+        """Set the rows of a step opened early; its begin line is written again, and readers use the last one."""
         if described[0] is not step.info and described[0] != step.info:
             step.set_rows(*described)
             step.announced = False
 
     def _apply_end_iteration(self) -> None:
-        """Apply a pending :meth:`end_iteration`: only now is it certain that it did not begin a block."""
+        """Apply a pending :meth:`end_iteration`, as ``step()`` evidently did not start a ``with`` block."""
         if not self._iteration_ended:
             return
         self._iteration_ended = False
@@ -224,7 +227,7 @@ class StepTracker:
 
 
 class StepContext:
-    """The result of ``step()``: alone it ended the previous iteration; in a ``with`` block it is the block's step."""
+    """Result of ``step()``: a plain call ends the previous iteration; a ``with`` block is a step of its own."""
 
     def __init__(self, begin: Callable[[], Any], end: Callable[[str | None], None]) -> None:
         self._begin = begin

@@ -1,1 +1,1 @@
-"""Transport: shared memory, sockets and numbered messages between ranks and their recorder."""
+"""Transport between ranks and their recorder: shared memory, sockets and reliable messages."""

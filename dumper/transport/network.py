@@ -1,9 +1,10 @@
-"""Network: how ranks and control clients reach a recorder, on its own host or, with the run's key, from another.
+"""Network: connect ranks and control clients to a recorder on the same host or, with the run's key, on another host.
 
-On one host, everyone who may enter the recorder's private directory is admitted (``ipc``). On request the recorder also
-opens a TCP port protected by CURVE (CurveZMQ, rfc.zeromq.org/spec/26): both sides prove their key, and everything is
-encrypted. The clients' key pair is created for each run and stored in ``recorder.json``, which only the job's user can
-read; anyone who can read RUN on another host (shared files, or a copy) may join.
+On the same host, clients connect through ``ipc``; access is controlled by the permissions of the recorder's private
+directory. Optionally the recorder also opens a TCP port protected by CURVE (CurveZMQ, rfc.zeromq.org/spec/26): both
+sides authenticate with keys, and all traffic is encrypted. The clients' key pair is created per run and stored in
+``recorder.json``, which only the job's user can read; any process that can read RUN on another host (shared file system
+or a copy) can join.
 """
 
 import os
@@ -21,20 +22,20 @@ from tapscope.core.errors import ConfigError, ListenError, RecorderError, Unreac
 _FAILED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 _WHERE = re.compile(r"(?:\[(?P<bracketed>[^\]]+)\]|(?P<host>[^:\[\]]+|[^\[\]]*:[^\[\]]*:[^\[\]]*?))(?::(?P<port>\d+))?")
 _HEARTBEAT_MS = 1000
-_BROKEN_MS = 3000  # a connection without traffic for so long is reestablished
-_SLICE_S = 0.25  # how often a waiting caller checks whether the recorder still exists
+_BROKEN_MS = 3000  # a connection without traffic for this long is re-established
+_SLICE_S = 0.25  # interval at which a waiting caller checks whether the recorder still exists
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A recorder's address, and the keys that it requires (its public one, the run's secret one), if any."""
+    """Address of a recorder and, for TCP, the keys to connect: (public key of the recorder, secret key of the run)."""
 
     address: str
     keys: tuple[bytes, bytes] | None = field(default=None, repr=False)
 
     @classmethod
     def of(cls, announced: Mapping[str, Any]) -> "Endpoint":
-        """From the content of ``recorder.json``; raises RecorderError when it cannot be reached from this host."""
+        """Build the endpoint from ``recorder.json``; raises RecorderError if it is not reachable from this host."""
         if is_local(announced):
             return cls(str(announced["address"]))
         network = announced.get("network")
@@ -46,19 +47,19 @@ class Endpoint:
         return cls(str(network["address"]), (str(network["server_key"]).encode(), str(network["secret_key"]).encode()))
 
     def connect(self, socket: "zmq.Socket[bytes]") -> None:
-        """Connect ``socket``; its other options must have been set before."""
+        """Connect ``socket``; all its other options must be set before."""
         if self.keys is not None:
             server_key, secret_key = self.keys
             socket.curve_serverkey, socket.curve_secretkey = server_key, secret_key
             socket.curve_publickey = zmq.curve_public(secret_key)
             socket.ipv6 = "[" in self.address
-            socket.routing_id = os.urandom(16).hex().encode()  # the name by which it is known when it reconnects
+            socket.routing_id = os.urandom(16).hex().encode()  # keeps the identity across reconnects
             socket.heartbeat_ivl, socket.heartbeat_timeout = _HEARTBEAT_MS, _BROKEN_MS
-            socket.get_monitor_socket(_FAILED)  # before connecting: a refusal is reported once
+            socket.get_monitor_socket(_FAILED)  # before connecting, because a refusal is reported only once
         socket.connect(self.address)
 
     def dealer(self) -> "zmq.Socket[bytes]":
-        """A connected DEALER socket that discards unsent messages when it is closed."""
+        """Return a connected DEALER socket that discards unsent messages when closed."""
         socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         socket.linger = 0
         self.connect(socket)
@@ -66,7 +67,7 @@ class Endpoint:
 
     @property
     def has_ended(self) -> bool:
-        """Whether nobody listens any more, as far as can be determined without waiting."""
+        """Whether no process listens at the address any more; False for TCP, where this cannot be checked quickly."""
         if not self.address.startswith("ipc://"):
             return False
         with sockets.socket(sockets.AF_UNIX) as probe:
@@ -75,12 +76,15 @@ class Endpoint:
                 probe.connect(self.address.removeprefix("ipc://"))
             except (ConnectionRefusedError, FileNotFoundError):
                 return True
-            except OSError:  # the listen queue is full, so somebody listens
+            except OSError:  # the listen queue is full, so a process listens
                 return False
         return False
 
     def wait(self, socket: "zmq.Socket[bytes]", timeout_s: float) -> bool:
-        """Wait for the first message; False on timeout, UnreachableError when none can come."""
+        """Wait for the first message; return False on timeout.
+
+        Raises UnreachableError if the recorder has ended or refused the key.
+        """
         try:
             for _ in range(max(1, round(timeout_s / _SLICE_S))):
                 if self.has_ended:
@@ -108,16 +112,16 @@ class Endpoint:
 
 
 def is_local(announced: Mapping[str, Any]) -> bool:
-    """Whether the recorder that wrote ``recorder.json`` runs on this host (not just one with the same name)."""
+    """Return whether the recorder that wrote ``recorder.json`` runs on this host, not just on one of the same name."""
     here = announced.get("host", sockets.gethostname()) == sockets.gethostname()
     return here and (not announced.get("network") or Path(str(announced["address"]).removeprefix("ipc://")).exists())
 
 
 class NetworkListener:
-    """The recorder's TCP port and its keys; clients without the run's key are rejected before any message."""
+    """The recorder's TCP port and keys; clients without the run's key are rejected during the handshake."""
 
     def __init__(self, router: "zmq.Socket[bytes]", where: str) -> None:
-        """Also bind ``router`` at ``where``, ``HOST`` or ``HOST:PORT``; raises ConfigError or ListenError."""
+        """Bind ``router`` additionally to ``where`` (``HOST`` or ``HOST:PORT``); raises ConfigError or ListenError."""
         from zmq.auth.thread import ThreadAuthenticator
 
         if not zmq.has("curve"):
@@ -139,21 +143,24 @@ class NetworkListener:
         self._server_key = server_key
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Called by the authenticator: accepts only the run's own key."""
+        """Return whether ``key`` is the run's client key; called by the authenticator."""
         return key == self._client_key
 
     def description(self) -> dict[str, str]:
-        """For ``recorder.json``."""
+        """Return the address and keys for ``recorder.json``."""
         keys = {"server_key": self._server_key.decode(), "secret_key": self._client_secret.decode()}
         return {"address": self.address, **keys}
 
     def close(self) -> None:
-        """End the authenticator's thread."""
+        """Stop the authenticator's thread."""
         self._authenticator.stop()
 
 
 def parse_network(where: str) -> tuple[str, str]:
-    """The numeric address and the port (``*``: any) of ``HOST`` or ``HOST:PORT``; raises ConfigError."""
+    """Resolve ``HOST`` or ``HOST:PORT`` to (numeric address, port); the port is ``*`` if not given.
+
+    Raises ConfigError for invalid syntax, an unknown host, and a wildcard address.
+    """
     match = _WHERE.fullmatch(where)
     if match is None or int(match["port"] or 0) > 65535:
         raise ConfigError(f"network={where!r}: must be HOST or HOST:PORT, e.g. 10.0.0.5 (uses a free port)")
@@ -168,7 +175,7 @@ def parse_network(where: str) -> tuple[str, str]:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Replace ``path`` atomically by a file that only this user can read."""
+    """Replace ``path`` atomically with a file of mode 0600 that contains ``text``."""
     temporary = path.with_name(f".{path.name}")
     temporary.unlink(missing_ok=True)
     with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:

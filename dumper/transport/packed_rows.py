@@ -1,9 +1,9 @@
-"""Packed rows: the records of one replay of a CUDA graph as the memory that its taps wrote; the recorder reads it.
+"""Packed rows: send the records of one CUDA graph replay as the raw memory block that its taps wrote.
 
-The lines of one graph's replays differ in numbers, step and what is in that memory alone. What they have in common, a
-:class:`LineTable`, is sent once, and each replay as one block of memory. It holds rows of statistics, each struct
-Summary of kernels/native/summary.h in the byte order of both hosts, counters of sketches, and values, whose statistics
-the recorder computes.
+The record lines of different replays of a graph differ only in sequence numbers, the step and the contents of the
+block. The constant parts form a :class:`LineTable`, which is sent once; each replay sends only its block. A block
+contains rows of statistics (struct Summary of kernels/native/summary.h, in the common byte order of both hosts), sketch
+counters, and values. The recorder formats the lines and computes the statistics of the values.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,14 +16,14 @@ from tapscope.run_format.record import COUNTERS, FORWARD, tensor_name
 from tapscope.run_format.writer import PackedPayloads, Payload
 
 ROW_BYTES = 120
-"""Of statistics."""
+"""Size of one row of statistics in bytes."""
 _SKETCH_BYTES = 4 * COUNTERS
 MAX_TABLES = 64
-"""That the recorder remembers of each rank."""
+"""Maximum number of tables per rank that the recorder keeps."""
 
 
 class BlockValue(NamedTuple):
-    """Bytes of a block that are the payload of a line."""
+    """Location of the payload of a record line within a block."""
 
     line: int
     site: str
@@ -32,38 +32,39 @@ class BlockValue(NamedTuple):
     shape: Sequence[int]
     offset: int
     is_sketch: bool
-    """Whether they are the counters of a sketch over the step's token rows."""
+    """Whether the payload is a sketch indexed by the step's token rows, instead of values."""
 
 
 @dataclass(slots=True, eq=False)
 class LineTable:
-    """What the record lines of one graph have in common.
+    """The parts of the record lines of a graph that are equal for all replays.
 
-    A line is ``{"type":"record","seq":``, its number, its head, the step, its tail, and what the block holds of it.
+    A line is the concatenation of ``{"type":"record","seq":``, its sequence number, its head, the step, its tail, and
+    the fields computed from the block.
     """
 
     heads: tuple[bytes, ...]
     tails: tuple[bytes, ...]
     rows: tuple[int, ...]
-    """Offset of each line's statistics in a block; -1 without."""
+    """Offset of each line's statistics in a block; -1 for a line without statistics."""
     values: tuple[BlockValue, ...]
-    """In the order of their lines, at most one of each."""
+    """Payloads in line order, at most one per line."""
     nbytes: int
-    """Of a block."""
+    """Size of a block in bytes."""
     sketches: tuple[BlockValue, ...] = ()
-    """Those of ``values`` that are sketches."""
+    """The elements of ``values`` that are sketches."""
 
     def __post_init__(self) -> None:
         self.sketches = tuple([each for each in self.values if each.is_sketch])
 
     def to_json(self) -> dict[str, Any]:
-        """As a message carries it."""
+        """Return the table as message fields."""
         heads, tails = ([each.decode() for each in parts] for parts in (self.heads, self.tails))
         return {"heads": heads, "tails": tails, "rows": self.rows, "values": self.values, "nbytes": self.nbytes}
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "LineTable":
-        """The reverse; raises RecorderError."""
+        """Parse and validate message fields, the inverse of :meth:`to_json`; raises RecorderError."""
         try:
             heads, tails = (tuple([str(each).encode() for each in fields[name]]) for name in ("heads", "tails"))
             rows, nbytes = tuple([int(each) for each in fields["rows"]]), int(fields["nbytes"])
@@ -79,27 +80,27 @@ class LineTable:
 
 @dataclass(slots=True)
 class PackedRows:
-    """The records of one replay, whose block travels as a payload."""
+    """Metadata of the records of one replay; the block itself is sent as a payload."""
 
     table: LineTable
     step: str
     number: int
-    """Of the first record."""
+    """Sequence number of the first record."""
     has_sketches: bool = True
-    """False where the step turned out to have other rows than those that were sketched."""
+    """False if the sketches are invalid, because the step had other rows than those assumed during the replay."""
 
 
 class SentTables:
-    """Which tables the recorder has."""
+    """Sender's view of the tables that the recorder has, as an LRU cache of :data:`MAX_TABLES` entries."""
 
     def __init__(self) -> None:
-        self._numbers: dict[LineTable, int] = {}  # in the order of use
+        self._numbers: dict[LineTable, int] = {}  # least recently used first
         self._count = 0
         self._fresh: dict[int, LineTable] = {}
         self._old: list[int] = []
 
     def number_of(self, table: LineTable) -> int:
-        """Its number, for one message; the table that was not in use for longest makes room for a new one."""
+        """Return the number of ``table`` for the current message; a new table may evict the least recently used one."""
         number = self._numbers.pop(table, None)
         if number is None:
             number = self._count
@@ -111,21 +112,21 @@ class SentTables:
         return number
 
     def take_changes(self) -> dict[str, Any]:
-        """Fields of the message with these numbers: the tables that it brings, and those not needed after it."""
+        """Return the message fields that update the recorder: ``tables`` to add, then numbers to ``forget``."""
         fields = {"tables": {number: table.to_json() for number, table in self._fresh.items()}, "forget": self._old}
         self._fresh, self._old = {}, []
         return {name: value for name, value in fields.items() if value}
 
 
 def can_unpack() -> bool:
-    """Whether the C++ library that writes the lines is here."""
+    """Return whether the native library that formats the lines is available."""
     from tapscope.kernels.native import library  # loads NumPy
 
     return library.functions() is not None
 
 
 class Unpacked(NamedTuple):
-    """The contents of a message, as :meth:`tapscope.run_format.writer.RankWriter.batch` takes it."""
+    """Contents of a batch message as arguments of :meth:`tapscope.run_format.writer.RankWriter.batch`."""
 
     lines: list[bytes]
     payloads: Sequence[Payload]
@@ -134,51 +135,54 @@ class Unpacked(NamedTuple):
 
 
 class ReceivedTables:
-    """The tables that a rank has sent."""
+    """Tables that a rank has sent to the recorder."""
 
     def __init__(self) -> None:
         self._tables: dict[int, LineTable] = {}
 
     def unpack(self, fields: Mapping[str, Any], lines: Sequence[bytes], payloads: Sequence[Payload]) -> Unpacked:
-        """Lines and payloads of a message with its blocks replaced by what they hold. Raises RecorderError.
+        """Expand the blocks of a message into record lines and payloads. Raises RecorderError.
 
-        ``fields`` have ``tables`` and ``forget``, see :class:`SentTables`, and ``blocks``: for each [lines before it
-        but for those of blocks, number of its table, step, first number, index of its payload, whether the sketches
-        are valid]. Lines of other payloads count those of blocks.
+        ``fields`` has ``tables`` and ``forget`` (see :class:`SentTables`) and ``blocks``. A block is [number of
+        ordinary lines before it, table number, step, first sequence number, index of its payload, whether the sketches
+        are valid]. The line indices of other payloads include the lines of blocks.
         """
         for name, table in fields.get("tables", {}).items():
             self._tables[int(name)] = LineTable.from_json(table)
-        taken = {block[4] for block in fields["blocks"]}
-        found: list[bytes] = []
-        kept = [each for index, each in enumerate(payloads) if index not in taken]
+        block_indices = {block[4] for block in fields["blocks"]}
+        all_lines: list[bytes] = []
+        all_payloads = [each for index, each in enumerate(payloads) if index not in block_indices]
         shared: list[tuple[int, int]] = []
         packed: list[PackedPayloads] = []
         done = 0
         for before, number, step, first, payload, has_sketches in fields["blocks"]:
             if number not in self._tables:
                 raise RecorderError(f"a block of records names table {number}, which was not sent")
-            found.extend(lines[done:before])
-            about = PackedRows(self._tables[number], str(step), int(first), bool(has_sketches))
-            block = _unpack(about, payloads[payload][-1], len(found), -1 - len(kept))
-            found.extend(block.lines)
-            kept.extend(block.payloads)
+            all_lines.extend(lines[done:before])
+            rows = PackedRows(self._tables[number], str(step), int(first), bool(has_sketches))
+            block = _unpack(rows, payloads[payload][-1], len(all_lines), -1 - len(all_payloads))
+            all_lines.extend(block.lines)
+            all_payloads.extend(block.payloads)
             shared.extend(block.shared)
             packed.extend(block.packed)
             done = before
-        found.extend(lines[done:])
+        all_lines.extend(lines[done:])
         for number in fields.get("forget", ()):
             self._tables.pop(number, None)
-        return Unpacked(found, kept, shared, packed)
+        return Unpacked(all_lines, all_payloads, shared, packed)
 
 
-def _unpack(about: PackedRows, block: Any, first: int, number: int) -> Unpacked:
-    """What a block of memory says; ``first`` is the index of its first line, ``number`` that of its first payload, from
-    which it counts down: those that the rank gives are not negative."""
+def _unpack(packed: PackedRows, block: Any, first: int, number: int) -> Unpacked:
+    """Expand one block into lines and payloads.
+
+    ``first`` is the index of its first line. Payload numbers count down from ``number``, which is negative, because
+    numbers assigned by the rank are not.
+    """
     import numpy as np
 
     from tapscope.kernels.native import library, take
 
-    table, data = about.table, memoryview(block).cast("B")
+    table, data = packed.table, memoryview(block).cast("B")
     functions = library.functions()
     if len(data) < table.nbytes or functions is None:
         raise RecorderError(f"cannot read a block of {len(data)} bytes as one of {table.nbytes}")
@@ -187,7 +191,7 @@ def _unpack(about: PackedRows, block: Any, first: int, number: int) -> Unpacked:
     payloads: list[Payload] = []
     shared: list[tuple[int, int]] = []
     known: dict[tuple[bytes, int], int] = {}
-    sketched = table.sketches if about.has_sketches else ()
+    sketched = table.sketches if packed.has_sketches else ()
     for value in table.values:
         if value.is_sketch:
             continue
@@ -199,11 +203,11 @@ def _unpack(about: PackedRows, block: Any, first: int, number: int) -> Unpacked:
         if (same := known.setdefault((digest, size), own)) != own:
             shared.append((first + value.line, same))
             continue
-        name = tensor_name(value.site, int(about.step), 0, 0, FORWARD, value.model)
+        name = tensor_name(value.site, int(packed.step), 0, 0, FORWARD, value.model)
         payloads.append((first + value.line, own, name, value.dtype, value.shape, content))
-    sketches = _sketches(sketched, data, first, about.step, ends)
+    sketches = _sketches(sketched, data, first, packed.step, ends)
     rows = np.array(table.rows, np.int64).tobytes()
-    composed = functions.compose_rows(address, table.heads, table.tails, rows, about.step, about.number, tuple(ends))
+    composed = functions.compose_rows(address, table.heads, table.tails, rows, packed.step, packed.number, tuple(ends))
     lines = composed.split(b"\n")
     if len(lines) != len(table.heads):
         raise RecorderError("a record's line contains a line break")
@@ -213,9 +217,9 @@ def _unpack(about: PackedRows, block: Any, first: int, number: int) -> Unpacked:
 def _sketches(
     values: Sequence[BlockValue], data: memoryview, first: int, step: str, ends: list[bytes]
 ) -> list[PackedPayloads]:
-    """The counters of sketches in a block, equal ones once, as payloads of lines that begin at ``first``.
+    """Return the sketches of a block as packed payloads, without duplicates, and set their fields in ``ends``.
 
-    What the lines say of them is added to ``ends``.
+    ``first`` is the index of the first line of the block.
     """
     from tapscope.run_format.sketch import members_of  # loads NumPy
 
@@ -242,7 +246,7 @@ def _sketches(
 
 
 def _size(value: BlockValue) -> int:
-    """Bytes of a value."""
+    """Return the size of a value in bytes; raises ValueError for an invalid shape."""
     count = 1
     for length in value.shape:
         if length < 0:

@@ -1,8 +1,8 @@
-"""ShmRing: shared memory that carries payloads to the recorder on the same host without another copy.
+"""ShmRing: a shared-memory ring buffer that passes payloads to a recorder on the same host without another copy.
 
-The producer creates a file of mode 0600 in shared memory, with every page allocated beforehand (a full file system is
-then an error, never a SIGBUS later), and maps it. The recorder maps it too and unlinks it immediately: nothing is left,
-however either side ends. This module does not import torch: the recorder uses :class:`ShmRingView`.
+The producer creates a file of mode 0600 in /dev/shm, preallocates all pages (so that a full file system is an error now
+rather than a SIGBUS later), and maps it. The recorder maps the file too and unlinks it immediately, so that no file
+remains if either process is killed. This module does not import torch, because the recorder uses :class:`ShmRingView`.
 """
 
 import contextlib
@@ -17,20 +17,20 @@ from tapscope.dumper.job.processes import is_alive
 
 ALIGNMENT = 64
 MIN_BYTES = 1 << 20
-"""A smaller ring is not worth its bookkeeping."""
+"""Minimum size of a ring in bytes; a smaller one is not worth its overhead."""
 _SHARED_MEMORY = Path("/dev/shm")
-_ABANDONED_S = 60.0  # a recorder maps a ring within seconds
+_ABANDONED_S = 60.0  # age after which a ring of a dead producer is removed; a recorder maps a ring within seconds
 
 
 class ShmRingError(Exception):
-    """There can be no ring, with the reason. Payloads then travel inside messages."""
+    """A ring cannot be created or mapped; payloads are then sent inside messages."""
 
 
 class ShmRing:
-    """The producer's side: allocates and frees slots. Callers must hold a lock."""
+    """Producer side of the ring: allocates and frees slots. Not thread-safe: callers must hold a lock."""
 
     def __init__(self, nbytes: int) -> None:
-        """Raises ShmRingError when shared memory is missing or full."""
+        """Create a ring of ``nbytes``, rounded down to whole pages; raises ShmRingError if that fails."""
         self.nbytes = nbytes - nbytes % mmap.PAGESIZE
         if self.nbytes < MIN_BYTES:
             raise ShmRingError(f"{nbytes} bytes are too few for a ring; at least {MIN_BYTES} are needed")
@@ -43,13 +43,13 @@ class ShmRing:
                 f"no {self.nbytes} bytes of shared memory in {_SHARED_MEMORY}: {error.strerror}"
             ) from None
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
-        """Address of its first byte in this process."""
-        self._places: deque[int] = deque()  # offsets in use, in order of allocation
+        """Address of the first byte in this process."""
+        self._places: deque[int] = deque()  # offsets in use, oldest first
         self._freed: set[int] = set()
         self._head = 0
 
     def reserve(self, nbytes: int) -> int | None:
-        """Offset of a free slot, a multiple of ALIGNMENT; None without room."""
+        """Allocate a slot; return its offset, a multiple of :data:`ALIGNMENT`, or None if there is no space."""
         size = (nbytes + ALIGNMENT - 1) & -ALIGNMENT or ALIGNMENT
         start = self._room(size)
         if start is not None:
@@ -61,7 +61,7 @@ class ShmRing:
         if not self._places:
             return 0 if size <= self.nbytes else None
         tail, head = self._places[0], self._head
-        if head <= tail:  # the free bytes are between them
+        if head <= tail:  # the free space is between head and tail
             return head if head + size <= tail else None
         if head + size <= self.nbytes:
             return head
@@ -80,22 +80,25 @@ class ShmRing:
 
     @property
     def used(self) -> int:
-        """Bytes from the oldest slot in use to the newest, including gaps."""
+        """Number of bytes from the oldest to the newest slot in use, including gaps."""
         if not self._places:
             return 0
         span = self._head - self._places[0]
         return span if span > 0 else self.nbytes + span
 
     def unlink(self) -> None:
-        """Remove the name; mappings stay."""
+        """Remove the file name; existing mappings remain valid."""
         self.path.unlink(missing_ok=True)
 
 
 class ShmRingView:
-    """The recorder's side."""
+    """Recorder side of the ring: a read-only mapping."""
 
     def __init__(self, path: str, nbytes: int) -> None:
-        """Map the file and unlink it; raises ShmRingError when it is missing (another host) or not as described."""
+        """Map the file and unlink it.
+
+        Raises ShmRingError if the file is missing (e.g. on another host), or has another size or owner than expected.
+        """
         file = Path(path)
         if file.parent != _SHARED_MEMORY or not file.name.startswith("tapscope-"):
             raise ShmRingError(f"{path} is not a tapscope ring")
@@ -113,7 +116,7 @@ class ShmRingView:
         self._view = memoryview(self._memory)
 
     def view(self, offset: int, nbytes: int) -> memoryview:
-        """The bytes of one slot; raises ShmRingError for one outside the ring."""
+        """Return the bytes of one slot; raises ShmRingError for an offset outside the ring."""
         if not 0 <= offset <= offset + nbytes <= len(self._view):
             raise ShmRingError(f"bytes {offset} to {offset + nbytes} are outside the ring of {len(self._view)}")
         return self._view[offset : offset + nbytes]
@@ -132,7 +135,7 @@ def _create(path: Path, nbytes: int) -> mmap.mmap:
 
 
 def _sweep() -> None:
-    """Remove rings whose producer was killed before a recorder had mapped them."""
+    """Remove rings whose producer was killed before a recorder mapped them."""
     for path in _SHARED_MEMORY.glob("tapscope-*-*"):
         pid = path.name.split("-")[1]
         with contextlib.suppress(OSError):
