@@ -1,1 +1,1 @@
-"""The job: this process's rank, the directories of its runs, and the hooks installed for its lifetime."""
+"""Job: the rank of this process, the naming of its runs, framework plugins, and process-wide hooks."""

@@ -1,4 +1,4 @@
-"""Compiled regions: calls of the dumper in code that torch.compile turns into a graph, where Python does not run."""
+"""Compiled regions: handle calls of the dumper in code that torch.compile traces, where no Python code runs later."""
 
 import logging
 from typing import Any
@@ -9,12 +9,12 @@ from tapscope.dumper.job import open_dumpers
 
 _log = logging.getLogger("tapscope")
 is_compiling = torch.compiler.is_dynamo_compiling
-"""True only while torch.compile traces the calling code: no code of the dumper may be traced then."""
+"""Return whether torch.compile is tracing the calling code; code of the dumper must not be traced."""
 _warned: set[str] = set()
 
 
 def _warn_skipped(name: Any) -> bool:
-    """Warn once per name that the graph omits this call; runs while the graph is being built."""
+    """Warn once per name that the compiled graph omits this ``dump()`` call; runs at compile time."""
     if open_dumpers.is_recording() and str(name) not in _warned:
         _warned.add(str(name))
         text = "tapscope: dump(%r) is called in a compiled region, whose graph omits it; %s"
@@ -23,9 +23,9 @@ def _warn_skipped(name: Any) -> bool:
 
 
 def at_compile_time(function: Any) -> Any:
-    """Have torch.compile call the function while it builds a graph, and use the result as a constant.
+    """Decorator: torch.compile calls ``function`` at compile time and embeds the result as a constant.
 
-    Same as torch.compiler.assume_constant_result, which would import torch._dynamo: a second for every process.
+    Like torch.compiler.assume_constant_result, which imports torch._dynamo and would cost every process a second.
     """
     function._dynamo_marked_constant = True
     return function

@@ -1,4 +1,4 @@
-"""Device meshes of DTensor parameters, the names of their axes, and the group of a DistributedDataParallel."""
+"""Device meshes of DTensor parameters with their axis names, and the process group of DistributedDataParallel."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -8,16 +8,16 @@ import torch
 from torch import nn
 
 _KNOWN: dict[Any, tuple[str, ...]] = {}
-"""Axis names of meshes that have none."""
+"""Inferred axis names of meshes without names."""
 
 
 def axis_names(mesh: Any) -> tuple[str | None, ...]:
-    """The names of a mesh's axes; None for an axis without a name."""
+    """Return the axis names of a DeviceMesh; None for an axis without a name."""
     return tuple(mesh.mesh_dim_names or _KNOWN.get(mesh) or (None,) * mesh.ndim)
 
 
 def meshes(models: Sequence[nn.Module]) -> Iterator[Any]:
-    """The device meshes of the models' DTensor parameters, each once."""
+    """Yield the distinct device meshes of the models' DTensor parameters."""
     seen: list[Any] = []
     for model in models:
         _name_fsdp(model)
@@ -29,7 +29,7 @@ def meshes(models: Sequence[nn.Module]) -> Iterator[Any]:
 
 
 def replicas(models: Sequence[nn.Module]) -> tuple[int, int] | None:
-    """(this process's coordinate, size) of the data-parallel group of a DistributedDataParallel; None without one."""
+    """Return (rank, size) within the process group of a DistributedDataParallel in ``models``; None without one."""
     if "torch.nn.parallel.distributed" not in sys.modules or not torch.distributed.is_available():
         return None
     for model in models:
@@ -41,7 +41,7 @@ def replicas(models: Sequence[nn.Module]) -> tuple[int, int] | None:
 
 
 def _name_fsdp(model: nn.Module) -> None:
-    """``fully_shard`` without a mesh creates an unnamed one of all ranks: its axis is data parallel."""
+    """Name the axis of the mesh that ``fully_shard`` creates by default ``dp``: an unnamed 1D mesh of all ranks."""
     if "torch.distributed.fsdp" not in sys.modules:
         return
     from torch.distributed.fsdp import FSDPModule

@@ -1,7 +1,7 @@
-"""Exit hooks: write the flight recorder when the process ends, or on a signal.
+"""Exit hooks: write the flight recorder when the process exits, or on a signal.
 
-Installed once per process while any dumper holds steps: a signal handler that only sets a request, ``sys.excepthook``
-and ``atexit``. Each calls the previous handler.
+Installed once per process while any dumper holds steps in memory: ``sys.excepthook``, an ``atexit`` function, and a
+signal handler that only requests a release. Signal handler and ``sys.excepthook`` call the previous handler.
 """
 
 import atexit
@@ -17,23 +17,23 @@ from typing import Any, Protocol
 
 _log = logging.getLogger("tapscope")
 _DRAIN_S = 5.0
-"""How long the end of a process may wait until released steps are written."""
+"""Maximum time in seconds that the exit of the process waits until released steps are written."""
 
 
 class StepHolder(Protocol):
-    """Something that holds steps in memory."""
+    """An object that holds steps in memory, i.e. a flight recorder."""
 
     def request_release(self, reason: str) -> None:
-        """Request a release; it is carried out later."""
+        """Request a release of the steps; returns immediately."""
         ...
 
     def flush_at_exit(self, reason: str, timeout_s: float) -> None:
-        """Release the steps and wait until they are written, at most ``timeout_s``."""
+        """Release the steps, and wait up to ``timeout_s`` seconds until they are written."""
         ...
 
 
 class _ExitHooks:
-    """The hooks installed in this process."""
+    """The exit hooks of this process and the step holders that they flush."""
 
     def __init__(self) -> None:
         self._holders: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -60,12 +60,12 @@ class _ExitHooks:
             atexit.unregister(self._on_exit)
             for number, before in list(self._numbers.items()):
                 if signal.getsignal(number) == self._on_signal:
-                    with contextlib.suppress(ValueError):  # not the main thread: the handler stays, and does nothing
+                    with contextlib.suppress(ValueError):  # not the main thread: the handler stays, without effect
                         signal.signal(number, before)
                         del self._numbers[number]
 
     def disown(self) -> None:
-        """Forget all holders and remove the hooks; takes no lock."""
+        """Drop all holders and remove the hooks, without taking a lock."""
         self._holders = weakref.WeakSet()
         if sys.excepthook == self._on_exception:
             sys.excepthook = self._before
@@ -98,7 +98,7 @@ class _ExitHooks:
         for holder in list(self._holders):
             try:
                 holder.flush_at_exit(reason, _DRAIN_S)
-            except Exception as failure:  # noqa: BLE001 - the process ends in any case
+            except Exception as failure:  # noqa: BLE001 - the process exits in any case
                 _log.warning("tapscope: the flight recorder was not written: %s", failure)
 
 
@@ -106,7 +106,7 @@ _exits = _ExitHooks()
 
 
 def _after_fork() -> None:
-    """The held steps are the parent's, and its locks may be in any state here."""
+    """Remove inherited hooks in a forked child: held steps belong to the parent, whose locks may be in any state."""
     global _exits
     inherited, _exits = _exits, _ExitHooks()
     inherited.disown()
@@ -116,13 +116,13 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def install(holder: StepHolder, name: str | None) -> None:
-    """Flush ``holder`` when the process ends, and request a release on the signal ``name``.
+    """Flush ``holder`` when the process exits, and request a release on the signal ``name``, if given.
 
-    Holds it weakly. A signal handler can only be installed in the main thread; elsewhere a warning is logged.
+    Keeps only a weak reference. A signal handler can only be installed in the main thread; other threads log a warning.
     """
     _exits.add(holder, name)
 
 
 def uninstall(holder: StepHolder) -> None:
-    """The holder holds nothing any more; with the last holder the previous handlers are restored."""
+    """Remove ``holder``, which holds no steps any more; removing the last one restores the previous handlers."""
     _exits.remove(holder)

@@ -1,4 +1,4 @@
-"""ForkGuard: warns in a child process, forked while a dumper is open, that nothing is recorded there."""
+"""ForkGuard: warn in a child process, forked while a dumper is open, that nothing is recorded there."""
 
 import logging
 import mmap
@@ -13,7 +13,7 @@ _SENTENCE = (
 
 
 class ForkGuard:
-    """State shared by a recording and the children that are forked while it is open."""
+    """State shared by a recording and child processes forked while the recording is open."""
 
     def __init__(self) -> None:
         self._shared = mmap.mmap(-1, 1)  # anonymous memory, shared by parent and child
@@ -21,21 +21,21 @@ class ForkGuard:
 
     @property
     def was_called(self) -> bool:
-        """Whether an attached model was called, or a value dumped, in a child."""
+        """Whether a child called an attached model or dumped a value."""
         return self._shared[0] > 0
 
     def warn(self) -> None:
-        """In the child: a value came that is not recorded. Warns once, and tells the parent."""
+        """In the child: log once that values are not recorded, and set :attr:`was_called` for the parent."""
         if not self._is_over:
             self._is_over = True
             self._shared[0] = 1
             _log.warning(_SENTENCE)
 
     def mute(self) -> None:
-        """In the child: it records now, so stop warning."""
+        """In the child: disable the warning, because the child records its own run."""
         self._is_over = True
 
     def around(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Wraps the calls of a model in the child."""
+        """In the child: wrap a call of a model with the warning."""
         self.warn()
         return call(*args, **kwargs)

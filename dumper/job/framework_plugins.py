@@ -1,4 +1,7 @@
-"""Framework plugins: found by entry points, loaded when their framework is, and never allowed to break the model."""
+"""Framework plugins: discovered by entry points, and loaded once their framework is imported.
+
+Errors of a plugin are logged and never reach the model.
+"""
 
 import importlib
 import logging
@@ -22,7 +25,7 @@ BUILT_IN = {
     "transformers": "tapscope.frameworks.hf:TransformersPlugin",
     "diffusers": "tapscope.frameworks.diffusers:DiffusersPlugin",
 }
-"""Import name of a framework -> its plugin. An entry point of the same name replaces it."""
+"""Import name of a framework -> its built-in plugin; an entry point of the same name replaces the plugin."""
 _ANSWERS: dict[str, Any] = {
     "owns": bool,
     "layout": (ProcessLayout, NoneType),
@@ -34,23 +37,23 @@ _ANSWERS: dict[str, Any] = {
     "step_modules": Sequence,
     "step_methods": Sequence,
 }
-"""Method -> type of its answer."""
+"""Plugin method -> required type of its result."""
 
 
 class PluginRegistry:
-    """The plugins of the frameworks that this process has imported, in the order of their names."""
+    """Plugins of the frameworks that this process has imported."""
 
     def __init__(self) -> None:
-        self._plugins: dict[str, FrameworkPlugin | None] = {}  # None: it cannot be loaded
+        self._plugins: dict[str, FrameworkPlugin | None] = {}  # None: loading failed
         self._targets: dict[str, Callable[[], Any]] | None = None
         self._reported: set[tuple[str, str]] = set()
 
     def add(self, framework: str, plugin: FrameworkPlugin) -> None:
-        """Use ``plugin`` for the framework with this import name, in place of an installed one."""
+        """Register ``plugin`` for the framework with this import name, overriding an installed plugin."""
         self._plugins[framework] = plugin
 
     def active(self) -> list[FrameworkPlugin]:
-        """Plugins whose framework has been imported."""
+        """Return the plugins whose framework has been imported, loading them if necessary."""
         if self._targets is None:
             self._targets = _targets()
         for name, load in self._targets.items():
@@ -60,26 +63,30 @@ class PluginRegistry:
 
     @property
     def loaded(self) -> tuple[str, ...]:
-        """Import names of the frameworks in this process that have a plugin."""
+        """Import names of the imported frameworks that have a plugin."""
         if self._targets is None:
             self._targets = _targets()
         return tuple(name for name in {**self._targets, **self._plugins} if name in sys.modules)
 
     def ask(self, plugin: FrameworkPlugin, method: str, default: _T, *args: Any) -> _T:
-        """The plugin's answer; ``default`` if it raises or has another type, which is logged once per method."""
+        """Call ``method`` of ``plugin``; return ``default`` if it raises or returns the wrong type.
+
+        A failure is logged once per method.
+        """
         try:
             answer: _T = getattr(plugin, method)(*args)
             if not isinstance(answer, _ANSWERS[method]):
                 raise TypeError(f"it returned {type(answer).__name__}")
-        except Exception as error:  # noqa: BLE001 - foreign code; the model must go on
+        except Exception as error:  # noqa: BLE001 - third-party code must not break the model
             self._report(plugin.name, method, error)
             return default
         return answer
 
     def owner_of(self, model: Any) -> FrameworkPlugin | None:
-        """The plugin of the framework that a model belongs to; None for a plain PyTorch model.
+        """Return the plugin of the framework that ``model`` belongs to; None for a plain PyTorch model.
 
-        That is the one whose framework defines the model's class or a base of it, else the one that owns it.
+        Prefers the framework that defines the class of the model or one of its bases, then a plugin whose ``owns``
+        accepts the model.
         """
         active = self.active()
         packages = [each.__module__.partition(".")[0] for each in type(model).__mro__]
@@ -91,7 +98,7 @@ class PluginRegistry:
         try:
             plugin: FrameworkPlugin = load()()
             _warn_if_untested(framework, plugin)
-        except Exception as error:  # noqa: BLE001 - foreign code; the model must go on
+        except Exception as error:  # noqa: BLE001 - third-party code must not break the model
             self._report(framework, "loading", error)
             return None
         return plugin
@@ -130,10 +137,10 @@ def _warn_if_untested(framework: str, plugin: FrameworkPlugin) -> None:
 
 
 def _numbers(version: str) -> list[int] | None:
-    """The release of a version, e.g. ``[0, 9, 1]`` of ``0.9.1rc2+cpu``; None if it does not begin with a number."""
+    """Return the release numbers of a version, e.g. ``[0, 9, 1]`` for ``0.9.1rc2+cpu``; None if there are none."""
     match = re.match(r"v?(\d+(?:\.\d+)*)", version)
     return [int(part) for part in match[1].split(".")] if match else None
 
 
 registry = PluginRegistry()
-"""The plugins of this process."""
+"""Registry of this process."""

@@ -1,4 +1,4 @@
-"""Hyperparameters of a model's config that describe its tensors, under one set of names."""
+"""Read the hyperparameters that determine tensor shapes from a model's config, under uniform names."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,28 +19,31 @@ _SPELLINGS: dict[str, tuple[str, ...]] = {
     "n_group": ("moe_router_num_groups",),
     "topk_group": ("moe_router_group_topk",),
 }
-"""Name in Hugging Face's Llama config -> names in Megatron, GPT-2 and others."""
+"""Field name in Hugging Face's LlamaConfig -> equivalent names in Megatron, GPT-2 and other configs."""
 
 
 def hyperparameters(model: nn.Module) -> dict[str, int | float]:
-    """The hyperparameters in ``model.config`` of a Hugging Face or Megatron model; empty without one. Never raises."""
+    """Return the hyperparameters from ``model.config`` of a Hugging Face or Megatron model; empty without a config.
+
+    Never raises.
+    """
     config = getattr(model, "config", None)
     text = getattr(config, "get_text_config", None)
     if callable(text):
         try:
             config = text()
-        except Exception:  # noqa: BLE001 - foreign config; the outer one still has some values
+        except Exception:  # noqa: BLE001 - third-party config; the outer config still has some values
             config = getattr(model, "config", None)
     numbers = {name: _number(config, (name, *others)) for name, others in _SPELLINGS.items()}
     if numbers["vocab_size"] is None:
-        numbers["vocab_size"] = _number(model, ("vocab_size",))  # Megatron stores it here
+        numbers["vocab_size"] = _number(model, ("vocab_size",))  # Megatron stores it on the model
     if not numbers["num_experts"]:
-        numbers["num_experts_per_tok"] = None  # Megatron sets one for dense models too
+        numbers["num_experts_per_tok"] = None  # Megatron sets a value for dense models too
     return complete({name: value for name, value in numbers.items() if value is not None})
 
 
 def complete(known: Mapping[str, int | float]) -> dict[str, int | float]:
-    """Add what follows from the others: as many key as query heads, and heads that share the hidden size."""
+    """Add defaults for missing values: ``num_key_value_heads`` = query heads, ``head_dim`` = hidden size / heads."""
     full = dict(known)
     heads, hidden = full.get("num_attention_heads"), full.get("hidden_size")
     if heads:
@@ -54,8 +57,8 @@ def _number(holder: Any, names: tuple[str, ...]) -> int | float | None:
     for name in names:
         try:
             value = getattr(holder, name, None)
-        except Exception:  # noqa: BLE001 - a property of a foreign config
-            value = vars(holder).get(name)  # transformers refuses to read what layers override, such as Gemma 4's heads
+        except Exception:  # noqa: BLE001 - a property of a third-party config
+            value = vars(holder).get(name)  # transformers raises for fields that layers override, e.g. Gemma 4's heads
         if isinstance(value, int | float) and not isinstance(value, bool):
             return value
     return None

@@ -1,4 +1,7 @@
-"""Open dumpers: closed when the process ends, abandoned when it forks; and dumpers that nobody opened."""
+"""Open dumpers: close them when the process exits, and abandon them in a forked child.
+
+Also warns of dumpers that were created but never opened.
+"""
 
 import atexit
 import logging
@@ -12,14 +15,14 @@ from tapscope.dumper.job import processes
 
 
 class OpenDumper(Protocol):
-    """A dumper, as seen by the process's exit and fork handlers."""
+    """Interface of a dumper for the exit and fork handlers."""
 
     def _close(self, interrupted: str | None = None) -> str | None:
-        """Send what was recorded; ``interrupted`` names the exception that ends the process."""
+        """Send the remaining records and close; ``interrupted`` names the exception that ends the process."""
         ...
 
     def _abandon(self) -> None:
-        """This is a forked child: the recording belongs to the parent."""
+        """Release the recording in a forked child without closing it, because it belongs to the parent."""
         ...
 
 
@@ -29,37 +32,37 @@ _unused: set[object] = set()
 
 
 def note_created(token: object) -> None:
-    """Remember a new dumper by ``token``; if it is never opened, a warning says so when the process ends."""
+    """Register a new dumper by ``token``; if it is never opened, a warning is logged when the process exits."""
     _unused.add(token)
 
 
 def note_opened(token: object) -> None:
-    """The dumper was opened, or a warning has said that it is not."""
+    """Unregister a dumper that was opened, or for which a warning was already logged."""
     _unused.discard(token)
 
 
 def opened(dumper: OpenDumper) -> None:
-    """Close the dumper when the process ends, and abandon it in a forked child."""
+    """Register an open dumper: it is closed when the process exits, and abandoned in a forked child."""
     _open[id(dumper)] = dumper
 
 
 def closed(dumper: OpenDumper) -> None:
-    """The dumper was closed."""
+    """Unregister a closed dumper."""
     _open.pop(id(dumper), None)
 
 
 def is_recording() -> bool:
-    """Whether any dumper is open."""
+    """Return whether any dumper is open."""
     return bool(_open)
 
 
-assert garbage  # both are imported first, so that their exit handlers run after all dumpers have sent what they hold
+assert garbage  # both modules are imported first, so that their exit handlers run after all dumpers are closed
 assert processes
 
 
 @atexit.register
 def _close_all() -> None:
-    """Send what was recorded, with the name of an uncaught exception."""
+    """Close all dumpers at exit, with the name of an uncaught exception, and warn of a dumper that was never opened."""
     error = None if hasattr(sys, "ps1") else getattr(sys, "last_type", None)
     for dumper in list(_open.values()):
         dumper._close(None if error is None else error.__name__)
@@ -68,7 +71,7 @@ def _close_all() -> None:
 
 
 def _forget_all() -> None:
-    """The recording belongs to the parent: the child has no thread and no socket of it."""
+    """Abandon all dumpers in a forked child: their threads and sockets exist only in the parent."""
     for dumper in list(_open.values()):
         dumper._abandon()
     _open.clear()

@@ -1,8 +1,8 @@
-"""Microbatches of ``torch.distributed.pipelining``: which chunk of a step a stage of a pipeline computes now.
+"""Pipeline chunks: determine the microbatch that a stage of ``torch.distributed.pipelining`` is computing.
 
-A schedule (GPipe, 1F1B, interleaved, zero bubble) splits a batch and calls its stages in an order of its own. Only the
-stage knows the number of the chunk. So its methods are wrapped while a Dumper is open. Before its first chunk a stage
-may run its module once on uninitialised memory, to infer the shapes that it will receive: no such value is recorded.
+A schedule (GPipe, 1F1B, interleaved, zero bubble) splits a batch into chunks and calls its stages in its own order.
+Only the stage knows the chunk number, so its methods are wrapped while a Dumper is open. Before its first chunk, a
+stage may run its module once on uninitialized memory to infer shapes; these values are not recorded.
 """
 
 import contextlib
@@ -16,11 +16,11 @@ from typing import Any
 from torch import nn
 
 SHAPE_INFERENCE = -1
-"""Stands for the number of a chunk while a stage infers its shapes."""
+"""Value of :func:`current` while a stage infers shapes."""
 _MODULE = "torch.distributed.pipelining.stage"
 _CLASSES = ("_PipelineStageBase", "_PipelineStage", "PipelineStage")
 _SHAPE_METHODS = ("_compute_outputs", "_shape_inference")
-"""Methods that run the module on uninitialised memory, in torch 2.13 and before."""
+"""Methods that run the module on uninitialized memory, up to torch 2.13."""
 _local = threading.local()
 _lock = threading.Lock()
 _wrapped: list[tuple[type, str, Any, Any]] = []
@@ -28,14 +28,14 @@ _num_users = 0
 
 
 def current() -> int | None:
-    """Number of the chunk that this thread computes, :data:`SHAPE_INFERENCE`, or None outside a stage."""
+    """Return the number of the chunk that this thread computes, :data:`SHAPE_INFERENCE`, or None outside a stage."""
     return getattr(_local, "chunk", None)
 
 
 def place_of(models: Sequence[nn.Module]) -> tuple[int, int] | None:
-    """(size, rank) of the process group of the pipeline stage that computes one of the models; None without a stage.
+    """Return (size, rank) of the process group of the pipeline stage of one of ``models``; None without a stage.
 
-    A module does not know its stage, so all objects of the process are searched, once for each run that is opened.
+    A module has no reference to its stage, so this searches all objects of the process, once per opened run.
     """
     base = getattr(sys.modules.get(_MODULE), _CLASSES[0], None)
     if base is None:
@@ -47,7 +47,10 @@ def place_of(models: Sequence[nn.Module]) -> tuple[int, int] | None:
 
 
 def watch() -> None:
-    """Wrap the methods of stages, until as many calls of :func:`unwatch`; nothing where pipelining is not imported."""
+    """Wrap the methods of stages until a matching number of :func:`unwatch` calls.
+
+    Does nothing if ``torch.distributed.pipelining`` is not imported.
+    """
     global _num_users
     with _lock:
         _num_users += 1
@@ -63,7 +66,7 @@ def watch() -> None:
 
 
 def unwatch() -> None:
-    """Give the plain methods back, unless someone else has wrapped them since."""
+    """Restore the original methods after the last user, except those that other code has wrapped since."""
     global _num_users
     with _lock:
         _num_users -= 1

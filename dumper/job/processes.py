@@ -1,4 +1,4 @@
-"""Processes: liveness checks, and the recorders that this process started."""
+"""Processes: check liveness, and track the recorders that this process started."""
 
 import atexit
 import os
@@ -13,7 +13,7 @@ _started: "list[subprocess.Popen[bytes]]" = []
 
 
 def is_alive(pid: int) -> bool:
-    """Whether the process runs; a zombie does not."""
+    """Return whether the process runs; False for a zombie."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -28,12 +28,12 @@ def is_alive(pid: int) -> bool:
 
 
 def track_child(process: "subprocess.Popen[bytes]") -> None:
-    """Keep a reference to a started recorder, and reap those that have ended."""
+    """Track a started recorder, and reap recorders that have exited."""
     _started[:] = [each for each in _started if each.poll() is None] + [process]
 
 
 def exit_reason(pid: int, log: Path) -> str:
-    """How a recorder ended, as far as known, with the last line of its ``log``: a phrase that follows its name."""
+    """Describe how a recorder exited, as a predicate ("was killed by SIGKILL"), with the last line of its ``log``."""
     code = next((each.poll() for each in _started if each.pid == pid), None)
     if code is None:
         how = "died"
@@ -51,7 +51,7 @@ def exit_reason(pid: int, log: Path) -> str:
 
 @atexit.register
 def _let_go() -> None:
-    """A recorder may outlive this process while it waits for other ranks; Popen would report a leak."""
+    """Suppress Popen's leak warning for recorders that outlive this process while they wait for other ranks."""
     for process in _started:
         if process.poll() is None:
             process.returncode = 0

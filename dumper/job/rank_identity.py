@@ -1,4 +1,4 @@
-"""RankIdentity: this process's rank and mesh coordinates, determined again whenever a run is opened."""
+"""RankIdentity: determine the rank and mesh coordinates of this process whenever a run is opened."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -16,9 +16,9 @@ from tapscope.dumper.job.hyperparameters import hyperparameters
 
 
 def rank_info(models: Sequence[nn.Module] = ()) -> RankInfo:
-    """Rank information from torch.distributed, the launcher's variables, framework plugins and DTensors.
+    """Collect rank information from torch.distributed, launcher variables, framework plugins and DTensor meshes.
 
-    Never uses a collective. Before groups are created, the launcher's ``RANK`` and ``WORLD_SIZE`` apply.
+    Never calls a collective. Before process groups are created, the launcher's ``RANK`` and ``WORLD_SIZE`` apply.
     """
     rank, world = launcher_rank()
     model = models[0] if models else None
@@ -45,7 +45,7 @@ def rank_info(models: Sequence[nn.Module] = ()) -> RankInfo:
 
 
 class RankIdentity:
-    """This process's rank: as given by the host, or determined here, again whenever groups are created."""
+    """Rank of this process: given by the host, or detected, and detected again when process groups are created."""
 
     def __init__(self, given: RankInfo | None, models: Callable[[], Sequence[nn.Module]]) -> None:
         self._given = given
@@ -54,13 +54,16 @@ class RankIdentity:
         self._last: RankInfo | None = None
 
     def resolve(self) -> RankInfo:
-        """Determine it now."""
+        """Determine the rank information now."""
         self._stage = stage()
         self._last = self._given or rank_info(self._models())
         return self._last
 
     def refresh(self) -> RankInfo | None:
-        """The new identity if it has changed since the last call, else None; cheap when no groups were created."""
+        """Return the rank information if it has changed since the last call, else None.
+
+        Cheap as long as no process groups are created.
+        """
         if self._given is not None or stage() == self._stage:
             return None
         before = self._last
@@ -68,7 +71,7 @@ class RankIdentity:
 
 
 def launcher_rank(environ: Mapping[str, str] = os.environ) -> tuple[int, int]:
-    """(rank, world size) from torch.distributed once initialised, else from the launcher's environment."""
+    """Return (rank, world size) from torch.distributed once initialized, else from the launcher's environment."""
     if groups_exist():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
     try:
@@ -79,17 +82,20 @@ def launcher_rank(environ: Mapping[str, str] = os.environ) -> tuple[int, int]:
 
 
 def groups_exist() -> bool:
-    """Whether torch.distributed is initialised."""
+    """Return whether torch.distributed is initialized."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def stage() -> tuple[Any, ...]:
-    """The inputs of an identity; if they change, it must be determined again."""
+    """Return the inputs of :func:`rank_info`; if they change, it must be called again."""
     return groups_exist(), *registry.loaded
 
 
 def _from_plugins(model: nn.Module | None) -> tuple[str, ProcessLayout | None]:
-    """(framework, layout): of the model's own framework; what it cannot say, of the first one whose groups exist."""
+    """Return (framework, layout), preferably from the plugin of the model's framework.
+
+    If that plugin has no layout, the layout is that of the first plugin whose process groups exist.
+    """
     owner = registry.owner_of(model) if model is not None else None
     plugins = sorted(registry.active(), key=lambda plugin: plugin is not owner)
     for plugin in plugins:

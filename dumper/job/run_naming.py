@@ -1,4 +1,4 @@
-"""RunNaming: the directory of a job's runs, and a run name that all ranks agree on without a collective."""
+"""RunNaming: locate the runs of a job, and agree on a run name across all ranks without a collective."""
 
 import contextlib
 import hashlib
@@ -20,7 +20,7 @@ from tapscope.run_format.directory import RECORDER_FILE
 
 _log = logging.getLogger("tapscope")
 NAME_TIMEOUT_S = 30.0
-"""How long a rank waits until rank 0 has named the run."""
+"""Timeout in seconds for rank 0 to publish the name of the run."""
 _POLL_S = 0.02
 _RENDEZVOUS = ".tapscope-name-"
 _STALE_S = 60.0
@@ -31,14 +31,13 @@ _YES, _NO = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunLocation:
-    """Where the process's dumper creates its runs: ``dir/exp_name``."""
+    """Location of the runs of the process-wide dumper: ``dir/exp_name``."""
 
     dir: Path = Path(_DEFAULT_DIR)
     exp_name: str | None = None
-    """None: rank 0 generates a name with the time, and the other ranks read it."""
+    """Name of the run; with None, rank 0 generates a name from the time and the other ranks read it."""
     cleanup_previous: bool = False
-    """Remove older runs in ``dir`` when a new one begins: only directories that provably are runs and are not in
-    use."""
+    """Whether a new run removes previous runs in ``dir``: only directories that are certainly runs and not in use."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.dir, str | os.PathLike) or not str(self.dir):
@@ -52,9 +51,9 @@ class RunLocation:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> dict[str, Any]:
-        """The values of ``TAPSCOPE_DIR``, ``TAPSCOPE_EXP_NAME`` and ``TAPSCOPE_CLEANUP_PREVIOUS``.
+        """Return the settings in ``TAPSCOPE_DIR``, ``TAPSCOPE_EXP_NAME`` and ``TAPSCOPE_CLEANUP_PREVIOUS``.
 
-        Blank means unset. Raises ConfigError.
+        A blank variable counts as unset. Raises ConfigError for an invalid bool.
         """
         settings: dict[str, Any] = {}
         for name in FIELDS:
@@ -71,10 +70,13 @@ FIELDS = ("dir", "exp_name", "cleanup_previous")
 
 
 class RunNaming:
-    """Agrees on the name of one run: rank 0 decides and publishes it, the others poll until a time limit."""
+    """Agreement on the name of one run: rank 0 generates and publishes the name, other ranks poll with a timeout.
+
+    The name is published in the store of torch.distributed, if initialized, and in a file in ``folder``.
+    """
 
     def __init__(self, folder: Path, rank: int, world_size: int, number: int = 0) -> None:
-        """``number`` counts the agreements of this process, so that they are not confused."""
+        """``number`` counts the agreements of this process, which distinguishes them."""
         self._folder = folder
         self._rank = rank
         self._world_size = world_size
@@ -82,7 +84,10 @@ class RunNaming:
         self._deadline = math.inf
 
     def agree(self, timeout_s: float = NAME_TIMEOUT_S) -> str:
-        """The name; raises RecorderError when rank 0 does not publish it in time. Blocks; never uses a collective."""
+        """Return the agreed name; blocks for up to ``timeout_s`` seconds, without a collective.
+
+        Raises RecorderError if rank 0 does not publish the name in time.
+        """
         if self._world_size <= 1:
             return new_name()
         if self._rank == 0:
@@ -100,7 +105,7 @@ class RunNaming:
         return entry
 
     def give_up(self) -> None:
-        """The process ends: wait only a little longer, in case rank 0 has just started."""
+        """Shorten the timeout to 10 s because the process exits; rank 0 may have just started."""
         self._deadline = min(self._deadline, time.monotonic() + _LAST_WAIT_S)
 
     def _publish(self, name: str) -> None:
@@ -124,15 +129,15 @@ class RunNaming:
             alive = _is_current(entry) or self._is_recorded(entry["name"])
         except (OSError, ValueError, KeyError, TypeError):
             return None
-        return str(entry["name"]) if alive else None  # left behind by the rank 0 of another job
+        return str(entry["name"]) if alive else None  # a dead entry is a leftover of another job's rank 0
 
     def _is_recorded(self, name: str) -> bool:
-        """Whether a recorder waits for the other ranks of a short job whose rank 0 has already ended."""
+        """Return whether the run's recorder is alive, e.g. of a short job whose rank 0 has already exited."""
         recorder = json.loads((self._folder / name / RECORDER_FILE).read_text())
         return recorder["host"] != socket.gethostname() or is_alive(int(recorder["pid"]))
 
     def _sweep(self) -> None:
-        """Remove files that finished jobs of this host left behind."""
+        """Remove rendezvous files of finished jobs on this host."""
         for path in self._folder.glob(f"{_RENDEZVOUS}*"):
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 if time.time() - path.lstat().st_mtime > _STALE_S and not _is_current(json.loads(path.read_text())):
@@ -148,17 +153,16 @@ class RunNaming:
 
 
 def new_name() -> str:
-    """``dump-20261231-235959-123-a1b2c3``: sorts by time, and is unique."""
+    """Return a unique name that sorts by time, e.g. ``dump-20261231-235959-123-a1b2c3``."""
     now = time.time()
     firing = time.strftime("%Y%m%d-%H%M%S", time.gmtime(now))
     return f"dump-{firing}-{int(now * 1000) % 1000:03d}-{secrets.token_hex(3)}"
 
 
 def clean(folder: Path, *, keep: str | None) -> None:
-    """Remove the runs in ``folder``, except ``keep``, links, runs that are being recorded, and anything that is not a
-    run.
+    """Remove all runs in ``folder`` except ``keep``, symbolic links, and runs that are being recorded.
 
-    Logs what was removed and what could not be.
+    Other files and directories stay. Logs the names of removed runs, and failures.
     """
     from tapscope.run_format.directory import is_run, remove_run
 
@@ -181,7 +185,7 @@ def clean(folder: Path, *, keep: str | None) -> None:
 
 
 def _store() -> Any:
-    """The rendezvous store of torch.distributed; None when there is none."""
+    """Return the default store of torch.distributed; None if there is none."""
     import torch
 
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
@@ -189,22 +193,22 @@ def _store() -> Any:
     try:
         get: Callable[[], Any] = torch.distributed.distributed_c10d._get_default_store
         return get()
-    except Exception:  # noqa: BLE001 - not a public function
+    except Exception:  # noqa: BLE001 - a private function of torch
         return None
 
 
 def _job(environ: Mapping[str, str]) -> str:
-    """A key that all ranks of one job share and no other job has, as far as the launcher's variables tell."""
+    """Return a key shared by all ranks of a job and unique among jobs, derived from the launcher's variables."""
     parts = [environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")]
     parts.append(environ.get("TORCHELASTIC_RESTART_COUNT", ""))
     if environ.get("LOCAL_WORLD_SIZE", environ.get("WORLD_SIZE")) == environ.get("WORLD_SIZE"):
-        parent = os.getppid()  # all ranks are on this host: children of one launcher
+        parent = os.getppid()  # all ranks run on this host as children of one launcher
         parts += [socket.gethostname(), str(parent), _started(parent)]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
 def _started(pid: int) -> str:
-    """Start time of a process of this host, in clock ticks since boot; unique together with its pid."""
+    """Return the start time of a process in clock ticks since boot (unique together with its pid); empty if unknown."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):
@@ -212,6 +216,6 @@ def _started(pid: int) -> str:
 
 
 def _is_current(entry: Mapping[str, Any]) -> bool:
-    """Whether the rank 0 that published this still runs; assumed for other hosts."""
+    """Return whether the rank 0 that published ``entry`` still runs; always True for another host."""
     pid = int(entry["pid"])
     return entry["host"] != socket.gethostname() or (is_alive(pid) and _started(pid) == entry["started"])

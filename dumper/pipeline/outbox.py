@@ -27,7 +27,7 @@ class Outbox:
         self._nbytes = 0
         self._is_flushed = False
         self._is_soon = False  # flush_soon() was called
-        self._next = 0.0  # when flush_soon() takes effect again
+        self._next = 0.0  # earliest time at which flush_soon() takes effect again
 
     def __len__(self) -> int:
         return len(self._items)

@@ -31,7 +31,7 @@ class RankRegistry:
         self._started = time.monotonic()
         self.changed = self._started
         """Time at which a rank last joined or left."""
-        self._refused: float | None = None  # when a rank was last refused
+        self._refused: float | None = None  # time of the last refused attempt to join
         self._is_over = False
 
     def find(self, identity: bytes) -> RankConnection | None:

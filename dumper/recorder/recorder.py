@@ -96,7 +96,7 @@ class Recorder:
             self._leave(rank, "stopped", reason, Message("fatal", {"reason": reason}))
         self._change.end()
         self._endpoints.close()
-        with contextlib.suppress(OSError):  # the disk may be full, or the directory gone
+        with contextlib.suppress(OSError):  # the disk may be full or the directory removed
             sys.stderr.flush()
             log = self.path / RECORDER_LOG
             if log.is_file() and not log.stat().st_size:
@@ -147,7 +147,7 @@ class Recorder:
                 self._handle(identity, wire.decode(frames))
             except TapscopeError as error:
                 self._endpoints.send(identity, Message("refused", {"reason": str(error)}))
-            except Exception as error:  # noqa: BLE001 - one bad message must not end the recording of the other ranks
+            except Exception as error:  # noqa: BLE001 - a bad message must not end the recording of other ranks
                 self.log(traceback.format_exc())
                 reason = f"{type(error).__name__}: {error}"
                 self._endpoints.send(identity, Message("refused", {"reason": reason}))

@@ -99,7 +99,7 @@ class Transaction(Inquiry):
         self.deadline = time.monotonic() + APPLY_WAIT_S
 
     def outcome(self) -> tuple[int, dict[str, Any]] | None:
-        """The HTTP status and body of the answer; None while there is none."""
+        """Return the HTTP status and body of the answer; None while the outcome is open."""
         if self.committed_at is None:
             return self._refused()
         if not self.is_late and not self.members <= self.applied.keys():
@@ -141,7 +141,7 @@ class Release(Inquiry):
     """Rank -> number of ``steps`` and ``bytes`` it has sent."""
 
     def outcome(self) -> tuple[int, dict[str, Any]] | None:
-        """The HTTP status and body of the answer; None while there is none."""
+        """Return the HTTP status and body of the answer; None while the outcome is open."""
         ranks = self.by_rank(self.released | self.refusals)
         if (lost := self.lost()) is not None:
             return 504, {

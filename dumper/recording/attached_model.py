@@ -390,7 +390,7 @@ class AttachedModel:
                     late.keys, late.keys_stream = keys_of_call(call), stream_of(call.tensors["ids"].device)
                 return outline, late
             return rows_from_values(outline, host_values(call.tensors), call=call), None
-        except Exception as error:  # noqa: BLE001 - unknown arguments of an unknown model
+        except Exception as error:  # noqa: BLE001 - the arguments of an unknown model may raise any exception
             self._report_rows(recording, error)
             return info, None
 

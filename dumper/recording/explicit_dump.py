@@ -93,7 +93,7 @@ class ExplicitDump:
     def dump(
         self, name: Any, value: Any, dims: str | None, dims_grad: str | None, grad: bool | None, tags: dict[str, Any]
     ) -> None:
-        """See :meth:`tapscope.dumper.Dumper.dump`; never raises."""
+        """Record a value under ``name``, see :meth:`tapscope.dumper.Dumper.dump`; never raises."""
         try:
             context = current()
             if context:
@@ -106,7 +106,7 @@ class ExplicitDump:
                 place = self._new_site(name, layer, dims, dims_grad)
             if place.may_keep:
                 self._dump(place, name, value, grad, tags)
-        except Exception as error:  # noqa: BLE001 - the model must go on
+        except Exception as error:  # noqa: BLE001 - an error must not reach the model
             self._collector.counters.fail(self._steps.current(), f":tap[{port_name(name)}]", error)
 
     @property

@@ -135,7 +135,7 @@ class GraphTaps:
                     self._collector.counters.report(port.site, reason)
             self._add("fire", lambda model: model.fire(tap, kind, leaves))
             self._fires.append((tap, kind, leaves))
-        except Exception as error:  # noqa: BLE001 - the model must go on
+        except Exception as error:  # noqa: BLE001 - an error must not reach the model
             self._collector.counters.report(f"{tap.path}:{kind}", f"{type(error).__name__}: {error}")
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -147,7 +147,7 @@ class GraphTaps:
             for name, value in found.items():
                 if isinstance(value, Tensor) and value.is_cuda:
                     found[name] = self._memory(value.device).keep(value)
-        except Exception as error:  # noqa: BLE001 - the model must go on
+        except Exception as error:  # noqa: BLE001 - an error must not reach the model
             found = {}
             self._collector.counters.report("step", f"rows unknown: {type(error).__name__}: {error}")
         self._add("enter", lambda model: model.enter_call(found))
@@ -191,7 +191,7 @@ class GraphTaps:
                 memory.finish()
                 for problem in dict.fromkeys(memory.problems):
                     self._collector.counters.report("step", problem)
-        except Exception as error:  # noqa: BLE001 - the model must go on
+        except Exception as error:  # noqa: BLE001 - an error must not reach the model
             self._collector.counters.report("step", f"{type(error).__name__}: {error}")
 
     def _memory(self, device: torch.device) -> GraphMemory:

@@ -1,4 +1,4 @@
-"""Recording: one run of this rank while it is open."""
+"""Recording: an open run of this rank."""
 
 import logging
 import sys
@@ -31,7 +31,7 @@ from tapscope.source_patcher import SourcePatches
 
 _log = logging.getLogger("tapscope")
 _closing_log = logging.getLogger("tapscope.closing")
-"""What :func:`report_close` logs; off in programs that print the account of the run itself."""
+"""Logger of :func:`report_close`; disabled by programs that print the ledger of the run themselves."""
 
 
 def report_close(
@@ -45,10 +45,11 @@ def report_close(
     empty: str | None,
     never_held: list[str],
 ) -> None:
-    """Log what is missing from the run: taps that never fired, values that were lost or could not be captured.
+    """Log the data missing from a run: taps that never fired, and values that were lost or could not be captured.
 
-    ``compiled`` are modules whose taps did not fire, ``unused`` rules that matched nothing, ``never_held`` expressions
-    of rules and of the filter that were evaluated and never true. ``empty``: why there are no records.
+    ``lost`` is the reason why the recorder did not acknowledge all values, ``empty`` the reason why there are no
+    records. ``silent`` are sites that never fired, ``compiled`` are compiled modules whose taps did not fire,
+    ``unused`` are rules without a match, and ``never_held`` are expressions that were evaluated but never true.
     """
     counters = collector.counters
     facts = [
@@ -70,7 +71,7 @@ def report_close(
 class Recording:
     """Steps, collector, taps and recorder client of one open run.
 
-    Without a client, values are only captured in memory.
+    Without a client, values are captured only in memory.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class Recording:
         self._identity = identity
         self.client = client
         self.run: Path | None = None
-        """None until the recorder has answered."""
+        """Path of the run; None until the recorder has answered."""
         self.http: str | None = None
         sink: Any = client.queue if client is not None else NULL_SINK
         self.collector = Collector(sink, rank=info.rank)
@@ -105,10 +106,10 @@ class Recording:
     # ---- opening and closing
 
     def open(self, run: Callable[[], Path], *, force: bool, later: bool = False, lenient: bool = False) -> None:
-        """Join or start the recorder of ``run()`` and place the taps; with ``later`` in the background.
+        """Join or start the recorder of ``run()`` and place the taps; with ``later``, join in the background.
 
-        Raises as :meth:`RecorderClient.open`, and RuleError for a rule that matches nothing, unless ``lenient`` or
-        another rank may have the sites that it means.
+        Raises the errors of :meth:`RecorderClient.open`, and RuleError for a rule that matches no site, unless
+        ``lenient`` is set or another rank (a pipeline stage) may have matching sites.
         """
         assert self.client is not None
         config = self.active.config
@@ -134,13 +135,13 @@ class Recording:
         self.start()
 
     def start(self, *, select: bool = True) -> None:
-        """Attach the models; place the taps now with ``select``, else later."""
+        """Attach the models, and place the taps if ``select`` is set."""
         self._models.attach(self)
         if select:
             self.active.select()
 
     def join(self, attached: AttachedModel) -> None:
-        """Attach one more model and place its taps."""
+        """Attach another model and place its taps."""
         attached.attach(self)
         self.active.select()
         if self.client is not None:
@@ -148,7 +149,11 @@ class Recording:
             self.client.queue.flush()
 
     def close(self, interrupted: str | None) -> str | None:
-        """Remove the taps, send what is left and report what is missing; returns why the run is incomplete, or None."""
+        """Remove the taps, send the remaining records, close the run and report missing data.
+
+        ``interrupted`` names the exception that ended the program. Returns the reason why the recorder did not
+        acknowledge everything, or None.
+        """
         self.steps.close()
         self._models.check_hooks(self.collector)
         unused, why_empty = self.active.unused_rules(), self._why_empty()
@@ -173,9 +178,9 @@ class Recording:
         client.put_event("close", **fields)
         lost = client.close()
         news = [] if self._models.have_warned else compiled
-        # with capture off, as when a server starts, an empty run is expected
+        # while capture is off, e.g. when a server starts, an empty run is expected
         empty = empty if was_on else None
-        if sys.exception() is not None:  # explains both
+        if sys.exception() is not None:  # the exception explains empty runs and silent taps
             empty, silent = None, []
         report_close(
             collector, self.run, lost, silent=silent, compiled=news, unused=unused, empty=empty, never_held=never_held
@@ -183,7 +188,7 @@ class Recording:
         return lost
 
     def stop(self) -> None:
-        """Remove the taps."""
+        """Remove the taps, source patches and injections."""
         self.active.explicit_dump = None
         self.collector.gradients.forget()
         if self._patches is not None:
@@ -193,7 +198,7 @@ class Recording:
         self._models.detach()
 
     def _rank_counters(self) -> dict[str, int]:
-        """The counters in the heartbeat."""
+        """Return the counters of this rank for its heartbeat messages."""
         counters, comparison = self.collector.counters, self.collector.capturer.comparison
         numbers = {"dropped": counters.num_dropped, "failed": counters.num_failed}
         if self.active.injection is not None:
@@ -207,16 +212,19 @@ class Recording:
 
     @property
     def info(self) -> RankInfo:
-        """This rank within its job."""
+        """Rank and mesh coordinates of this process."""
         return self.active.info
 
     @property
     def is_lost(self) -> bool:
-        """Whether the recorder was lost: nothing can be written any more."""
+        """Whether the recorder was lost, so that no record can be written any more."""
         return self.run is not None and self.client is not None and self.client.queue.dead is not None
 
     def next_run(self, name: str | None) -> Path:
-        """The next run, called ``name`` or numbered; raises StepError inside a step."""
+        """Return the path of the next run, called ``name`` or numbered; ends the current iteration.
+
+        Raises StepError inside a step and RecorderError if no run is open.
+        """
         if (client := self.client) is None:
             raise StepError("reset(): no run is open; capture in memory needs none")
         self._finish_join(wait=True)
@@ -227,15 +235,15 @@ class Recording:
         return self._rollover.next(self.run, name)
 
     def take_over(self, lost: "Recording", run: Path) -> None:
-        """Continue in ``run`` with another recorder, because that of ``lost`` has ended; raises as :meth:`open`."""
+        """Open ``run`` with a new recorder, because the recorder of ``lost`` has exited; raises like :meth:`open`."""
         self._rollover.continue_from(lost._rollover)
         self.open(lambda: run, force=False, lenient=True)
 
     def reset(self, name: str | None) -> None:
         """Continue in a new run called ``name``, with steps from 0.
 
-        Waits for the recorder: call it between steps. Raises RunExistsError when the run exists, RecorderError when
-        there is no answer, StepError inside a step.
+        Blocks until the recorder has opened the run, and must be called between steps. Raises RunExistsError if the run
+        exists, RecorderError if the recorder does not answer, and StepError inside a step.
         """
         client, run = self.client, self.next_run(name)
         assert client is not None
@@ -251,9 +259,12 @@ class Recording:
         self.steps.restart()
 
     def configure(self, changes: dict[str, Any]) -> None:
-        """Apply this process's own change now, or before the next step when one is open; raises as DumperConfig."""
+        """Apply a change by this process now, or before the next step if a step is open.
+
+        Raises the errors of :meth:`.DumperConfig.updated`, and RuleError for a rule that matches no site.
+        """
         is_idle = self.collector.step is None
-        if is_idle:  # apply agreed changes first
+        if is_idle:  # first apply the changes that all ranks agreed on
             self.active.apply_agreed(self.steps.next_step, None, self._switch_run)
         config = self.active.base.updated(changes)
         if (problem := self.active.refusal(config)) is not None:
@@ -262,7 +273,7 @@ class Recording:
         self.active.configure(config, now=is_idle)
 
     def report_call(self, method: str, **more: Any) -> None:
-        """Report a call that all ranks should make, so that the recorder notices when some do not."""
+        """Report a call that all ranks should make, so that the recorder can detect ranks that do not."""
         self._calls[method] += 1
         if self.client is not None:
             self.client.put_message(Message("call_count", {"method": method, "count": self._calls[method], **more}))
@@ -276,9 +287,9 @@ class Recording:
         return self.active.may_capture or self.active.has_pending_change
 
     def check_strict(self, step: OpenStep) -> None:
-        """With ``strict`` backpressure, raise RecorderError when anything up to the end of ``step`` was lost.
+        """With ``strict`` back-pressure, raise RecorderError if any value up to the end of ``step`` was lost.
 
-        Called once per step; opening the next step checks again, for explicit values in between.
+        Called once per step; opening the next step checks again, for explicit dumps in between.
         """
         client, config = self.client, self.active.config
         if config.backpressure != "strict" or client is None or step is self._reported_lost:
@@ -305,19 +316,19 @@ class Recording:
     # ---- the recorder
 
     def _finish_join(self, *, wait: bool = False) -> bool:
-        """Take the recorder's answer to a join in the background; whether there was one."""
+        """Process the recorder's answer to a background join; return whether there was one."""
         answer = self.client.take_answer(wait=wait) if self.client is not None else None
         if answer is not None:
             self._take_answer(answer)
         return answer is not None
 
     def _take_answer(self, joined: dict[str, Any]) -> None:
-        """The recorder has accepted this rank."""
+        """Process the ``joined`` answer: adopt epoch, configuration and run, and check free disk space."""
         self.active.join_epoch(int(joined["epoch"]), joined["config"])
         self.http, self.run = joined["http"], Path(joined["run"])
         retention = self.collector.retention
         retention.trigger_actions.run = self.run
-        if (free := joined.get("free")) is not None:  # checked before the first value is captured
+        if (free := joined.get("free")) is not None:  # check before the first value is captured
             retention.capture_stop.check_disk(int(free), self.active.config.min_free_bytes or 0)
 
     def _on_message(self, message: Message) -> Message | None:
@@ -326,19 +337,19 @@ class Recording:
         return self.active.epochs.on_message(message, self.steps.next_step - 1)
 
     def _switch_run(self, run: Path) -> None:
-        """Continue in a run that the recorder has agreed on with all ranks."""
+        """Continue in a run that all ranks have agreed on."""
         assert self.client is not None
         self.client.put_message(self._reopen_message(run))
         self._begin_run(run)
 
     def _reopen_message(self, run: Path, **more: Any) -> Message:
-        """Ends the current run and asks for another."""
+        """Build the message that ends the current run and requests ``run``."""
         why_empty = None if self.collector.counters.num_sent else self._why_empty()
         absent = self._absent(self._never_fired(), self._models.compiled(), why_empty)
         return Message("reopen", {"run": str(run), "absent": absent, **more})
 
     def _absent(self, silent: list[str], compiled: list[str], why_empty: str | None) -> dict[str, Any]:
-        """The part of a close event that reports what is missing from the run."""
+        """Return the fields of a close event that report missing data."""
         more = {"compiled": compiled, "empty": why_empty, "never_held": self.active.expressions.never_held()}
         return {"never_fired": silent} | {name: value for name, value in more.items() if value}
 
@@ -352,13 +363,13 @@ class Recording:
         self.active.select()
 
     def _put_patches_event(self) -> None:
-        """Write into the run which functions are patched."""
+        """Write an event that names the patched functions into the run."""
         if self._patches is not None and self.client is not None:
             targets = list(self._patches.targets)
             self.client.put_event("source_patches", file=self.active.config.source_patches, functions=targets)
 
     def _why_empty(self) -> str | None:
-        """Why this rank has no records, if it has none; None when that is expected."""
+        """Return why this rank has no records, provided that it has none; None if that is expected."""
         retention, config = self.collector.retention, self.active.config
         if config.filter is not None and config.filter in self.active.expressions.never_held():
             return f"the filter was never true: {config.filter}"

@@ -1,1 +1,1 @@
-"""Records: what is known of a port from its firings, and records on their way to the recorder."""
+"""Records: per-port state, snapshots of tensors, and records in flight to the recorder."""

@@ -1,4 +1,4 @@
-"""BufferPool: memory for payloads that travel inside messages."""
+"""BufferPool: reusable buffers for payloads that are sent inside messages."""
 
 import threading
 from collections import OrderedDict
@@ -10,10 +10,10 @@ Buffer = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class BufferPool:
-    """Buffers for reuse: fresh memory costs a page fault every 4 KiB, more than the copy itself.
+    """Pool of reusable buffers; fresh memory costs a page fault per 4 KiB, which is slower than the copy itself.
 
-    Lent and idle buffers together are bounded: idle ones are freed before more is allocated, least recently used sizes
-    first. What is lent is bounded by the caller.
+    ``limit`` bounds the bytes of lent and idle buffers: idle buffers are freed before more memory is allocated, least
+    recently used sizes first. The caller must bound the lent bytes.
     """
 
     def __init__(self, limit: int) -> None:
@@ -24,13 +24,13 @@ class BufferPool:
         self._lock = threading.Lock()
 
     def resize(self, limit: int) -> None:
-        """Change the bound."""
+        """Change the limit, in bytes."""
         with self._lock:
             self._limit = limit
             self._trim()
 
     def acquire(self, nbytes: int) -> Buffer:
-        """A buffer of exactly ``nbytes``."""
+        """Return a buffer of exactly ``nbytes`` bytes with undefined content."""
         with self._lock:
             self._lent_bytes += nbytes
             idle = self._idle.get(nbytes)
@@ -42,7 +42,7 @@ class BufferPool:
         return np.empty(nbytes, np.uint8)
 
     def release(self, buffer: Buffer) -> None:
-        """Keep the buffer for later."""
+        """Return a buffer to the pool for reuse."""
         with self._lock:
             self._lent_bytes -= buffer.nbytes
             if buffer.nbytes:
@@ -52,14 +52,14 @@ class BufferPool:
                 self._trim()
 
     def lower(self, limit: int) -> None:
-        """Lower the bound."""
+        """Lower the limit, in bytes."""
         with self._lock:
             self._limit = limit
             self._trim()
 
     @property
     def held_bytes(self) -> int:
-        """Lent and idle bytes."""
+        """Number of bytes in lent and idle buffers."""
         return self._lent_bytes + self._idle_bytes
 
     def _trim(self) -> None:

@@ -1,4 +1,4 @@
-"""The placements of a DTensor as dims."""
+"""Convert the placements of a DTensor to dims."""
 
 from typing import Any, NamedTuple
 
@@ -11,21 +11,22 @@ from tapscope.dumper.job.device_meshes import axis_names
 
 
 class MeshAxis(NamedTuple):
-    """One mesh axis of more than one rank."""
+    """Placement along one mesh axis with more than one rank."""
 
     name: str | None
+    """Name of the mesh axis; None if it has no name."""
     kind: str
-    """``shard``, ``inner`` (a shard within those of later axes), ``partial``, ``replicate``, or an unknown
-    placement."""
+    """``shard``, ``inner`` (a shard inside the shards of later mesh axes), ``partial``, ``replicate``, or another
+    placement that dims cannot express."""
     at: int = 0
-    """The tensor's axis that is sharded."""
+    """Index of the sharded tensor axis."""
 
 
 Placement = tuple[MeshAxis, ...]
 
 
 def placement_of(tensor: Any) -> Placement:
-    """The placements of a DTensor, without axes of one rank."""
+    """Return the placements of a DTensor along the mesh axes with more than one rank."""
     mesh = tensor.device_mesh
     each = zip(axis_names(mesh), tensor.placements, mesh.shape, strict=True)
     return tuple(_axis(name, placement, tensor.ndim) for name, placement, size in each if size > 1)
@@ -44,11 +45,11 @@ def _axis(name: str | None, placement: Any, ndim: int) -> MeshAxis:
 
 
 def dims_of(annotation: str | None, shape: tuple[int, ...], placement: Placement, *, flattened: bool = False) -> str:
-    """The annotation completed by the placements; without annotation, axes are called ``d0 d1 ...``.
+    """Combine a dims annotation with the placements; without an annotation, the axes are named ``d0 d1 ...``.
 
-    The annotation takes precedence for the mesh axes it mentions. With ``flattened``, the first two axes that it names
-    may have become one (rows of a padded grid). Raises DimsError where it does not fit, and for what dims cannot
-    express.
+    For mesh axes that it mentions, the annotation takes precedence. With ``flattened``, the first two axes of the
+    annotation may be combined into one (rows of a padded grid). Raises DimsError if the annotation does not match
+    ``shape``, and for placements that dims cannot express.
     """
     ndim = len(shape)
     if not ndim and annotation is None:

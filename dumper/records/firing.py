@@ -1,4 +1,4 @@
-"""Firing: one firing of a site: step, occurrence, microbatch, pass and tags."""
+"""Firing: step, occurrence, microbatch, pass and tags of one firing of a site."""
 
 import json
 from collections.abc import Mapping
@@ -17,14 +17,14 @@ class Firing(NamedTuple):
     """One firing of a site."""
 
     step: OpenStep
-    """The step it belongs to; for a gradient, the step of its forward."""
+    """Step of the firing; for a gradient, the step of its forward."""
     occurrence: int
     micro: int = 0
     pass_: str = FORWARD
     tags: Mapping[str, Any] | None = None
 
     def members(self) -> str:
-        """Members of the record line from ``occurrence`` to ``pass``; defaults are left out."""
+        """Return the JSON fields of the record line from ``occurrence`` to ``pass``, omitting default values."""
         text = f',"occurrence":{self.occurrence}' if self.occurrence else ""
         if self.micro:
             text += f',"micro":{self.micro}'
@@ -32,7 +32,7 @@ class Firing(NamedTuple):
 
 
 def rule_context(leaf: Any, firing: Firing) -> RuleContext:
-    """The names of ``leaf`` that conditions may read; a value that is not a tensor has neither dtype nor size."""
+    """Return the variables that the conditions of rules can read for ``leaf``; a non-tensor has no dtype and size 0."""
     step = firing.step
     is_tensor = isinstance(leaf, torch.Tensor)
     return RuleContext(
@@ -51,5 +51,5 @@ def rule_context(leaf: Any, firing: Firing) -> RuleContext:
 
 
 def json_text(value: Any) -> str:
-    """The JSON text of a value."""
+    """Encode a value as compact JSON; raises ValueError for a non-finite number."""
     return _encode(value)

@@ -1,4 +1,4 @@
-"""Flattens inputs and outputs of a module into leaves with a path, by position and key; nothing is dropped."""
+"""Flatten inputs and outputs of modules into (path, leaf) pairs, like a pytree; no value except None is dropped."""
 
 import dataclasses
 from collections import OrderedDict, UserList, deque
@@ -14,7 +14,7 @@ from tapscope.core import json_values
 from tapscope.core.json_values import MAX_PLAIN
 
 opaque_classes: set[str] = set()
-"""Names of dataclasses that are not flattened: the batch objects of frameworks, see :class:`FrameworkPlugin`."""
+"""Class names of dataclasses that are not flattened: batch objects of frameworks, see :class:`FrameworkPlugin`."""
 _MAX_DEPTH = 100
 _MAX_CONTAINERS = 20_000
 _HARMLESS = str.maketrans("[]:", "();")
@@ -35,17 +35,17 @@ _DESCRIBED_BY_STR = (
     Enum,
     PurePath,
 )
-"""Objects fully described by their string. The string is for people: a device may differ between runs that agree."""
+"""Types whose string describes the object completely. It is only shown to users: a device may differ in equal runs."""
 
 
 def flatten(value: Any) -> list[tuple[str, Any]]:
-    """``(path, leaf)`` of tensors and plain values, each path once; None yields nothing.
+    """Return ``(path, leaf)`` for all tensors and other leaves of ``value``, with unique paths; None has no leaf.
 
-    Tuples and lists contribute their index; mappings (ModelOutput too), named tuples and dataclasses their names; a
-    repeated path (keys ``1`` and ``"1"``) gets ``~2``. A long list of plain numbers or strings is one leaf, and so is
-    an object that cannot be flattened (a cache, a cycle, too many levels or containers). Deques and views of a dict are
-    lists. A set of plain values is one leaf, sorted; tensors of a set come in the order of their dtypes and shapes, and
-    where two have the same, the set is one leaf, because its own order differs from run to run.
+    Path components are indices for tuples and lists, and names for mappings (e.g. ModelOutput), named tuples and
+    dataclasses. A duplicate path (keys ``1`` and ``"1"``) gets the suffix ``~2``. Deques and dict views count as lists.
+    A long list of numbers or strings is one leaf, as is an object that cannot be flattened (a cache, a cycle, too many
+    levels or containers). A set of plain values is one sorted leaf. A set of tensors is ordered by dtype and shape; if
+    two are equal in both, the set is one leaf, because its iteration order differs from run to run.
     """
     leaves: list[tuple[str, Any]] = []
     if isinstance(value, torch.Tensor):
@@ -71,22 +71,22 @@ def _made_unique(leaves: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
 
 
 class Leaves(list[tuple[str, Any]]):
-    """A value as :func:`flatten` gives it, where the value itself is not at hand: of a firing in compiled code."""
+    """An already flattened value, for firings in compiled code or CUDA graphs, where the original is unavailable."""
 
 
 class OpaqueObject:
-    """Stands for a container that was not flattened; its record has the class only."""
+    """Placeholder for a container that was not flattened; its record contains only the class."""
 
     def __init__(self, value: Any) -> None:
         self.kind = type(value)
 
 
 class PlainSet(list[Any]):
-    """The sorted elements of a set of plain values, which are one leaf."""
+    """The sorted elements of a set of plain values, recorded as one leaf."""
 
 
 class _Flattener:
-    """The containers on the current path, to stop at cycles, and how many were seen."""
+    """Recursive traversal; tracks the containers on the current path to detect cycles, and limits their number."""
 
     def __init__(self, leaves: list[tuple[str, Any]]) -> None:
         self._found = leaves
@@ -115,7 +115,7 @@ class _Flattener:
 
 
 def _as_list(value: Any) -> Any:
-    """A list with the elements of one of ``_LIST_LIKE``, in an order that equal runs share; the value without one."""
+    """Convert a list-like object to a list in a reproducible order; an OpaqueObject if there is no such order."""
     if not isinstance(value, set | frozenset):
         return list(value)
     if all(isinstance(each, _PLAIN) for each in value):
@@ -148,28 +148,28 @@ def _children(value: Any) -> Iterable[tuple[str, Any]] | None:
 
 
 def _name_of(key: Any, number: int) -> str:
-    """A mapping's key as a string; a tensor's values are not read, because that would wait for its device."""
+    """Convert a mapping key to a string; a tensor key becomes its index, as reading it would synchronize the device."""
     return str(number) if isinstance(key, torch.Tensor) else str(key)
 
 
 def is_opaque(value: Any) -> bool:
-    """Whether a dataclass is recorded by its class only."""
+    """Return whether a dataclass is recorded by its class only."""
     return type(value).__name__ in opaque_classes
 
 
 @lru_cache(maxsize=4096)
 def path_part(key: str) -> str:
-    """A key as part of a site, in which brackets and colons have a meaning."""
+    """Convert a key to a path component of a site, replacing brackets and colons, which are site syntax."""
     return key.translate(_HARMLESS) or "(empty)"
 
 
 def is_container(value: Any) -> bool:
-    """Whether :func:`flatten` descends into it."""
+    """Return whether :func:`flatten` descends into ``value``."""
     return not isinstance(value, torch.Tensor) and (isinstance(value, _LIST_LIKE) or _children(value) is not None)
 
 
 def may_hold_tensors(leaf: Any) -> bool:
-    """Whether a leaf is a tensor, or an object of which nothing but its class is recorded, such as a cache."""
+    """Return whether a leaf is a tensor, or an object recorded by its class only, such as a KV cache."""
     if isinstance(leaf, torch.Tensor):
         return True
     value = plain_value(leaf)
@@ -177,7 +177,7 @@ def may_hold_tensors(leaf: Any) -> bool:
 
 
 def plain_value(leaf: Any) -> dict[str, Any]:
-    """A non-tensor leaf as the typed JSON of run-format.md, with the string of an object fully described by it."""
+    """Convert a non-tensor leaf to the typed JSON of run-format.md, including the string of self-describing objects."""
     if isinstance(leaf, OpaqueObject):
         return {"type": "object", "class": f"{leaf.kind.__module__}.{leaf.kind.__qualname__}"}
     value = json_values.plain_value(leaf)

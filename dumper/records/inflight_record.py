@@ -1,4 +1,4 @@
-"""InflightRecord: a record on its way to the recorder, and the sinks that accept it."""
+"""InflightRecord: a record in flight to the recorder, and the sink interface."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -12,24 +12,27 @@ from tapscope.run_format.record import FORWARD, tensor_name
 
 
 class PendingCopy(Protocol):
-    """The part of a record that is still being copied from a device."""
+    """Asynchronous device-to-host copy of the statistics or bytes of a record."""
 
     @property
     def is_ready(self) -> bool:
-        """Whether it has arrived or never will, so that nobody waits for it."""
+        """Whether the copy has completed or failed."""
         ...
 
     def finish(self, record: "InflightRecord") -> None:
-        """Complete the record; raises when it did not arrive. In the sender's thread, in the order of the records."""
+        """Complete ``record`` with the copied data; raises if the copy failed.
+
+        Called in the sender's thread, in record order.
+        """
         ...
 
     def discard(self, slot: PayloadSlot, free: Callable[[PayloadSlot], None]) -> None:
-        """The record is not sent: ``free`` its slot once nothing writes to it any more."""
+        """Discard the record: call ``free`` on its slot once no copy writes to it any more."""
         ...
 
 
 class InflightRecord:
-    """A record on its way. The sender's thread formats its line, so that the forward's thread need not."""
+    """A record in flight; the sender's thread formats its line, which takes this work off the forward's thread."""
 
     __slots__ = (
         "content",
@@ -60,30 +63,30 @@ class InflightRecord:
         self.seq = seq
         self.layout = layout
         self.content = content
-        """Members of the line from ``value`` to ``stats``."""
+        """JSON fields of the line from ``value`` to ``stats``."""
         self.generation = generation
-        """Payloads are shared within one generation."""
+        """Number of the scope within which payloads are shared, see :class:`.DedupCache`."""
         self.payload = payload
-        """Number of the payload with the record's bytes: that of the slot, or of an equal one."""
+        """Number of the payload with the record's bytes, either the one in ``slot`` or an equal one sent before."""
         self.slot = slot
-        """The bytes to send; None when there are none or they were sent already."""
+        """Bytes to send; None if there are none or equal bytes were sent before."""
         self.stored: RecordLayout = layout
-        """The layout of the bytes: that of the tensor, or of the sketch that is kept instead."""
+        """Layout of the stored bytes: of the tensor, or of the sketch that is stored instead."""
         self.pending_copy: PendingCopy | None = None
-        """What is still being copied from a device; the record is sent when it is ready."""
+        """Pending device copy; the record is sent once it is ready."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its own payload."""
+        """Size in bytes of the payload in ``slot``; 0 without one."""
         return self.slot.nbytes if self.slot is not None else 0
 
     @property
     def is_ready(self) -> bool:
-        """Whether it can be sent."""
+        """Whether the record can be sent."""
         return self.pending_copy is None or self.pending_copy.is_ready
 
     def discard(self, free: Callable[[PayloadSlot], None]) -> None:
-        """Drop the record: ``free`` its slot once nothing writes to it any more. Any thread."""
+        """Drop the record: call ``free`` on its slot once no copy writes to it any more. Thread-safe."""
         if self.slot is None:
             return
         if self.pending_copy is None:
@@ -92,7 +95,7 @@ class InflightRecord:
             self.pending_copy.discard(self.slot, free)
 
     def line(self) -> bytes:
-        """The ``record`` line of run-format.md without its entry: as :func:`.record.encode`, many times faster."""
+        """Format the ``record`` line of run-format.md without its entry, much faster than :func:`.record.encode`."""
         port, layout = self.port, self.layout.members
         step, occurrence, micro, pass_, tags = self.firing
         text = f'{{"type":"record","seq":{self.seq},"site":{port.site_text},"step":{step.info.step}'
@@ -102,16 +105,16 @@ class InflightRecord:
         return b"%b,%b}" % (f"{text}{port.model_text}{layout}".encode(), self.content)
 
     def tensor_name(self) -> str:
-        """The name of its payload in its segment."""
+        """Return the name of the payload in its segment."""
         step, occurrence, micro, pass_, _ = self.firing
         return tensor_name(self.port.site, step.info.step, occurrence, micro, pass_, self.port.model)
 
 
 class Sink(SlotSource, Protocol):
-    """Accepts records: the send queue, or a sink that holds them first."""
+    """Destination of records: the send queue, or a sink in front of it such as the flight recorder."""
 
     def put(self, record: InflightRecord) -> bool:
-        """Queue a record and count it as sent in its step; False when it was dropped and its slot freed."""
+        """Queue a record and count it as sent in its step; return False if it was dropped and its slot freed."""
         ...
 
     def append(self, line: DeferredLine | bytes) -> None:

@@ -1,4 +1,4 @@
-"""PayloadSlot: memory that holds a payload until the recorder has it."""
+"""PayloadSlot: memory of a payload until the recorder acknowledges it."""
 
 from typing import Any, NamedTuple, Protocol
 
@@ -6,10 +6,10 @@ import numpy as np
 
 
 class SlotOwner(Protocol):
-    """Owns the memory of a slot that is not the send queue's."""
+    """Owner of slots whose memory does not belong to the send queue."""
 
     def free(self, slot: "PayloadSlot") -> None:
-        """The recorder has the bytes."""
+        """Free a slot, whose bytes the recorder has acknowledged."""
         ...
 
 
@@ -17,22 +17,23 @@ class PayloadSlot(NamedTuple):
     """Memory for one payload."""
 
     address: int
+    """Host address of the first byte in this process."""
     nbytes: int
     offset: int
-    """Offset in the shared-memory ring, or -1."""
+    """Offset in the shared-memory ring; -1 for a slot outside the ring."""
     buffer: np.ndarray[Any, np.dtype[np.uint8]] | None
-    """A buffer from the pool, where the ring has no room; None for a slot in the ring."""
+    """Pool buffer, used if the ring is full or missing; None for a slot in the ring."""
     owner: SlotOwner | None = None
-    """None for the send queue's own."""
+    """Owner of the memory; None if it belongs to the send queue."""
 
 
 class SlotSource(Protocol):
-    """Gives out memory for payloads."""
+    """Allocator of payload memory."""
 
     def reserve(self, nbytes: int) -> PayloadSlot | None:
-        """Memory for a payload; None when there is none, and the payload is dropped."""
+        """Reserve memory for a payload; return None if there is none, so that the payload must be dropped."""
         ...
 
     def cancel(self, slot: PayloadSlot) -> None:
-        """The payload is not needed."""
+        """Free a reserved slot that is not used."""
         ...

@@ -1,4 +1,4 @@
-"""RecordLayout: dtype, shape and size of a recorded tensor, with the text that its record line has for them."""
+"""RecordLayout: dtype, shape and size of a recorded tensor, with the corresponding text of the record line."""
 
 from typing import Any, NamedTuple
 
@@ -8,23 +8,24 @@ from tapscope.dumper.steps.row_slicing import Ranges
 
 
 class RecordLayout(NamedTuple):
-    """The layout of the tensors at a port, computed once and reused while it does not change."""
+    """Layout of the tensors at a port, computed once and reused until it changes."""
 
     members: str
-    """Members of the record line from ``dtype`` to ``cap``."""
+    """JSON fields of the record line from ``dtype`` to ``cap``."""
     dtype: str
     shape: list[int]
     count: int  # type: ignore[assignment]
     """Number of elements."""
     nbytes: int
     torch_dtype: torch.dtype | None = None
-    """With ``torch_shape``: of the tensor that was recorded."""
+    """Dtype of the recorded torch tensor; None for a value that is not a tensor."""
     torch_shape: tuple[int, ...] = ()
+    """Shape of the recorded torch tensor."""
     rows: Ranges | None = None
-    """Slots of the step's grid that the leading axis holds, if the line names them."""
+    """Slots of the step's grid that the leading axis covers, if the record line has ``rows``."""
     template: Any = None
-    """The native template of such lines; None where the native writer cannot write them."""
+    """Template for the native line writer; None if the native writer does not support this layout."""
 
 
 NO_LAYOUT = RecordLayout("", "", [], 0, 0)
-"""Of a value that is not a tensor."""
+"""Layout of a value that is not a tensor."""

@@ -1,4 +1,4 @@
-"""RecordLines: records already formatted as text, and the payloads that travel with them."""
+"""RecordLines: batches of formatted records with their payloads."""
 
 import json
 import re
@@ -16,7 +16,7 @@ _SKETCH = re.compile(rb',"sketch":\{[^}]*\}')
 
 
 class LinePayload(NamedTuple):
-    """The bytes of a record."""
+    """Payload of one of several formatted records."""
 
     port: SitePort
     layout: RecordLayout
@@ -27,48 +27,48 @@ class RecordLines(NamedTuple):
     """Formatted records and their payloads."""
 
     text: bytes | PackedRows
-    """Without the last newline; or what the recorder makes them of."""
+    """Lines without the final newline, or packed rows, from which the recorder formats the lines."""
     num_lines: int
     step: OpenStep
     generation: int = 0
-    """Payloads are shared within one generation."""
+    """Number of the scope within which payloads are shared."""
     payloads: Sequence[tuple[int, int, LinePayload]] = ()
-    """(line, number of the payload, the payload)"""
+    """(index of the line, payload number, payload)"""
     shared: Sequence[tuple[int, int]] = ()
-    """(line, number of the payload that holds the same bytes)"""
+    """(index of the line, number of an earlier payload with equal bytes)"""
     block: PayloadSlot | None = None
-    """What packed rows are made of."""
+    """Memory block of packed rows."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the payloads that travel with it."""
+        """Total size of ``payloads`` in bytes."""
         return sum(payload.slot.nbytes for _, _, payload in self.payloads)
 
     def discard(self, free: Callable[[PayloadSlot], None]) -> None:
-        """They are not sent: ``free`` their slots."""
+        """Drop the records: call ``free`` on their slots."""
         for _, _, payload in self.payloads:
             free(payload.slot)
 
 
 class LinesCopy(Protocol):
-    """The copy that :class:`PendingLines` wait for (:class:`tapscope.dumper.device.async_copy.AsyncCopy`)."""
+    """Interface of the copy for :class:`PendingLines` (:class:`tapscope.dumper.device.async_copy.AsyncCopy`)."""
 
     @property
     def is_ready(self) -> bool:
-        """Whether it has arrived or never will."""
+        """Whether the copy has completed or failed."""
         ...
 
     def finish(self, record: Any) -> None:
-        """Set ``record.content`` and ``record.payloads``; raises when it did not arrive."""
+        """Set ``record.content`` and ``record.payloads``; raises if the copy failed."""
         ...
 
     def discard_slots(self, free: Callable[[PayloadSlot], None]) -> None:
-        """``free`` the slots that it fills, once nothing writes to them any more."""
+        """Call ``free`` on the slots that the copy fills, once it no longer writes to them."""
         ...
 
 
 class PendingLines:
-    """Records of one replay of a graph, which are formatted when their statistics have arrived from the device."""
+    """Records of one CUDA graph replay, formatted once their statistics have been copied from the device."""
 
     __slots__ = (
         "_amend",
@@ -95,35 +95,38 @@ class PendingLines:
         amend: Callable[["PendingLines"], None] | None = None,
         block: PayloadSlot | None = None,
     ) -> None:
-        """``sites`` are those of the records, in order, or the parts of their lines that name them; ``payloads`` and
-        ``block`` as in :class:`RecordLines`. ``amend`` is called when they are complete, after the step has got its
-        rows."""
+        """Create records that wait for ``copy``.
+
+        ``sites`` are the sites of the records in order, or the ``site`` parts of their lines. ``payloads`` and
+        ``block`` are as in :class:`RecordLines`. ``amend`` is called once the records are complete and the token rows
+        of the step are known.
+        """
         self.payloads, self.block = payloads, block
         self.shared: Sequence[tuple[int, int]] = ()
-        """Set by the copy, for payloads whose bytes were sent before."""
+        """(line, payload number) of payloads whose bytes were sent before; set by the copy."""
         self.nbytes = sum(payload.slot.nbytes for _, _, payload in payloads) + (block.nbytes if block else 0)
         self.step = step
         self.num_lines = len(sites)
         self.generation = generation
         self.content: bytes | PackedRows = b""
-        """The lines, set by the copy."""
+        """Lines or packed rows, set by the copy."""
         self.slot = None
         self._sites = sites
         self._copy, self._amend = copy, amend
 
     @property
     def is_ready(self) -> bool:
-        """Whether they can be sent."""
+        """Whether the records can be sent."""
         return self._copy.is_ready
 
     def finish(self) -> RecordLines:
-        """The formatted lines; where the device has failed, one event for each record."""
+        """Return the formatted records; if the copy failed, return a ``failed`` event for each record."""
         try:
             self._copy.finish(self)
             if self._amend is not None:
                 self._amend(self)
             text = self.content
-        except Exception as error:  # noqa: BLE001 - what did not arrive must not end the capture
+        except Exception as error:  # noqa: BLE001 - a failed copy must not end the capture
             self.payloads, self.block = (), None
             reason, number = f"{type(error).__name__}: {error}", self.step.info.step
             sites = (site if isinstance(site, str) else _site_in(site) for site in self._sites)
@@ -132,12 +135,15 @@ class PendingLines:
         return RecordLines(text, self.num_lines, self.step, self.generation, self.payloads, self.shared, self.block)
 
     def discard(self, free: Callable[[PayloadSlot], None]) -> None:
-        """They are not sent: ``free`` their slots once nothing writes to them any more."""
+        """Drop the records: call ``free`` on their slots once the copy no longer writes to them."""
         self._copy.discard_slots(free)
 
 
 def leave_out_sketches(sketched: Collection[int], free: Callable[[PayloadSlot], None], lines: PendingLines) -> None:
-    """Leave the sketches of these lines out if their step has other rows than were sketched: ``free`` their slots."""
+    """Remove the sketches from ``lines`` if their step turned out to have other rows than those that were sketched.
+
+    ``sketched`` are the indices of lines with a sketch; ``free`` is called on the slots of removed sketches.
+    """
     if not lines.step.has_other_rows:
         return
     if isinstance(lines.content, PackedRows):
@@ -153,5 +159,5 @@ def leave_out_sketches(sketched: Collection[int], free: Callable[[PayloadSlot], 
 
 
 def _site_in(head: bytes) -> str:
-    """The site in ``,"site":"...","step":``."""
+    """Parse the site in a line fragment ``,"site":"...","step":``."""
     return str(json.loads(b"{" + head[1:] + b"0}")["site"])

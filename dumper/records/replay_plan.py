@@ -1,4 +1,7 @@
-"""ReplayPlan: the records of a CUDA graph's replays, whose lines differ only in numbers, step and statistics."""
+"""ReplayPlan: record all values of a CUDA graph replay in one operation.
+
+The record lines of different replays of a graph differ only in sequence numbers, the step, statistics and bytes.
+"""
 
 import ctypes
 import struct
@@ -15,50 +18,52 @@ from tapscope.kernels.native import library, summary
 from tapscope.run_format.sketch import NBYTES, record_member
 
 _QUICK_BYTES = 256 << 10
-"""Up to this size a copy takes less time than another thread, which may be the model's, waits for the GIL."""
-_move = ctypes.PyDLL(None).memmove  # keeps the GIL
+"""Maximum size in bytes of a copy that holds the GIL: shorter than other threads' usual wait for the GIL."""
+_move = ctypes.PyDLL(None).memmove  # does not release the GIL
 _move.argtypes, _move.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t], None
 
 
 class LearnedRecord(NamedTuple):
-    """A record of the replay that a plan is made of."""
+    """A record of the replay from which a plan is derived."""
 
     record: InflightRecord
     offset: int
-    """Of its statistics or its bytes in the graph's memory; -1 where it says the same at every replay."""
+    """Offset of the statistics or bytes in the graph's memory; -1 for a record that is equal in every replay."""
     has_bytes: bool = False
-    """Whether the bytes are kept."""
+    """Whether the bytes of the value or of its sketch are stored."""
 
     @property
     def counters(self) -> int:
-        """Offset of the counters of its sketch; -1 where the replay has computed none."""
+        """Offset of the sketch counters in the graph's memory; -1 if the replay computes no sketch."""
         copy = self.record.pending_copy
         return self.offset + copy.place if isinstance(copy, sketcher.SketchCopy) and copy.place else -1
 
     @property
     def has_values(self) -> bool:
-        """Whether the bytes kept are those of the value."""
+        """Whether the stored bytes are the value, not a sketch."""
         return self.has_bytes and self.counters < 0
 
 
 class PlannedPayload(NamedTuple):
-    """Bytes that are kept of every replay."""
+    """Payload that is stored for every replay."""
 
     line: int
+    """Index of its record line."""
     port: SitePort
     layout: RecordLayout
     offset: int
+    """Offset of the bytes in the graph's memory."""
     is_sketch: bool = False
-    """Whether they are the counters of its sketch."""
+    """Whether the bytes are sketch counters, not a value."""
 
 
 class ReplayPlan:
-    """Learned from the records of one replay; later ones become one item of the send queue."""
+    """Template of a replay's records, derived from an earlier replay; a replay becomes one item of the send queue."""
 
     __slots__ = ("_heads", "_offsets", "_start", "_table", "_tails", "payloads", "sites", "sketch_lines")
 
     def __init__(self, learned: Sequence[LearnedRecord]) -> None:
-        """``learned`` are the records in order."""
+        """Derive the plan from the records of a replay, in order."""
         self.sites = tuple(each.record.port.site for each in learned)
         self.payloads = tuple(
             PlannedPayload(line, each.record.port, each.record.layout, each.offset)
@@ -86,20 +91,23 @@ class ReplayPlan:
 
     @property
     def block_bytes(self) -> int:
-        """Size of the memory of a replay that its records are made of; 0 where they are always the same."""
+        """Size in bytes of the memory block that the records of a replay depend on; 0 if all records are constant."""
         return self._table.nbytes
 
     def pack(self, step: str, number: int, slot: PayloadSlot, address: int) -> tuple[PackedRows, bytes]:
-        """As :meth:`lines`, for a recorder that makes the records itself: ``slot`` gets a copy of the memory."""
+        """Copy the memory of a replay at ``address`` to ``slot``, for a recorder that formats the lines itself.
+
+        Returns (packed rows, empty digests), in the form of :meth:`lines`; ``number`` is the first sequence number.
+        """
         nbytes = self._table.nbytes
         move = _move if nbytes <= _QUICK_BYTES else ctypes.memmove
         move(slot.address, address + self._start, nbytes)
         return PackedRows(self._table, step, number), b""
 
     def lines(self, step: str, number: int, slots: Sequence[PayloadSlot], address: int) -> tuple[bytes, bytes]:
-        """(record lines, digests of the payloads) of a replay whose memory was copied to ``address``.
+        """Format the records of a replay whose memory was copied to ``address``, and copy the payloads to ``slots``.
 
-        ``number`` is the first line's. The payloads are copied to ``slots``.
+        Returns (record lines, concatenated digests of the payloads). ``number`` is the first sequence number.
         """
         functions = library.functions()
         assert functions is not None
@@ -121,7 +129,7 @@ class ReplayPlan:
 
 
 def is_available() -> bool:
-    """Whether the C++ library that writes the lines is there."""
+    """Return whether the native library that formats the lines is available."""
     return library.functions() is not None
 
 

@@ -1,4 +1,4 @@
-"""SitePort: one port of a tap, with what its firings have shown."""
+"""SitePort: the state of one port of a tap across firings."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,21 +19,21 @@ from tapscope.kernels.native import library, summary
 if TYPE_CHECKING:
     from tapscope.dumper.records.sketcher import DevicePlace
 
-_MAX_LAYOUTS = 256  # bounds the memory of a port whose shape never repeats
+_MAX_LAYOUTS = 256  # limits the memory of a port whose shapes never repeat
 
 
 class DeviceSketch(NamedTuple):
-    """How a device takes the sketches of tensors of one layout."""
+    """Parameters for the device to sketch tensors of one layout, cached from the last tensor."""
 
     members: str
-    """Of that layout, which determine the place in steps with :attr:`grid`."""
+    """:attr:`.RecordLayout.members` of the layout; with ``grid``, the cache key of ``place``."""
     grid: tuple[int, ...]
-    """Of the steps' token rows, see :class:`tapscope.core.observe.StepInfo`; empty without."""
+    """Grid of the step's token rows, see :class:`tapscope.core.observe.StepInfo`; empty without token rows."""
     place: "DevicePlace"
 
 
 class SitePort:
-    """One port of a tap: the state that outlives a firing."""
+    """One port of a tap, with the decision of the rules and cached layouts."""
 
     __slots__ = (
         "announced",
@@ -65,7 +65,11 @@ class SitePort:
         row_set: str | None = None,
         model: str = "",
     ) -> None:
-        """``module_info``: members of its ``site`` line about the module; ``dims``: as annotated, unchecked."""
+        """Create the port of ``site``.
+
+        ``module_info`` are the fields of its ``site`` line about the module; ``dims`` is the unchecked annotation;
+        ``row_set`` names the row set in :attr:`.StepInfo.row_sets` that its tensors cover, if not all rows.
+        """
         self.site = site
         self.site_text = json_text(site)
         self.model = model
@@ -76,29 +80,29 @@ class SitePort:
         self.dims = dims
         self.row_set = row_set
         self.placement: Placement | None = None
-        """The placement on the mesh, where plain tensors here are shards; set before the first one comes."""
+        """Mesh placement of plain tensors that are shards; set before the first firing."""
         self.announced = False
-        """Whether its ``site`` line was sent."""
+        """Whether the ``site`` line was sent."""
         self.has_reported = False
         self.keep = _plain_keep(decision.static)
-        """What is kept of every tensor here when no further condition applies; else None."""
+        """Capture level of all tensors of this port if it is unconditional; None otherwise."""
         self.device_sketch: DeviceSketch | None = None
-        """How a device took the sketch of the last tensor."""
+        """Sketch parameters of the last tensor on a device."""
         self.grad: SitePort | None = None
-        """The port of its gradient, if that may be kept."""
+        """Port of the gradient, if it may be kept."""
         self.parts: dict[str, SitePort] = {}
-        """The ports of a tensor's parts, when it is not one piece of memory."""
+        """Part name -> port, for tensors that consist of several dense tensors, e.g. sparse ones."""
         self.latest = NO_LAYOUT
-        """Of the last whole tensor: the next one usually has the same."""
+        """Layout of the last unsliced tensor; usually also that of the next one."""
         self.layouts: dict[tuple[Any, ...], RecordLayout] = {}
         """(dtype, shape, slicing) -> layout."""
 
     def site_line(self) -> dict[str, Any]:
-        """Its ``site`` line."""
+        """Return the ``site`` line."""
         return {"type": "site", "site": self.site, **self.module_info} | ({"dims": self.dims} if self.dims else {})
 
     def part_of(self, name: str) -> "SitePort":
-        """The port of a part: ``out`` and ``values`` make ``out[values]``; the rules of the whole apply to it."""
+        """Return the port of a part, e.g. ``out[values]`` for ``values`` of ``out``; the same rules apply to it."""
         port = self.parts.get(name)
         if port is None:
             value = self.site.removesuffix(".grad")
@@ -108,11 +112,11 @@ class SitePort:
         return port
 
     def rows_in(self, step: OpenStep) -> Ranges | None:
-        """Slots of the step's grid that a whole tensor here holds, if the module declares a row set."""
+        """Return the slots of the step's grid that an unsliced tensor covers, if the module declares a row set."""
         return None if self.row_set is None else step.row_ranges.get(self.row_set)
 
     def slice(self, tensor: torch.Tensor, step: OpenStep, spec: CaptureSpec) -> SlicedTensor:
-        """The part of the tensor that ``spec`` keeps; raises ValueError, see :func:`slice_rows`."""
+        """Return the slice of ``tensor`` that ``spec`` keeps; raises ValueError like :func:`slice_rows`."""
         if spec.rows is None and spec.requests is None:
             return SlicedTensor(tensor, self.rows_in(step), None)
         row_set = step.info.row_sets.get(self.row_set) if self.row_set else None
@@ -125,7 +129,10 @@ class SitePort:
         report: Callable[[str, str], None],
         placement: Placement | None = None,
     ) -> RecordLayout:
-        """The layout of a part; dims that do not fit its shape are reported and left out."""
+        """Return the layout of a sliced tensor, from a cache if possible.
+
+        Dims that do not match its shape are omitted, and ``report`` is called with (site, reason).
+        """
         tensor = part.tensor
         what = (part.rows, part.slice, cap, placement)
         whole = what[1:] == (None,) * 3
@@ -143,9 +150,9 @@ class SitePort:
         return layout
 
     def _template(self, layout: RecordLayout) -> Any:
-        """The constant parts of the native writer's lines; None where it cannot write them."""
+        """Return the template for lines of the native writer; None if the writer does not support the layout."""
         functions, plan = library.functions(), summary.plan_of(layout.dtype)
-        if functions is None or plan is None or layout.dtype in dtypes.COMPLEX:  # these may be conjugated lazily
+        if functions is None or plan is None or layout.dtype in dtypes.COMPLEX:  # may be lazily conjugated
             return None
         code, _, width = plan
         head, tail = f',"site":{self.site_text},"step":'.encode(), f"{self.model_text}{layout.members}".encode()

@@ -1,4 +1,4 @@
-"""Sketcher: the sketches of tensors that are recorded without their values."""
+"""Sketcher: compute the sketches of tensors that are recorded without their values."""
 
 import ctypes
 import json
@@ -29,29 +29,29 @@ from tapscope.run_format.sketch import (
 Array = np.ndarray[tuple[int], np.dtype[np.float32]]
 
 SKETCH_LAYOUT = RecordLayout("", "float32", [COUNTERS], COUNTERS, NBYTES)
-"""Of the stored counters."""
+"""Layout of a stored sketch."""
 _MAX_INDICES = 4096
-_MAX_SLOTS = 1024  # of a place that is kept for later steps
+_MAX_SLOTS = 1024  # maximum number of slots of a place that is cached for later steps
 
 
 class DevicePlace(NamedTuple):
-    """Where the elements of a tensor are in the whole one, for a device that knows the keys of the step's rows."""
+    """Mapping from a local tensor to the unsharded one, for a device that has the hash keys of the step's rows."""
 
     by_rows: bool
-    """As of :class:`SketchIndex`."""
+    """See :attr:`.SketchIndex.by_rows`."""
     slot: int
-    """Of the first row in the step's grid; the others follow, unless there are :attr:`slots`."""
+    """Slot of the first row in the step's grid; further rows follow consecutively unless ``slots`` is set."""
     part: tuple[int, int, int, int, int]
     """Rows, columns, and the run of columns, see :class:`tapscope.kernels.triton.sketch.Part`."""
     slots: torch.Tensor | None = None
-    """[rows] int64 on the host: those of rows that are not consecutive, such as the rows of prompts' logits."""
+    """[rows] int64 on the host: slots of rows that are not consecutive, e.g. the rows of prompt logits."""
 
 
 class Sketcher:
-    """Takes sketches; what depends on the step, the layout and the mesh alone is computed once."""
+    """Computes sketch indices, and caches them by step, layout and mesh."""
 
     def __init__(self, report: Callable[[str, str, OpenStep], None]) -> None:
-        """``report`` is called with (site, reason, step) for a site whose tensors have no sketch, once."""
+        """``report`` is called with (site, reason, step) once per site whose tensors cannot be sketched."""
         self._report = report
         self._mesh: Mapping[str, int] = {}
         self._coords: Mapping[str, int] = {}
@@ -60,10 +60,10 @@ class Sketcher:
         self._reported: set[str] = set()
         self._places: dict[tuple[tuple[int, ...], str], DevicePlace | None] = {}
         self.is_wanted = False
-        """Whether rules ask for sketches."""
+        """Whether any rule requests sketches."""
 
     def place(self, mesh: Mapping[str, int], coords: Mapping[str, int], *, is_wanted: bool) -> None:
-        """Set this rank's place in the mesh, and whether rules ask for sketches."""
+        """Set the mesh and this rank's coordinates, and whether any rule requests sketches; clears the caches."""
         self.is_wanted = is_wanted
         self._places.clear()
         self._mesh, self._coords = dict(mesh), dict(coords)
@@ -71,7 +71,7 @@ class Sketcher:
         self._without_rows.clear()
 
     def index(self, port: SitePort, step: OpenStep, layout: RecordLayout) -> SketchIndex | None:
-        """Where the elements of a tensor are in the whole one; None if it has no sketch, which is reported."""
+        """Return the sketch index of a tensor; None if it cannot be sketched, which is reported once per site."""
         keys, known = self._known(port, step)
         index = known.get(layout.members)
         if index is None:
@@ -86,7 +86,10 @@ class Sketcher:
         return None
 
     def place_on_device(self, port: SitePort, step: OpenStep, layout: RecordLayout) -> DevicePlace | None:
-        """As :meth:`index`, without the keys; None where only the host can take the sketch, or there is none."""
+        """Return the index of a tensor in the form for devices, without row keys.
+
+        Returns None if the tensor cannot be sketched, or only on the host.
+        """
         grid = () if _is_stored(port) else grid_of(step.info)
         key = grid, layout.members
         if key not in self._places:
@@ -94,7 +97,7 @@ class Sketcher:
                 self._places.clear()
             place = self._find_place(layout, grid)
             if place is not None and place.slots is not None and len(place.slots) > _MAX_SLOTS:
-                return place  # large, and of this step alone, as those of sorted pairs of token and expert
+                return place  # not cached: large and specific to this step, e.g. for sorted (token, expert) pairs
             self._places[key] = place
         return self._places[key]
 
@@ -113,7 +116,7 @@ class Sketcher:
         return DevicePlace(True, 0, part, torch.from_numpy(index.keys.astype(np.int64)))
 
     def _known(self, port: SitePort, step: OpenStep) -> tuple[RowKeys | None, dict[str, SketchIndex | str]]:
-        """The keys of the step's rows, and the known indices by layout."""
+        """Return the hash keys of the step's rows, and the cache of indices by layout."""
         if _is_stored(port):
             return None, self._without_rows
         late = step.late_rows
@@ -136,47 +139,47 @@ class Sketcher:
 
 
 def grid_of(info: StepInfo) -> tuple[int, ...]:
-    """The grid of a step's token rows; empty where these are unknown."""
+    """Return the grid of a step's token rows; empty if the rows are unknown."""
     return tuple(info.grid) if info.rows else ()
 
 
 def _is_stored(port: SitePort) -> bool:
-    """Whether it is a parameter or buffer, which have no token rows."""
+    """Return whether ``port`` is a parameter or buffer, which have no token rows."""
     return port.site.rpartition(":")[2].startswith(("param[", "buffer["))
 
 
 def counters_at(address: int) -> Array:
-    """A copy of the counters at a host address."""
+    """Copy the 256 float32 counters at a host address."""
     return np.frombuffer(ctypes.string_at(address, NBYTES), np.float32)
 
 
 def take(tensor: torch.Tensor, layout: RecordLayout, index: SketchIndex) -> Array:
-    """The counters of a dense tensor in host memory."""
+    """Compute the sketch of a strided tensor in host memory: [256] float32."""
     dense = tensor if tensor.is_contiguous() else tensor.detach().contiguous()
     return sketch.sketch(dense.data_ptr(), layout.dtype, index)
 
 
 def write(counters: Array, slot: PayloadSlot) -> None:
-    """Copy the counters into a slot."""
+    """Copy sketch counters into a slot."""
     counters = np.ascontiguousarray(counters, np.float32)
     ctypes.memmove(slot.address, counters.ctypes.data, NBYTES)
 
 
 class SketchCopy:
-    """A tensor on its way from a device whose sketch alone is kept (:class:`~.inflight_record.PendingCopy`)."""
+    """Pending device copy of a tensor of which only a sketch is stored (:class:`~.inflight_record.PendingCopy`)."""
 
     def __init__(self, cancel: Callable[[PayloadSlot], None]) -> None:
-        """``cancel`` frees the slot of a tensor that has no sketch."""
+        """``cancel`` frees the slot of a tensor that cannot be sketched."""
         self._cancel = cancel
         self.ahead_of: OpenStep | None = None
-        """The step whose preliminary rows are sketched: without a sketch if it turns out to have other rows. That is
-        known when the record is sent."""
+        """Step whose preliminary rows are sketched; the sketch is dropped if the final rows, known when the record is
+        sent, differ."""
         self.place = 0
-        """Where the counters are behind the statistics, if a replay of a CUDA graph has computed both."""
+        """Offset of the counters from the statistics, if a CUDA graph replay computed both; else 0."""
         self.inner: PendingCopy | None = None
-        """Brings the statistics, and the bytes or the counters."""
+        """Copy of the statistics, and of the bytes or the counters."""
         self.taken: tuple[bool, Array] | None = None
-        """Whether token rows are known, and the counters, once they have arrived; None if the tensor has no sketch."""
+        """(whether token rows are known, counters) once copied; None if the tensor cannot be sketched."""
 
     @property
     def is_ready(self) -> bool:
@@ -184,7 +187,7 @@ class SketchCopy:
         return self.inner is None or self.inner.is_ready
 
     def finish(self, record: InflightRecord) -> None:
-        """Complete the record; raises CopyFailed."""
+        """Complete the record with statistics and sketch; raises CopyFailed."""
         slot, record.slot = record.slot, None
         try:
             assert self.inner is not None
@@ -201,5 +204,5 @@ class SketchCopy:
         write(counters, slot)
 
     def discard(self, slot: PayloadSlot, free: Callable[[PayloadSlot], None]) -> None:
-        """The record is not sent."""
+        """Discard the record: call ``free`` on its slot."""
         free(slot)

@@ -1,4 +1,4 @@
-"""Snapshot: copies the bytes of a tensor, so that a later in-place change does not show."""
+"""Snapshot: copy the bytes of a tensor and compute its statistics and hash, before later in-place changes."""
 
 import ctypes
 from collections.abc import Callable
@@ -18,7 +18,7 @@ keys_of = torch._C._dispatch_keys
 
 
 def _plain_keys() -> set[int]:
-    """Dispatch keys of plain tensors, created outside and inside inference mode."""
+    """Return the dispatch key sets of plain tensors, created outside and inside inference mode."""
     keys = set()
     for mode in (False, True):
         with torch.inference_mode(mode):
@@ -27,23 +27,26 @@ def _plain_keys() -> set[int]:
 
 
 HOST_KEYS = frozenset(_plain_keys())
-"""``raw_repr()`` of the dispatch keys of plain tensors in host memory."""
+"""``raw_repr()`` of the dispatch key sets of plain tensors in host memory."""
 _PLAIN_KEYS = set(HOST_KEYS)
 is_functional = torch._C._functorch.is_functorch_wrapped_tensor
 _NAMES = {getattr(torch, name): name for name in dtypes.NAMES if isinstance(getattr(torch, name, None), torch.dtype)}
 
 
 class UnsupportedTensor(Exception):
-    """A tensor cannot be captured, with the reason. Never leaves the dumper."""
+    """A tensor cannot be captured, with the reason; never propagates out of the dumper."""
 
 
 TensorSnapshot = tuple[bytes, bytes, int | None, PayloadSlot | None]
-"""A captured tensor: hash, multiset hash and statistics as members of its record line; the hash as 16 bytes; the number
-of the payload that holds its bytes, if any; the slot with a copy of them, if they are new in this step."""
+"""Result of capturing a tensor: (hash, bag and statistics as JSON fields of its record line; hash as 16 bytes; number
+of the payload with its bytes, or None; slot with a copy of the bytes if they are new in this step, or None)."""
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The dense strided tensor to read; raises UnsupportedTensor with the reason where there is none."""
+    """Return the strided tensor to read: detached, the local shard of a DTensor, with lazy conj and neg resolved.
+
+    Raises UnsupportedTensor with the reason for a layout, dtype or subclass without readable memory.
+    """
     to_local = getattr(tensor, "to_local", None)  # DTensor: this rank's shard
     tensor = tensor.detach() if to_local is None else to_local().detach()
     if tensor.layout != torch.strided:
@@ -64,35 +67,38 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def has_name(dtype: torch.dtype) -> bool:
-    """Whether records can name this dtype."""
+    """Return whether the run format supports ``dtype``."""
     return dtype in _NAMES
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
-    """The name of the dtype in records."""
+    """Return the name of the tensor's dtype in the run format."""
     return _NAMES[tensor.dtype]
 
 
 def is_plain(value: Any) -> bool:
-    """Whether it is a tensor in ordinary dense memory, of the CPU or a device. Nearly all are, and need no closer look.
+    """Return whether ``value`` is a plain strided tensor in host or device memory, as nearly all tensors are.
 
-    The dispatch keys tell device, layout, lazy conjugation and torch.func transforms in one call; asking the tensor for
-    each would also release the GIL each time.
+    One query of the dispatch key set covers device, layout, lazy conjugation and torch.func transforms; separate
+    queries would also release the GIL each time.
     """
     return type(value) in PLAIN_TYPES and keys_of(value).raw_repr() in _PLAIN_KEYS and value.dtype in _NAMES
 
 
 def learn_plain(tensor: torch.Tensor) -> None:
-    """Register tensors like this one, which a device has accepted, as plain:.
+    """Register the dispatch keys of ``tensor``, which device kernels support, so that :func:`is_plain` accepts them.
 
-    Their keys are known only once one exists.
+    The keys of device tensors are unknown until a tensor exists.
     """
     if type(tensor) is torch.Tensor:
         _PLAIN_KEYS.add(keys_of(tensor).raw_repr())
 
 
 def measure(tensor: torch.Tensor, layout: RecordLayout, dedup: DedupCache) -> TensorSnapshot:
-    """Statistics, hash and multiset hash of a :func:`local_tensor`; one on a device is copied synchronously."""
+    """Compute statistics, hash and bag of a :func:`local_tensor`, without keeping its bytes.
+
+    A tensor on a device is copied to the host synchronously.
+    """
     dense = tensor if tensor.is_cpu and tensor.is_contiguous() else tensor.detach().cpu().contiguous()
     address, nbytes, dtype = _address(dense, layout), layout.nbytes, layout.dtype
     if nbytes < MIN_LOOKUP_BYTES:
@@ -105,10 +111,9 @@ def measure(tensor: torch.Tensor, layout: RecordLayout, dedup: DedupCache) -> Te
 
 
 def snapshot(tensor: torch.Tensor, layout: RecordLayout, dedup: DedupCache, sink: SlotSource) -> TensorSnapshot | None:
-    """As :func:`measure`, with the bytes in a slot of ``sink`` if they are new in this step; None without room for
-    them.
+    """Compute statistics and digests like :func:`measure`, and copy new bytes to a slot of ``sink``.
 
-    One pass over bytes that were just computed and are still in the cache.
+    Copies and computes in one pass, while the bytes are still in the CPU cache. Returns None if ``sink`` has no space.
     """
     if not (tensor.is_cpu and tensor.is_contiguous()):
         return _take_elsewhere(tensor, layout, dedup, sink)
@@ -116,7 +121,7 @@ def snapshot(tensor: torch.Tensor, layout: RecordLayout, dedup: DedupCache, sink
 
 
 def dense_snapshot(address: int, layout: RecordLayout, dedup: DedupCache, sink: SlotSource) -> TensorSnapshot | None:
-    """As :func:`snapshot`, for a contiguous tensor in host memory at ``address``."""
+    """Take a :func:`snapshot` of a contiguous tensor in host memory at ``address``."""
     nbytes, dtype = layout.nbytes, layout.dtype
     known = dedup.find(address, nbytes, dtype) if nbytes >= MIN_LOOKUP_BYTES else None
     if known is not None and (payload := dedup.payload_number(known[1], nbytes)) is not None:
@@ -130,14 +135,14 @@ def dense_snapshot(address: int, layout: RecordLayout, dedup: DedupCache, sink: 
 def snapshot_at(
     writer: Any, address: int, layout: RecordLayout, dedup: DedupCache, sink: SlotSource
 ) -> TensorSnapshot | None:
-    """As :func:`snapshot`, for a tensor at ``address`` with a known layout: the native writer reads it."""
+    """Take a :func:`snapshot` of a tensor at ``address`` with the native writer; ``layout`` must have a template."""
     return _copied(layout.nbytes, dedup, sink, writer.copy, layout.template, address)
 
 
 def _copied(
     nbytes: int, dedup: DedupCache, sink: SlotSource, copy: Callable[..., tuple[bytes, bytes]], *what: Any
 ) -> TensorSnapshot | None:
-    """The result of ``copy(*what, target)``; the copied bytes are kept unless this step has sent the same."""
+    """Call ``copy(*what, target)`` with a slot as the target; drop the copy if equal bytes were sent in this step."""
     slot = sink.reserve(nbytes)
     if slot is None:
         return None
@@ -152,7 +157,7 @@ def _copied(
 def _take_elsewhere(
     tensor: torch.Tensor, layout: RecordLayout, dedup: DedupCache, sink: SlotSource
 ) -> TensorSnapshot | None:
-    """A strided tensor, or one on a device: torch copies it, then the copy is read."""
+    """Take a snapshot of a non-contiguous or device tensor: torch copies it to a slot, then the copy is read."""
     slot = sink.reserve(layout.nbytes)
     if slot is None:
         return None
@@ -167,7 +172,7 @@ def _take_elsewhere(
 
 
 def _unless_known(text: bytes, digest: bytes, slot: PayloadSlot, dedup: DedupCache, sink: SlotSource) -> TensorSnapshot:
-    """Discard the copy if this step has already sent the same bytes."""
+    """Return the snapshot; discard the copy in ``slot`` if equal bytes were already sent in this step."""
     payload = dedup.payload_number(digest, slot.nbytes)
     if payload is None:
         return text, digest, dedup.next_number(), slot
@@ -176,7 +181,7 @@ def _unless_known(text: bytes, digest: bytes, slot: PayloadSlot, dedup: DedupCac
 
 
 def _memory(slot: PayloadSlot) -> torch.Tensor:
-    # An inference tensor could not be written again outside inference mode.
+    # Outside inference mode, because an inference tensor cannot be written outside it later.
     with torch.inference_mode(False):
         memory = torch.frombuffer((ctypes.c_ubyte * slot.nbytes).from_address(slot.address), dtype=torch.uint8)
     if type(memory) is not torch.Tensor:

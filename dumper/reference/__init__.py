@@ -1,1 +1,1 @@
-"""A recorded run as the reference of a live model."""
+"""Reference: use a recorded run as the reference for a live model (comparison and injection)."""

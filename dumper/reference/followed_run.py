@@ -1,4 +1,4 @@
-"""FollowedRun: the run that another process records, read again while a step waits for its values."""
+"""FollowedRun: follow a run that another process is recording, by rereading it while a step waits for values."""
 
 import time
 from collections.abc import Callable
@@ -9,18 +9,18 @@ from tapscope.sources import open_run
 
 _POLL_S = 0.005
 _MAX_SHARE = 0.5
-"""Share of the waiting time that may go into reading a long index."""
+"""Maximum share of the waiting time spent on reading a long index."""
 
 
 class FollowedRun:
-    """The newest state of a run, for waits of bounded length.
+    """The latest state of a growing run, with bounded waits for growth.
 
-    A step waits at most ``wait_s`` in all. After a wait in vain none waits until the run grows again: its process may
-    have ended without closing it.
+    A step waits for at most ``wait_s`` seconds in total. After a timeout, later steps do not wait until the run has
+    grown again, because its process may have exited without closing it.
     """
 
     def __init__(self, run: Run, wait_s: float, on_growth: Callable[[Run], None]) -> None:
-        """``on_growth`` gets the run as read again."""
+        """``on_growth`` is called with the reread run whenever it has grown."""
         self.run, self.wait_s, self._on_growth = run, wait_s, on_growth
         self._size = self._bytes()
         self._step: int | None = None
@@ -29,7 +29,7 @@ class FollowedRun:
         self._is_stalled = False
 
     def wait(self, step: int) -> bool:
-        """Whether the run has grown; False if it is closed or ``step`` has waited long enough."""
+        """Wait until the run has grown, and reread it; return False if it is closed or ``step`` has no time left."""
         if step != self._step:
             self._step, self._left = step, self.wait_s
         if self.run.closed:
@@ -52,5 +52,5 @@ class FollowedRun:
             self._left -= time.monotonic() - begin
 
     def _bytes(self) -> int:
-        """Of the index, which is written after the values."""
+        """Return the total size of the ``records.jsonl`` files, which are written after the values."""
         return sum(path.stat().st_size for path in self.run.path.glob(f"rank-*/{INDEX}"))

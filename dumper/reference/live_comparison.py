@@ -1,4 +1,4 @@
-"""LiveComparison: compares what a model computes with a recorded run, while it runs."""
+"""LiveComparison: compare the tensors of a running model with a recorded run."""
 
 import logging
 import math
@@ -33,17 +33,21 @@ _log = logging.getLogger("tapscope")
 _MAX_LOGGED = 10
 _MAX_REASONS = 50
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Hyperparameters of models whose tokens may take other experts after rounding."""
+"""Hyperparameters of MoE models, in which rounding may route a token to other experts."""
 
 
 class LiveComparison:
-    """Compares the tensors of one rank with those of a recorded run. No method but :meth:`open` raises.
+    """Compares the tensors of one rank with a recorded run. Only the constructor and :meth:`open` raise.
 
-    A step is compared up to its first divergence: what follows depends on it.
+    A step is compared up to its first divergence, because later values depend on it.
     """
 
     def __init__(self, run: Run, info: RankInfo, *, rtol: float | None = None) -> None:
-        """Raises ConfigError if the ranks of ``run`` do not correspond to this one."""
+        """Compare with ``run``.
+
+        ``rtol`` is the relative tolerance; None accepts errors within a :class:`.RoundingBound`, and 0 requires equal
+        values. Raises ConfigError if the ranks of ``run`` do not correspond to this rank.
+        """
         self._run = run
         self._info = info
         self._rtol = rtol
@@ -56,22 +60,25 @@ class LiveComparison:
         config = {**run.model_config, **info.model_config}
         self._bound = RoundingBound(rows_may_move=any(config.get(name, 0) for name in _EXPERTS))
         self._moved: set[int] = set()
-        """Token rows of the step that took other experts after rounding: their values are not comparable."""
+        """Slots of token rows in this step that were routed to other experts; their values are not comparable."""
         self._accepted: set[tuple[Any, ...]] = set()
-        """Pairs of bytes that have agreed in this step. They would again: what later sites may inherit only grows."""
+        """Pairs of (live, stored) bytes accepted in this step; they stay acceptable, because the bound only grows."""
         self._has_diverged = False
         self._has_begun = False
         self.first: LiveDivergence | None = None
-        """The first divergence of the run."""
+        """First divergence of the run; None if there is none."""
         self.num_compared = 0
         self.num_steps = 0
         self.num_diverged_steps = 0
         self.skipped: Counter[str] = Counter()
-        """Why tensors were not compared -> how many."""
+        """Reason why tensors were not compared -> number of tensors."""
 
     @classmethod
     def open(cls, path: str | Path, info: RankInfo, *, rtol: float | None = None) -> "LiveComparison":
-        """The comparison with the run at ``path``; raises as :func:`open_run`, and ConfigError."""
+        """Open the run at ``path`` as the reference.
+
+        Raises the errors of :func:`open_run`, and ConfigError if the run has neither values nor hashes, or other ranks.
+        """
         run = open_run(path)
         if not any(record.entry is not None or record.hash for record in run.records):
             raise ConfigError(f"against={path}: the run holds neither values nor hashes to compare with")
@@ -79,16 +86,16 @@ class LiveComparison:
 
     @property
     def path(self) -> str:
-        """The reference run."""
+        """Path of the reference run."""
         return str(self._run.path)
 
     @property
     def num_skipped(self) -> int:
-        """Tensors that could not be compared."""
+        """Number of tensors that could not be compared."""
         return self.skipped.total()
 
     def summary(self) -> dict[str, Any]:
-        """The outcome so far, as JSON types."""
+        """Return the outcome so far as a JSON object."""
         first = self.first
         fields = {name: getattr(first, name) for name in first.__struct_fields__} if first is not None else None
         return {
@@ -104,7 +111,7 @@ class LiveComparison:
 
     @property
     def verdict(self) -> str:
-        """``differs``, ``agrees`` or, if nothing was compared, ``unknown``."""
+        """``differs``, ``agrees``, or ``unknown`` if no tensor was compared."""
         return "differs" if self.first is not None else "agrees" if self.num_compared else "unknown"
 
     def __str__(self) -> str:
@@ -120,9 +127,9 @@ class LiveComparison:
     def check(
         self, port: SitePort, firing: Firing, layout: RecordLayout, values: Values, digest: bytes | None
     ) -> LiveDivergence | None:
-        """Compare one tensor; ``digest`` is its hash if that is known. Never raises.
+        """Compare one tensor; return its divergence if it is the first of the step, else None. Never raises.
 
-        Returns the divergence if it is the first of its step.
+        ``values`` returns the tensor as an array in host memory; ``digest`` is its hash, if known.
         """
         try:
             step = firing.step
@@ -139,7 +146,7 @@ class LiveComparison:
             return divergence
         except (LookupError, TapscopeError) as error:
             self._skip(str(error.args[0] if error.args else error))
-        except Exception as error:  # noqa: BLE001 - the model must go on
+        except Exception as error:  # noqa: BLE001 - an error must not reach the model
             self._skip(f"{type(error).__name__}: {error}")
         return None
 
@@ -182,7 +189,7 @@ class LiveComparison:
         stored = self._rows.rows(place, layout, record)
         if "mask" in port.site.rpartition(":")[2] and any(one.record.dtype != layout.dtype for one in stored):
             raise LookupError("a mask in another dtype")
-        # The same bytes meet at many sites: an output is the input of what follows.
+        # The same pair of bytes occurs at many sites, because an output is the input of the next module.
         pair = None if digest is None else (digest, layout.members, *(_bytes_of(one.record) for one in stored))
         if pair in self._accepted:
             return None
@@ -193,12 +200,12 @@ class LiveComparison:
         return divergence
 
     def _is_alike(self, record: Record, layout: RecordLayout) -> bool:
-        """Whether the hash of the record is one of all bytes of a tensor with this layout."""
+        """Return whether the hash of ``record`` is comparable with that of a whole tensor with this layout."""
         is_whole = record.slice is None and record.hash is not None and self._run.hash_version == HASH_VERSION
         return is_whole and record.dtype == layout.dtype and list(record.shape) == list(layout.shape)
 
     def _translate(self, step: OpenStep) -> None:
-        """Find the reference's requests and step for a step of the model, once its rows are known."""
+        """Map the requests of a live step to the reference, once per step."""
         if not self._is_translated:
             info = step.info if step.late_rows is None else step.late_rows.info
             self._rows.begin(self._requests.translate(info))
@@ -226,7 +233,7 @@ class LiveComparison:
             excess = self._bound.check(deviation, unit_roundoff)
             if excess is None:
                 return None
-        # What follows is for a report, and looks at the rows once more.
+        # A divergence: measure the rows again, in detail, for the report.
         measures, live = rows.measured(), rows.live
         by: dict[str, Any] = {"step": firing.step.info.step, "rank": self._info.rank, "site": port.site}
         if num_odd := deviation.num_mismatched:
@@ -238,7 +245,7 @@ class LiveComparison:
         if is_float and self._rtol:
             where = self._row(live, row_errors(measures))
             return LiveDivergence(**by, test="tolerance", error=deviation.worst, limit=self._rtol, **where)
-        # Rounding may change integers that were chosen by floats: expert and token ids.
+        # Rounding may change integers that are chosen by floats, e.g. expert and token ids.
         if self._rtol != 0.0 and not self._bound.is_exact:
             if live is not None:
                 self._moved.update(live[measures.width != measures.equal].tolist())
@@ -248,8 +255,10 @@ class LiveComparison:
         return LiveDivergence(**by, test="unequal", error=float(deviation.num_unequal), limit=0.0, **where)
 
     def _kind(self, names: tuple[str, ...]) -> tuple[bool, float]:
-        """Whether all of these dtypes are floating-point, and then the unit roundoff of the coarsest of them and of the
-        two models."""
+        """Return (whether all dtypes in ``names`` are floating-point, unit roundoff).
+
+        The unit roundoff is that of the coarsest among these dtypes and those of the two models.
+        """
         if names not in self._kinds:
             is_float = all(map(dtypes.is_float, names))
             coarsest = max(map(dtypes.epsilon, [*names, *self._dtypes])) if is_float else 0.0
@@ -257,7 +266,10 @@ class LiveComparison:
         return self._kinds[names]
 
     def _row(self, live: Array | None, ranked: Array) -> dict[str, Any]:
-        """Request and position of the row that ranks highest; ``live`` are the token rows."""
+        """Return the request and position of the row with the largest value in ``ranked``; empty if unknown.
+
+        ``live`` are the slots of the token rows.
+        """
         if live is None or self._step is None or not len(ranked):
             return {}
         slot = int(live[int(np.argmax(ranked))])
@@ -269,6 +281,6 @@ class LiveComparison:
 
 
 def _bytes_of(record: Record) -> tuple[Any, ...]:
-    """Which values a record of one rank has; records of equal ones share them."""
+    """Return a key of the stored bytes of a record; records that share a payload have equal keys."""
     assert record.entry is not None
     return record.entry.file, record.entry.offset, record.dtype, record.shape, record.rows

@@ -1,4 +1,4 @@
-"""LiveDivergence: where a live model first differs from its reference, in one sentence."""
+"""LiveDivergence: the first site of a step at which a live model differs from its reference."""
 
 import math
 
@@ -8,19 +8,22 @@ from tapscope.core.formatting import number, plural
 
 
 class LiveDivergence(Struct, frozen=True):
-    """The first site of a step that differs from the reference by more than rounding explains."""
+    """The first site of a step whose difference from the reference exceeds the rounding bound or the tolerance."""
 
     step: int
     rank: int
     site: str
     test: str
-    """``median_row``, ``worst_row`` or ``scale`` (a common factor) for errors beyond rounding, ``tolerance``,
-    ``nonfinite`` or ``unequal``."""
+    """Failed test: ``median_row``, ``worst_row`` or ``scale`` (a common factor) for errors beyond rounding;
+    ``tolerance``, ``nonfinite`` or ``unequal``."""
     error: float
+    """Measured error in the unit of the test: relative error, or number of elements."""
     limit: float
+    """Largest acceptable error."""
     request: str | None = None
-    """With ``position``: the token row with the largest error."""
+    """Request of the token row with the largest error; None if unknown."""
     position: int | None = None
+    """Position of the token row with the largest error; None if unknown."""
 
     def __str__(self) -> str:
         where = "" if self.position is None else f"; worst in request {self.request}, position {self.position}"

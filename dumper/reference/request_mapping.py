@@ -1,4 +1,4 @@
-"""RequestMapping: live requests under the names that the reference run has for the same tokens."""
+"""RequestMapping: map live requests to the requests of a reference run with the same tokens."""
 
 from collections.abc import Mapping
 
@@ -9,14 +9,14 @@ from tapscope.run_format.run import Run
 
 
 class RequestMapping:
-    """Finds the reference's request for each live one by its tokens, and cuts it where its tokens diverge.
+    """Matches each live request to a reference request by tokens, and truncates it where the tokens diverge.
 
-    A server gives a request another name each time. The first rows of a live request name the reference's request whose
-    tokens begin alike; of several, one with the same name, then one that no other live request has.
+    Request names differ between runs, because servers generate them. The tokens of the first live rows select the
+    reference request; among several candidates, one with the same name is preferred, then one not matched yet.
     """
 
     def __init__(self, steps: Mapping[int, StepInfo]) -> None:
-        """``steps`` are the reference's."""
+        """``steps`` are the steps of the reference run by number."""
         self._tokens: dict[tuple[str, int], int] = {}
         self._names: dict[str, None] = {}
         for number in sorted(steps):
@@ -29,15 +29,15 @@ class RequestMapping:
                         self._tokens[span.request, span.position + i] = token
         self._found: dict[str, str | None] = {}
         self.forks: dict[str, int] = {}
-        """Live request -> the first position whose token is not the reference's."""
+        """Live request -> first position at which its token differs from the reference."""
 
     @classmethod
     def of(cls, run: Run) -> "RequestMapping":
-        """The mapping to the requests of ``run``."""
+        """Create the mapping to the requests of ``run``."""
         return cls({step: next(iter(lines.values())).info for step, lines in run.steps.items()})
 
     def translate(self, step: StepInfo) -> StepInfo:
-        """The step with the reference's names, without rows that the reference does not have."""
+        """Return the step with the request names of the reference, without rows that the reference lacks."""
         if not step.rows:
             return step
         rows: list[RowSpan] = []
@@ -66,7 +66,7 @@ class RequestMapping:
         return self._found[live]
 
     def _num_equal(self, name: str, span: RowSpan, tokens: list[int]) -> int:
-        """Leading rows of the span whose tokens are the reference's; all without tokens to compare."""
+        """Return the number of leading rows of the span with the reference's tokens; all rows if tokens are unknown."""
         if not tokens or not self._tokens:
             return span.count
         for i, token in enumerate(tokens):

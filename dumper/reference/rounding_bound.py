@@ -1,9 +1,10 @@
-"""RoundingBound: how far a site of a live model may be from the reference by rounding alone.
+"""RoundingBound: bound the error that rounding alone can cause at a site of a live model.
 
-The error of a module's output is what its inputs carry and what it adds. As a bound, the inputs carry the largest error
-that any earlier site of the step has, and the module adds ``LOCAL_ROUNDOFFS`` unit roundoffs of the coarsest dtype of
-both runs. Rounding has no direction, so a common scale is bounded more tightly than the error of a row.
-`tapscope diff` knows depth, operations and the graph, and judges more exactly.
+The error of a module's output is the error inherited from its inputs plus the error that the module adds. The bound
+assumes that the inputs have the largest error of any earlier site of the step, and that the module adds
+``LOCAL_ROUNDOFFS`` unit roundoffs of the coarsest dtype of both runs. Rounding errors have no common direction, so a
+common scale factor is bounded more tightly than the error of a row. `tapscope diff` uses depth, operations and the
+graph, and judges more precisely.
 """
 
 import math
@@ -12,56 +13,56 @@ from typing import NamedTuple
 from tapscope.kernels.native.deviation import Deviation
 
 LOCAL_ROUNDOFFS = 2.0
-"""Unit roundoffs of relative error that one module adds: of inputs, weights and output, and of a long sum."""
+"""Relative error that one module adds, in unit roundoffs: rounding of inputs, weights and output, and of a long sum."""
 MAX_ERROR_RATIO = 4.0
-"""How many times the expected error the median row, or the common scale, may have."""
+"""Maximum ratio of the error of the median row, or of the common scale, to the expected error."""
 WORST_ROW = 8.0
-"""How many times as much a single row may have."""
+"""Additional factor for the error of the worst row."""
 _UNMOVED_QUANTILE = 0.25
-"""Quantile of the rows that counts instead of the median where rows may move: at least that share has not."""
+"""Quantile of row errors used instead of the median if rows may be rerouted; assumes that this share was not."""
 _MIN_ROW_ELEMENTS = 16
-"""A row of fewer elements may be small by cancellation: its relative error says little."""
+"""Minimum row width for the tight bound; narrower rows may be small by cancellation, with a large relative error."""
 
 
 class Excess(NamedTuple):
-    """An error beyond its bound."""
+    """A relative error that exceeds its bound."""
 
     test: str
-    """``median_row``, ``scale`` or ``worst_row``."""
+    """Failed test: ``median_row``, ``scale`` or ``worst_row``."""
     error: float
     limit: float
 
 
 class RoundingBound:
-    """The bound for the sites of one step, in the order in which they fire."""
+    """Running bound for the sites of one step, checked in firing order."""
 
     def __init__(self, *, rows_may_move: bool = False) -> None:
-        """``rows_may_move``: single rows may differ by any amount (tokens that take other experts after rounding)."""
+        """``rows_may_move``: individual rows may differ arbitrarily, as rounding routes tokens to other experts."""
         self._rows_may_move = rows_may_move
         self.share = _UNMOVED_QUANTILE if rows_may_move else None
-        """For :func:`.deviation`."""
+        """Quantile argument for :func:`.deviation`; None for the median."""
         self._inherited = 0.0
         self._inherited_scale = 0.0
         self.is_exact = True
-        """Whether no site of this step has had an error so far."""
+        """Whether all sites of this step have been equal so far."""
 
     def begin(self) -> None:
-        """A step begins."""
+        """Reset the inherited errors for a new step."""
         self._inherited = self._inherited_scale = 0.0
         self.is_exact = True
 
     def check(self, deviation: Deviation, unit_roundoff: float) -> Excess | None:
-        """The first error of a site that rounding does not explain; None if it explains all.
+        """Return the first test whose error exceeds the rounding bound; None if rounding explains the deviation.
 
-        What follows may inherit errors that rounding explains.
+        Explained errors are added to the error that later sites may inherit.
         """
         middle, worst = deviation.typical, deviation.worst
-        # How far the best common factor is from 1.
+        # Distance of the best common factor from 1.
         scale = abs(deviation.dot / deviation.power - 1.0) if deviation.power > 0.0 else 0.0
         limit = MAX_ERROR_RATIO * math.hypot(LOCAL_ROUNDOFFS * unit_roundoff, self._inherited)
         spread = WORST_ROW if deviation.width < _MIN_ROW_ELEMENTS else 1.0
         limit *= spread
-        # Errors without a direction add to the scale only as one over the root of the number of elements.
+        # Random errors change the scale only by their size divided by the root of the number of elements.
         by_chance = MAX_ERROR_RATIO * middle / math.sqrt(max(1, deviation.num_elements))
         scale_limit = spread * MAX_ERROR_RATIO * math.hypot(unit_roundoff, self._inherited_scale) + by_chance
         tests = [("median_row", middle, limit), ("scale", scale, scale_limit)]

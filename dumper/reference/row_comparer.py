@@ -1,4 +1,4 @@
-"""RowComparer: a live tensor next to the rows of a recorded run that correspond to it."""
+"""RowComparer: match the rows of a live tensor with the corresponding rows of a recorded run."""
 
 import ctypes
 import json
@@ -25,23 +25,23 @@ from tapscope.run_format.run import Run
 
 
 class MatchedRows(NamedTuple):
-    """The rows of a live tensor next to those of the reference, both in host memory."""
+    """Rows of a live tensor, paired with those of the reference; both are in host memory."""
 
     strips: list[Strip]
     num_rows: int
     live: Array | None
-    """Token row of each row; None if rows are not tokens."""
+    """[num_rows] slots of the token rows; None if the rows are not tokens."""
 
     def deviation(self, share: float | None) -> Deviation:
-        """How far both are apart; see :func:`.deviation` for ``share``."""
+        """Measure the deviation of all rows; see :func:`.deviation` for ``share``."""
         return deviation(self.strips, self.num_rows, share)
 
     def measured(self) -> RowMeasures:
-        """The same row by row."""
+        """Measure the deviation of each row."""
         return compare_strips(self.strips, self.num_rows).rows
 
     def without(self, slots: set[int]) -> "MatchedRows":
-        """The token rows that are not in ``slots``."""
+        """Return the rows without the token rows in ``slots``."""
         assert self.live is not None
         strips, num_rows = list[Strip](), 0
         is_kept = ~np.isin(self.live, list(slots))
@@ -54,10 +54,10 @@ class MatchedRows(NamedTuple):
 
 
 class RowComparer:
-    """Compares tensors of one rank with the rows that a run stored of them, step by step."""
+    """Finds the stored rows of a run for the tensors of one rank, step by step."""
 
     def __init__(self, run: Run, info: RankInfo) -> None:
-        """Raises ConfigError if the ranks of ``run`` do not correspond to this one."""
+        """``run`` is the reference; raises ConfigError if its ranks do not correspond to this rank."""
         self._run, self._info = run, info
         self._stored = StoredTensors(run, rank_of(run, info, "against"))
         self._may_be_partial = len(run.ranks) == 1 and any(size > 1 for size in info.mesh.values())
@@ -66,23 +66,26 @@ class RowComparer:
         self._slots: Array = np.empty(0, np.int64)
         """Slots of the token rows of the step."""
         self._holds_all = False
-        """Whether these are all slots of its grid, in order."""
+        """Whether ``_slots`` are all slots of the step's grid, in order."""
         self._dims: dict[str, str | None] = {}
-        """Members of a layout -> its dims."""
+        """:attr:`.RecordLayout.members` -> dims."""
 
     def begin(self, step: StepInfo) -> None:
-        """A step begins; its requests have the names of the run."""
+        """Start a step; ``step`` has the request names of the reference."""
         self._step, self._same_step = step, self._stored.same_step(step)
         spans = [np.arange(span.slot, span.slot + span.count) for span in step.rows]
         self._slots = np.concatenate(spans) if spans else np.empty(0, np.int64)
         self._holds_all = np.array_equal(self._slots, np.arange(math.prod(step.grid)))
 
     def record(self, place: Place) -> Record | None:
-        """The record of the run's step with the same rows in the same slots, with or without values."""
+        """Return the record of the reference step with the same rows in the same slots, with or without values."""
         return None if self._same_step is None else self._stored.record(place, self._same_step)
 
     def rows(self, place: Place, layout: RecordLayout, record: Record | None) -> list[StoredRows]:
-        """The stored rows for a tensor, whose :meth:`record` is given; raises LookupError with what is missing."""
+        """Return the stored rows for a tensor; ``record`` is the result of :meth:`record`.
+
+        Raises LookupError that states which data is missing.
+        """
         assert self._step is not None
         if not self._stored.has(place[0]):
             raise LookupError("the reference has no values of the site")
@@ -97,7 +100,7 @@ class RowComparer:
         return [whole] if whole is not None else self._stored.rows(place, self._step)
 
     def match(self, live: Array, candidates: list[StoredRows], layout: RecordLayout) -> MatchedRows:
-        """A tensor's rows next to its stored ones; raises LookupError if they do not correspond."""
+        """Pair the rows of a live tensor with the stored ``candidates``; raises LookupError if that is impossible."""
         assert self._step is not None
         strips, slots, num_rows = list[Strip](), list[Array](), 0
         for one in candidates:
@@ -129,7 +132,7 @@ class RowComparer:
     # ---- inside
 
     def _whole(self, record: Record | None, step: StepInfo, layout: RecordLayout) -> StoredRows | None:
-        """The record of the same step, if it has the same layout."""
+        """Return ``record`` as stored rows if it has values of the whole tensor; None otherwise."""
         if record is None or record.entry is None or record.slice is not None:
             return None
         grid = (sum(n for _, n in layout.rows),) if layout.rows is not None else step.grid
@@ -139,7 +142,10 @@ class RowComparer:
         return StoredRows(record, None, None)
 
     def _shard(self, stored: Array, shape: tuple[int, ...], first: int, layout: RecordLayout) -> Array:
-        """This rank's shard of a whole stored tensor, by the dims of the live one; axes before ``first`` are rows."""
+        """Return this rank's shard of an unsharded stored tensor, according to the dims of the live tensor.
+
+        Axes before ``first`` are rows. Raises LookupError if the shapes do not match.
+        """
         if self._is_partial(layout):
             raise LookupError("a partial sum of one rank")
         text = self._dims_of(layout)
@@ -152,7 +158,7 @@ class RowComparer:
             parsed = dims.parse(text)
         except DimsError as error:
             raise LookupError(str(error)) from None
-        skew = parsed.ndim - len(shape)  # the token grid of two axes is one here
+        skew = parsed.ndim - len(shape)  # a two-axis token grid is flattened to one axis here
         for axis, shard in parsed.shards():
             at, dim = axis - skew, parsed.dims[axis]
             if dim.sections or dim.groups or shard.order or at < first:
@@ -173,7 +179,7 @@ class RowComparer:
         return self._dims[layout.members]
 
     def _is_partial(self, layout: RecordLayout) -> bool:
-        """Whether the dims name a sum of which this rank has a part, and the reference all."""
+        """Return whether the live tensor is a partial sum of this rank, while the reference has the full sum."""
         if not self._may_be_partial or (text := self._dims_of(layout)) is None:
             return False
         try:
@@ -184,20 +190,20 @@ class RowComparer:
 
 
 def array_at(address: int, layout: RecordLayout) -> Array:
-    """The contiguous tensor at an address, which must stay there as long as the array is used."""
+    """View a contiguous tensor in host memory as an array; the memory must stay valid while the array is used."""
     memory: Any = (ctypes.c_ubyte * layout.nbytes).from_address(address) if layout.nbytes else b""
     return np.ndarray(layout.shape, dtypes.numpy_dtype(layout.dtype), memory)
 
 
 def copied_array(tensor: torch.Tensor, layout: RecordLayout) -> Array:
-    """Any other tensor, copied to contiguous host memory."""
+    """Copy any other tensor to contiguous host memory, as an array."""
     dense = local_tensor(tensor).cpu().contiguous()
     raw = dense.reshape(-1).view(torch.uint8).numpy() if layout.nbytes else b""
     return np.ndarray(layout.shape, dtypes.numpy_dtype(layout.dtype), raw)
 
 
 def _aligned(stored: Array, live: Array, num_axes: int | None) -> Strip:
-    """Two contiguous tensors of one shape, row by row; ``num_axes`` as in :func:`_matrix`."""
+    """Pair two contiguous tensors of equal shape row by row; ``num_axes`` is the number of leading row axes."""
     shape = _matrix_shape(stored.shape, num_axes)
     left, right = stored.reshape(shape), live.reshape(shape)
     if left.dtype in library.CODES_BY_TYPE and right.dtype in library.CODES_BY_TYPE:
@@ -213,7 +219,7 @@ def _matrix_shape(shape: tuple[int, ...], num_axes: int | None) -> tuple[int, in
 
 
 def _matrix(array: Array, num_axes: int | None = None) -> Array:
-    """As [rows, width]: the leading ``num_axes``, or all but the last, are rows."""
+    """Reshape to [rows, width]: rows are the first axis if ``num_axes`` is given, otherwise all axes but the last."""
     if array.ndim == 0:
         return array.reshape(1, 1)
     if num_axes is None:

@@ -1,4 +1,4 @@
-"""StoredTensors: the tensors of a recorded run, found by step or by request and position."""
+"""StoredTensors: look up the tensors of a recorded run by step, or by request and position."""
 
 import math
 from collections.abc import Sequence
@@ -15,41 +15,42 @@ from tapscope.run_format.run import Run
 
 Array = np.ndarray[Any, Any]
 Slot = tuple[int, int]
-"""(step, index in the flattened token grid)."""
+"""(step, index in the flattened token grid)"""
 Place = tuple[str, int, int, str]
-"""(site, occurrence, microbatch, pass)."""
+"""(site, occurrence, microbatch, pass)"""
 
 
 class StoredRows(NamedTuple):
-    """Stored values that correspond to live ones."""
+    """Rows of a record, and the corresponding rows of a live tensor."""
 
     record: Record
     stored: Sequence[int] | Array | None
-    """Rows of the record; None for the whole tensor."""
+    """Row indices in the record, flattened over its token axes; None for the whole tensor."""
     live: Sequence[int] | Array | None
-    """Rows of the live tensor, flattened over its token axes."""
+    """Row indices in the live tensor, flattened over its token axes; None for the whole tensor."""
     num_token_axes: int = 1
-    """Leading axes of the record that are the token grid."""
+    """Number of leading axes of the record that form the token grid."""
 
 
 class NotRecordedError(LookupError):
-    """A value that the run does not have, or not yet."""
+    """The run does not contain the value, or does not contain it yet."""
 
 
 class StoredTensors:
-    """The tensors of one rank of a run, in the token layout of a live step.
-
-    Raises ConfigError for a run of several ranks without a ``rank``: its tensors may be shards.
-    """
+    """The tensors of one rank of a run, readable in the token layout of a live step."""
 
     def __init__(self, run: Run, rank: int | None = None) -> None:
+        """Index the records of ``rank``.
+
+        Raises ConfigError for a run of several ranks if ``rank`` is None, because its tensors may be shards.
+        """
         if rank is None and len(run.ranks) > 1:
             raise ConfigError(f"{run.path} has {len(run.ranks)} ranks; only the tensors of a run of one rank are whole")
         self._rank = rank
         self.reload(run)
 
     def reload(self, run: Run) -> None:
-        """Take the tensors of ``run`` instead: a later state of the same one."""
+        """Index the records of ``run``, a later state of the same run."""
         rank, self.run = self._rank, run
         self._records: dict[tuple[Place, int], Record] = {}
         for record in run.records:
@@ -66,18 +67,19 @@ class StoredTensors:
                     self._slots[span.request, span.position + i] = number, span.slot + i
 
     def has(self, site: str) -> bool:
-        """Whether any step has values of the site."""
+        """Return whether any step has values of ``site``."""
         return site in self.sites
 
     def record(self, place: Place, step: int) -> Record | None:
-        """The record of one step, with or without values."""
+        """Return the record of one step, with or without values; None if there is none."""
         return self._records.get((place, step))
 
     def read(self, site: str, step: StepInfo, live: torch.Tensor, occurrence: int = 0) -> torch.Tensor:
-        """The recorded value in the place of ``live``; raises LookupError that names what is missing or does not fit.
+        """Return the recorded value that corresponds to ``live``, with its shape, device and dtype.
 
-        A tensor of the same step layout is taken whole. Otherwise each row comes from the step that computed it, and
-        padding rows keep their live values.
+        If the recorded step has the same layout, the whole tensor is returned. Otherwise each row is read from the step
+        that computed it, and padding rows keep their live values. Raises LookupError that states the mismatch or the
+        missing rows.
         """
         place = site, occurrence, 0, FORWARD
         same = self.same_step(step)
@@ -98,7 +100,7 @@ class StoredTensors:
         return result.reshape(live.shape)
 
     def same_step(self, step: StepInfo) -> int | None:
-        """The recorded step with the same rows in the same slots, the one of the same number if it has them."""
+        """Return a recorded step with the same rows in the same slots, preferably of the same number, or None."""
         if not step.rows:
             return step.step if step.step in self.steps else None
         first = self._slots.get((step.rows[0].request, step.rows[0].position))
@@ -110,7 +112,10 @@ class StoredTensors:
         return None
 
     def rows(self, place: Place, step: StepInfo) -> list[StoredRows]:
-        """The stored rows of every token row of ``step``, one item per recorded step; raises LookupError."""
+        """Return the stored rows for every token row of ``step``, one item per recorded step.
+
+        Raises NotRecordedError if rows are missing, and LookupError if the rows of the record are not tokens.
+        """
         missing, live_rows = 0, sum(span.count for span in step.rows)
         wanted: dict[int, tuple[list[int], list[int]]] = {}
         for span in step.rows:
@@ -145,9 +150,9 @@ class StoredTensors:
 
 
 def rank_of(run: Run, info: RankInfo, setting: str) -> int | None:
-    """The rank of ``run`` whose tensors correspond to this rank's; None for the only one.
+    """Return the rank of ``run`` whose tensors correspond to this rank; None if the run has only one rank.
 
-    Raises ConfigError that names the ``setting`` of the run.
+    Raises ConfigError that names ``setting`` if the meshes differ.
     """
     if len(run.ranks) == 1:
         return None
@@ -167,7 +172,7 @@ def _spans(rows: tuple[RowSpan, ...]) -> list[tuple[str, int, int, int]]:
 
 
 def num_token_axes(shape: Sequence[int], grid: Sequence[int]) -> int | None:
-    """Number of leading axes that are the step's token grid; None if they are not."""
+    """Return the number of leading axes that form the step's token grid (1 or 2); None if there are none."""
     return _num_token_axes(tuple(shape[:2]), tuple(grid))
 
 
@@ -182,20 +187,20 @@ def _num_token_axes(leading: tuple[int, ...], grid: tuple[int, ...]) -> int | No
 
 
 def as_rows(tensor: torch.Tensor, grid: Sequence[int]) -> torch.Tensor | None:
-    """The tensor as ``[slots, ...]``; None if it does not begin with the token axes."""
+    """Reshape a tensor to ``[slots, ...]``; None if its leading axes are not the token grid."""
     axes = num_token_axes(tensor.shape, grid)
     return None if axes is None else _flat(tensor, axes)
 
 
 def _flat(tensor: torch.Tensor, num_axes: int) -> torch.Tensor:
-    """The leading axes as one."""
+    """Flatten the leading ``num_axes`` axes into one."""
     return tensor if num_axes == 1 else tensor.reshape(-1, *tensor.shape[num_axes:])
 
 
 def _tensor(run: Run, record: Record) -> torch.Tensor:
     array = np.array(run.array(record))
     if array.dtype.kind == "V" or array.dtype.name.startswith(("bfloat16", "float8")):
-        array = array.astype(np.float32)  # exact
+        array = array.astype(np.float32)  # lossless
     return torch.from_numpy(array)
 
 

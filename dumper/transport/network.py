@@ -102,7 +102,7 @@ class Endpoint:
     def _check_refusal(self, socket: "zmq.Socket[bytes]") -> None:
         if self.keys is None:
             return
-        from zmq.utils.monitor import recv_monitor_message  # imports asyncio, which takes as long as zmq itself
+        from zmq.utils.monitor import recv_monitor_message  # imports asyncio, which doubles the import time of zmq
 
         events = socket.get_monitor_socket(_FAILED)
         if events.poll(timeout=0):

@@ -65,7 +65,7 @@ def check_free(path: Path, *, force: bool) -> bool:
     """Return whether ``path`` has a run that may be replaced; raise like :func:`clear_run`, but change nothing."""
     if path.is_file():
         raise RunExistsError(f"{path} is a file; choose another directory for the run")
-    left_over = (RECORDER_FILE, RECORDER_LOG)  # of a recorder that failed before it created the run
+    left_over = (RECORDER_FILE, RECORDER_LOG)  # files of a recorder that failed before it created the run
     entries = path.iterdir() if path.is_dir() else ()
     taken = any(not entry.name.startswith(".") and entry.name not in left_over for entry in entries)
     if not taken:
@@ -130,7 +130,7 @@ def is_abandoned(run: Path) -> bool:
         if not isinstance(content, dict) or content.get("host") != os.uname().nodename:
             return False
         with reading(run / LOCK) as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # a recorder holds it for its lifetime
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # a recorder holds this lock for its lifetime
     except (OSError, ValueError, RecursionError):
         return False
     return True
@@ -176,7 +176,7 @@ def _remove_parts(run: Path) -> list[Path]:
     for entry in sorted(run.iterdir()):
         try:
             mode = entry.lstat().st_mode
-        except FileNotFoundError:  # a recorder removes its empty log when it ends
+        except FileNotFoundError:  # a recorder removes its empty log when it exits
             continue
         if stat.S_ISDIR(mode) and _is_rank(entry.name):
             foreign += _remove_rank(entry)

@@ -49,7 +49,7 @@ class SiteInfo(Struct, frozen=True):
 
 
 class Metric(Struct, frozen=True):
-    """A named number of a step."""
+    """A metric: a named number of a step, e.g. the loss."""
 
     rank: int
     step: int
@@ -95,7 +95,7 @@ _decode = json.JSONDecoder().decode
 
 def read_index(folder: Path, rank: int) -> RankIndex:
     """Parse the lines in a rank's directory; unreadable lines are skipped and reported in ``problems``."""
-    from tapscope.run_format.record_parser import RecordLines, read_site  # imported here: not every process reads a run
+    from tapscope.run_format.record_parser import RecordLines, read_site  # lazy: not every process reads a run
 
     index = RankIndex()
     path = folder / INDEX

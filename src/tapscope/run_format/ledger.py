@@ -309,9 +309,9 @@ class Ledger(Struct):
     uneven_ranks: list[int] = field(default_factory=list)
     """Closed ranks that lack steps of other ranks."""
     cut_off: list[str] = field(default_factory=list)
-    """Ranks whose recording ended early without a known death, one sentence each."""
+    """Ranks whose recording ended early although their process is not known to have died, one sentence each."""
     lost_ranks: list[int] = field(default_factory=list)
-    """Ranks that died."""
+    """Ranks whose process died."""
     never_fired: list[str] = field(default_factory=list)
     """Sites with a tap that never fired."""
     compiled: list[str] = field(default_factory=list)

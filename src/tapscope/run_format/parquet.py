@@ -68,7 +68,7 @@ def write_table(plain: Records, others: Iterable[tuple[Record, dict[str, Any]]],
     rows = [_row(record, line) for record, line in others]
     columns = zip(*rows, strict=True) if rows else [()] * len(types)
     series = [pl.Series(name, column, types[name]) for name, column in zip(types, columns, strict=True)]
-    file = io.BytesIO()  # not the path: polars does not report a full disk
+    file = io.BytesIO()  # polars does not report a full disk, so it must not write to the path itself
     pl.concat([_frame(plain), pl.DataFrame(series)]).write_parquet(file, compression="zstd", row_group_size=_ROWS)
     path.unlink(missing_ok=True)  # leftover of a killed compaction, or a foreign link
     with path.open("xb") as out:

@@ -116,7 +116,7 @@ class SegmentPayloads:
         """Always empty: files are checked when values are read."""
 
     def array(self, record: Record) -> Array:
-        """See :class:`Payloads`."""
+        """See :meth:`Payloads.array`."""
         entry = record.entry
         assert entry is not None
         dtype = dtypes.numpy_dtype(record.dtype or "")
@@ -141,7 +141,7 @@ class SegmentPayloads:
         return np.ndarray((COUNTERS,), np.float32, data, entry.offset)
 
     def file(self, record: Record, end: int) -> Array:
-        """See :class:`Payloads`."""
+        """See :meth:`Payloads.file`."""
         assert record.entry is not None
         place = record.key.rank, record.entry.file
         data = self._mapped.get(place)
@@ -153,7 +153,7 @@ class SegmentPayloads:
         """Return None: comparisons use the hashes of the records instead."""
 
     def lacks(self, record: Record) -> str:
-        """See :class:`Payloads`."""
+        """See :meth:`Payloads.lacks`."""
         entry = record.entry
         assert entry is not None
         place = record.key.rank, entry.file
@@ -183,7 +183,7 @@ class SegmentPayloads:
         return ""
 
     def suspects(self, records: Records) -> Array:
-        """See :class:`Payloads`."""
+        """See :meth:`Payloads.suspects`."""
         offset, nbytes, size = records.offset, records.nbytes, records.of_kinds(self._size)
         odd = (offset < 0) | (offset > size - nbytes) | (nbytes != records.of_kinds(_num_bytes))
         return np.flatnonzero(odd & records.of_kinds(_has_payload))
@@ -214,7 +214,7 @@ class SegmentPayloads:
         return problems
 
     def close(self) -> None:
-        """See :class:`Payloads`."""
+        """Close the files, see :meth:`Payloads.close`."""
         self._mapped.clear()
         self._files.close()
 

@@ -1,4 +1,4 @@
-"""Record: one observation of one tensor, as stored on disk and sent over the wire."""
+"""Record: one observation of a tensor, as stored on disk and sent to the recorder."""
 
 import json
 from collections.abc import Iterable

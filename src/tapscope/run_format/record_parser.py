@@ -123,13 +123,13 @@ class RecordLines:
         Returns the indices of the other lines, from 0. Returns None, with nothing appended, if the lines must be parsed
         one by one.
         """
-        if not block.isascii():  # invalid UTF-8 goes unnoticed in skipped members
+        if not block.isascii():  # msgspec does not detect invalid UTF-8 in skipped fields
             return None
         try:
             lines = _decode_lines(block)
         except _UNREADABLE:
             return None
-        if len(lines) != num_lines:  # some are empty
+        if len(lines) != num_lines:  # some lines are empty
             return None
         own = [line for line in lines if type(line) is _Line]
         others = []
@@ -163,7 +163,7 @@ class RecordLines:
 
     def read(self, line: bytes) -> bool:
         """Parse one line and append its record; return False if it is not a record that this parser supports."""
-        if not line.isascii():  # invalid UTF-8 goes unnoticed in skipped members
+        if not line.isascii():  # msgspec does not detect invalid UTF-8 in skipped fields
             return False
         try:
             decoded = self._decode(line)
@@ -190,5 +190,5 @@ def read_site(line: bytes) -> SiteLine | None:
         return None
 
 
-_UNREADABLE = msgspec.MsgspecError, ValueError, RecursionError  # before msgspec 0.20 its errors were not ValueErrors
+_UNREADABLE = msgspec.MsgspecError, ValueError, RecursionError  # MsgspecError is a ValueError only since 0.20
 _NO_ENTRY = None, 0, 0

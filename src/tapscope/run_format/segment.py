@@ -31,7 +31,7 @@ SEGMENT_BYTES = 256 * 1024 * 1024
 """Maximum size of a segment in bytes; a larger tensor gets its own segment."""
 
 SEGMENTS = "seg-*.safetensors"
-"""Glob of segment names."""
+"""Glob that matches the file names of segments."""
 _SLACK = 256
 """Number of header bytes kept free for entries that a repair may add."""
 MAX_NAME = 1000
@@ -61,7 +61,7 @@ class SegmentWriter:
         self.path = path
         self.name = path.name
         self.header_bytes = header_bytes
-        """Offset of the first payload."""
+        """Size of the reserved header including its length prefix, i.e. the offset of the first payload."""
         self._disk = disk or Disk()
         self._limit = limit
         self._pieces: list[str] = []

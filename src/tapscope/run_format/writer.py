@@ -75,7 +75,7 @@ class RankWriter:
         self.rank = rank
         self._disk = disk or Disk()
         self._dir = rank_dir(run, rank)
-        if self._dir.is_symlink():  # it would change files of another directory
+        if self._dir.is_symlink():  # writing would change files of another directory
             raise RunExistsError(f"{self._dir} is a symbolic link; remove it or choose another directory")
         self._dir.mkdir(parents=True, exist_ok=True)
         self._segment_bytes = segment_bytes
@@ -86,7 +86,7 @@ class RankWriter:
         self._num_segments = 0
         self._entries: dict[int, Entry] = {}
         self._sharing = -1
-        self._unsealed: OSError | None = None  # why a full segment could not be sealed, until it is reported
+        self._unsealed: OSError | None = None  # error of sealing a full segment; the next batch raises it
         self.bytes_written = 0
         self.lines_written = 0
         self.records_written = 0
@@ -273,7 +273,7 @@ class RankWriter:
         while self._full:
             try:
                 self._full.pop(0).seal(sync=durable)
-            except OSError as error:  # the others are sealed nevertheless
+            except OSError as error:  # continue with the other segments
                 failed.append(error)
         if failed:
             raise failed[0]
