@@ -50,7 +50,7 @@ def exit_reason(pid: int, log: Path) -> str:
 
 
 @atexit.register
-def _let_go() -> None:
+def _suppress_leak_warnings() -> None:
     """Suppress Popen's leak warning for recorders that outlive this process while they wait for other ranks."""
     for process in _started:
         if process.poll() is None:

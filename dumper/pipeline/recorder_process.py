@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from tapscope.dumper.pipeline.sender import Sender
 
 _log = logging.getLogger("tapscope")
-_LITTLE_ROOM = 64 * 1024
-_PATIENCE_S = 3.0  # maximum wait for a recorder if the disk is full
+_FULL_DISK_BYTES = 64 * 1024
+_FULL_DISK_WAIT_S = 3.0  # maximum wait for a recorder if the disk is full
 START_TIMEOUT_S = 30.0
 """Timeout in seconds for a recorder to start."""
 
@@ -114,11 +114,11 @@ def join(run: Path, options: dict[str, Any], *, force: bool, first: bool) -> dic
         announced = _announced(run)
         if announced is not None and (not is_local(announced) or is_alive(announced["pid"])):
             return announced
-        if waited_s > _PATIENCE_S and _no_room(run):
+        if waited_s > _FULL_DISK_WAIT_S and _full_disk_remark(run):
             break
         time.sleep(0.05)
     text = f"no recorder started for {run} within {waited_s:.0f} s; is rank 0 running?"
-    raise RecorderError(text + _no_room(run))
+    raise RecorderError(text + _full_disk_remark(run))
 
 
 def _open_lock(run: Path) -> int:
@@ -203,7 +203,9 @@ def _failure(run: Path) -> TapscopeError:
         failure = json.loads(last)
         kind = getattr(errors, failure["error"])
     except (ValueError, KeyError, AttributeError, TypeError):
-        return RecorderError(f"the recorder did not start: {last}{f' (see {log})' if text else ''}{_no_room(run)}")
+        return RecorderError(
+            f"the recorder did not start: {last}{f' (see {log})' if text else ''}{_full_disk_remark(run)}"
+        )
     log.unlink(missing_ok=True)
     if [entry.name for entry in run.iterdir()] == [LOCK]:
         (run / LOCK).unlink()
@@ -211,10 +213,10 @@ def _failure(run: Path) -> TapscopeError:
     return kind(failure["message"])  # type: ignore[no-any-return]
 
 
-def _no_room(run: Path) -> str:
+def _full_disk_remark(run: Path) -> str:
     """Return a remark on a full disk, which the recorder could not report itself; empty if the disk is not full."""
     with contextlib.suppress(OSError):
-        if (free := shutil.disk_usage(run).free) < _LITTLE_ROOM:
+        if (free := shutil.disk_usage(run).free) < _FULL_DISK_BYTES:
             return f"; its disk has {free} bytes left: No space left on device; free disk space or choose another run"
     return ""
 

@@ -138,9 +138,9 @@ class ActiveConfig:
         if self._collector.retention.capture_stop.stopped is not None and self.may_capture:
             self.select()
 
-    def _apply_requests(self, wishes: Mapping[str, str]) -> None:
+    def _apply_requests(self, asked_levels: Mapping[str, str]) -> None:
         """Apply the capture levels that the requests of the next step ask for (request id -> level)."""
-        requests, problem = valid_requests(wishes)
+        requests, problem = valid_requests(asked_levels)
         if problem is not None:
             self._collector.counters.report("step", problem)
         if requests != self._requests:
@@ -271,10 +271,10 @@ def _levels(config: DumperConfig) -> set[Keep]:
 
 def _suggestion(glob: str, ports: Mapping[str, Sequence[str]]) -> str:
     """Suggest corrections of a ``glob`` without a match: a completed glob, ports of its modules, or similar modules."""
-    if (meant := _completed_glob(glob)) and any(
-        Glob(meant.rpartition(":")[0] + ":*").matches(f"{path}:out") for path in ports
+    if (completed_glob := _completed_glob(glob)) and any(
+        Glob(completed_glob.rpartition(":")[0] + ":*").matches(f"{path}:out") for path in ports
     ):
-        return f"did you mean '{meant}'?"
+        return f"did you mean '{completed_glob}'?"
     head, colon, _ = glob.rpartition(":")
     modules = Glob(f"{head}:*")
     near = [path for path in ports if head and modules.matches(f"{path}:out") and ports[path]] if colon else []

@@ -20,8 +20,8 @@ from tapscope.run_format.record import FORWARD, RECOMPUTE
 if TYPE_CHECKING:
     from tapscope.dumper.taps.collector import Collector
 
-_MAX_PLACES = 65536  # limits the memory for programs whose names never repeat
-_ABOUT: dict[str, Any] = {"class": "", "params": {}}
+_MAX_SITES = 65536  # limits the memory for programs whose names never repeat
+_MODULE_INFO: dict[str, Any] = {"class": "", "params": {}}
 _SiteKey = tuple[Any, Any, str | None, str | None]
 
 
@@ -52,7 +52,7 @@ class DumpSite:
         port = self.ports.get(path)
         if port is None:
             site = self._site(path)
-            port = self.ports[path] = SitePort(site, selection.decision(site, self.name), _ABOUT, self.dims[0])
+            port = self.ports[path] = SitePort(site, selection.decision(site, self.name), _MODULE_INFO, self.dims[0])
         return port
 
     def grad_of(self, path: str, forced: bool, selection: Selection) -> SitePort:
@@ -66,7 +66,7 @@ class DumpSite:
             decision = selection.decision(site, self.name)
             if forced and not decision.may_keep:
                 decision = selection.decision(self._site(path), self.name)
-            port = self.grads[path, forced] = SitePort(site, decision, _ABOUT, self.dims[1] or self.dims[0])
+            port = self.grads[path, forced] = SitePort(site, decision, _MODULE_INFO, self.dims[1] or self.dims[0])
         return port
 
     def _site(self, path: str) -> str:
@@ -115,7 +115,7 @@ class ExplicitDump:
         return [port.site for place in self._sites.values() for port in [*place.ports.values(), *place.grads.values()]]
 
     def _new_site(self, name: Any, layer: Any, dims: str | None, dims_grad: str | None) -> DumpSite:
-        if len(self._sites) >= _MAX_PLACES:
+        if len(self._sites) >= _MAX_SITES:
             self._sites.clear()
         place = self._sites[name, layer, dims, dims_grad] = DumpSite(name, layer, (dims, dims_grad), self._selection)
         return place

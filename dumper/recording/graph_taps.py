@@ -141,16 +141,16 @@ class GraphTaps:
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Handle the start of a model call: save the arguments that determine its token rows."""
         try:
-            found = {name: kwargs[name] for name in _ROW_ARGUMENTS if name in kwargs}
-            if args and "input_ids" not in found:
-                found["input_ids"] = args[0]
-            for name, value in found.items():
+            row_arguments = {name: kwargs[name] for name in _ROW_ARGUMENTS if name in kwargs}
+            if args and "input_ids" not in row_arguments:
+                row_arguments["input_ids"] = args[0]
+            for name, value in row_arguments.items():
                 if isinstance(value, Tensor) and value.is_cuda:
-                    found[name] = self._memory(value.device).keep(value)
+                    row_arguments[name] = self._memory(value.device).keep(value)
         except Exception as error:  # noqa: BLE001 - an error must not reach the model
-            found = {}
+            row_arguments = {}
             self._collector.counters.report("step", f"rows unknown: {type(error).__name__}: {error}")
-        self._add("enter", lambda model: model.enter_call(found))
+        self._add("enter", lambda model: model.enter_call(row_arguments))
 
     def leave(self) -> None:
         """Handle the end of a model call."""
@@ -195,12 +195,12 @@ class GraphTaps:
             self._collector.counters.report("step", f"{type(error).__name__}: {error}")
 
     def _memory(self, device: torch.device) -> GraphMemory:
-        found = self._memories.get(device)
-        if found is None:
+        memory = self._memories.get(device)
+        if memory is None:
             model = self._model()
             is_final = model is not None and model.values_are_final
-            found = self._memories[device] = GraphMemory(device, values_are_final=is_final)
-        return found
+            memory = self._memories[device] = GraphMemory(device, values_are_final=is_final)
+        return memory
 
     # ---- around a replay; no exception may escape except those of the strict policy
 

@@ -92,7 +92,7 @@ class LiveInjection:
             injector.__exit__(None)
         for rule in dict.fromkeys(rule for rule, _ in self._placed):
             if rule not in rules:
-                self._end(rule, collector)
+                self._report_unused(rule, collector)
         self._placed, self._step = [], lambda: collector.step
         for rule in rules:
             for model in models:
@@ -133,7 +133,7 @@ class LiveInjection:
             if glob.matches(site) and _is_port(site) and parse(site).path in paths - {""}
         }
 
-    def _end(self, rule: InjectionRule, collector: Collector) -> None:
+    def _report_unused(self, rule: InjectionRule, collector: Collector) -> None:
         """Report a rule that is removed and never overwrote a tensor."""
         if rule in self._used:
             return
@@ -167,7 +167,7 @@ class LiveInjection:
             late.wait()  # its rows determine which values are injected where
         live = step.info if late is None else late.info if late.is_ready else late.outline
         if rule.requests:
-            live = _only(live, rule.requests)
+            live = _restricted_to(live, rule.requests)
             if not live.rows:
                 return None
         stored = self._requests.translate(live)
@@ -178,7 +178,7 @@ class LiveInjection:
         return stored if stored.rows or not live.rows else None
 
 
-def _only(info: StepInfo, requests: tuple[str, ...]) -> StepInfo:
+def _restricted_to(info: StepInfo, requests: tuple[str, ...]) -> StepInfo:
     """Return the step restricted to the rows of ``requests``."""
     rows, ids, at = [], list[int](), 0
     for span in info.rows:

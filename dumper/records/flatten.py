@@ -59,15 +59,15 @@ def flatten(value: Any) -> list[tuple[str, Any]]:
 def _made_unique(leaves: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
     taken = {path for path, _ in leaves}
     seen: set[str] = set()
-    apart = []
+    unique_leaves = []
     for path, leaf in leaves:
         name, times = path, 1
         while name in seen or (times > 1 and name in taken):
             times += 1
             name = f"{path}~{times}"
         seen.add(name)
-        apart.append((name, leaf))
-    return apart
+        unique_leaves.append((name, leaf))
+    return unique_leaves
 
 
 class Leaves(list[tuple[str, Any]]):
@@ -89,7 +89,7 @@ class _Flattener:
     """Recursive traversal; tracks the containers on the current path to detect cycles, and limits their number."""
 
     def __init__(self, leaves: list[tuple[str, Any]]) -> None:
-        self._found = leaves
+        self._leaves = leaves
         self._inside: set[int] = set()
         self._num_containers = 0
 
@@ -101,12 +101,12 @@ class _Flattener:
             value = _as_list(value)
         children = None if isinstance(value, torch.Tensor) else _children(value)
         if children is None:
-            self._found.append((path, value))
+            self._leaves.append((path, value))
             return
         self._num_containers += 1
         inside = self._inside
         if address in inside or len(inside) >= _MAX_DEPTH or self._num_containers > _MAX_CONTAINERS:
-            self._found.append((path, OpaqueObject(value)))
+            self._leaves.append((path, OpaqueObject(value)))
             return
         inside.add(address)
         for name, child in children:

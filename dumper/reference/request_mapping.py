@@ -27,7 +27,7 @@ class RequestMapping:
                 for i in range(span.count):
                     if (token := next(tokens, None)) is not None:
                         self._tokens[span.request, span.position + i] = token
-        self._found: dict[str, str | None] = {}
+        self._matches: dict[str, str | None] = {}
         self.forks: dict[str, int] = {}
         """Live request -> first position at which its token differs from the reference."""
 
@@ -55,15 +55,17 @@ class RequestMapping:
 
     def _name(self, span: RowSpan, tokens: list[int]) -> str | None:
         live = span.request
-        if live not in self._found:
-            used = set(self._found.values())
-            alike = [name for name in self._names if not tokens or self._num_equal(name, span, tokens) == span.count]
+        if live not in self._matches:
+            used = set(self._matches.values())
+            same_start = [
+                name for name in self._names if not tokens or self._num_equal(name, span, tokens) == span.count
+            ]
             if not tokens or not self._tokens:
-                alike = [live] if live in self._names else []
-            ranked = sorted(alike, key=lambda name: (name != live, name in used))
+                same_start = [live] if live in self._names else []
+            ranked = sorted(same_start, key=lambda name: (name != live, name in used))
             fallback = live if live in self._names else None
-            self._found[live] = ranked[0] if ranked else fallback
-        return self._found[live]
+            self._matches[live] = ranked[0] if ranked else fallback
+        return self._matches[live]
 
     def _num_equal(self, name: str, span: RowSpan, tokens: list[int]) -> int:
         """Return the number of leading rows of the span with the reference's tokens; all rows if tokens are unknown."""

@@ -51,13 +51,13 @@ class ShmRing:
     def reserve(self, nbytes: int) -> int | None:
         """Allocate a slot; return its offset, a multiple of :data:`ALIGNMENT`, or None if there is no space."""
         size = (nbytes + ALIGNMENT - 1) & -ALIGNMENT or ALIGNMENT
-        start = self._room(size)
+        start = self._find_space(size)
         if start is not None:
             self._places.append(start)
             self._head = start + size
         return start
 
-    def _room(self, size: int) -> int | None:
+    def _find_space(self, size: int) -> int | None:
         if not self._places:
             return 0 if size <= self.nbytes else None
         tail, head = self._places[0], self._head

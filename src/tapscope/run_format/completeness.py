@@ -116,10 +116,12 @@ def _step_mates(run: "Run", rank: int) -> frozenset[int]:
     Ranks with a different coordinate along an axis of the manifest's ``own_steps`` step independently.
     """
     mine = run.coords(rank)
-    return frozenset(each for each in run.ranks if _own_place(run, run.coords(each)) == _own_place(run, mine))
+    return frozenset(
+        each for each in run.ranks if _own_step_coords(run, run.coords(each)) == _own_step_coords(run, mine)
+    )
 
 
-def _own_place(run: "Run", coords: dict[str, int]) -> list[int | None]:
+def _own_step_coords(run: "Run", coords: dict[str, int]) -> list[int | None]:
     return [coords.get(axis) for axis in run.manifest.get("own_steps", ())]
 
 

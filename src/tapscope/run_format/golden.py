@@ -193,10 +193,10 @@ def _damaged(path: Path, what: object) -> RunCorruptError:
 
 def _check_header(begin: bytes, text: bytes, path: Path) -> bool:
     """Return whether the header has a checksum; raise RunCorruptError if the checksum does not match."""
-    found = _CRC32.search(text)
-    if found is None:
+    match = _CRC32.search(text)
+    if match is None:
         return False
-    if int(found[1], 16) != _header_crc32(begin + text):
+    if int(match[1], 16) != _header_crc32(begin + text):
         raise _damaged(path, "its header differs from its CRC-32")
     return True
 

@@ -92,7 +92,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
             raise RunNotFoundError(
                 f"{path} is an SGLang dump: it can be looked at and compared, but not changed"
             ) from None
-        raise RunNotFoundError(f"{path} is not a tapscope run: {_instead(path)}") from None
+        raise RunNotFoundError(f"{path} is not a tapscope run: {_reason_and_hint(path)}") from None
     except NotADirectoryError:
         raise RunNotFoundError(f"{path} is a file; a run is a directory with a {MANIFEST}") from None
     except (OSError, ValueError, RecursionError) as error:
@@ -117,7 +117,7 @@ def check_manifest(manifest: Any, file: Path, path: Path) -> dict[str, Any]:
     return manifest
 
 
-def _instead(path: Path) -> str:
+def _reason_and_hint(path: Path) -> str:
     """Return why ``path`` is not a run, with a hint: a run in its subdirectories or parent, or how to capture one."""
     if not path.exists():
         return f"it does not exist; capture a run with: tapscope dump MODEL -o {path}"
@@ -152,11 +152,11 @@ def _is_numbers(value: object) -> bool:
     return isinstance(value, dict) and all(isinstance(n, int | float) for n in value.values())
 
 
-def _is_text(value: object) -> bool:
+def _is_string(value: object) -> bool:
     return isinstance(value, str)
 
 
-def _is_texts(value: object) -> bool:
+def _are_strings(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
@@ -165,7 +165,7 @@ _MEMBERS: dict[str, tuple[Callable[[object], bool], str]] = {
     "world_size": (_is_count, f"an integer from 1 to {MAX_RANKS:,}"),
     "model_config": (_is_numbers, 'an object of name and number, e.g. {"num_attention_heads": 8}'),
     "mesh": (is_mesh, 'an object of axis and size, e.g. {"tp": 2}'),
-    "own_steps": (_is_texts, 'a list of mesh axes, e.g. ["dp"]'),
-    **dict.fromkeys(("framework", "model", "dtype", "kv_cache_dtype", "created", "tapscope"), (_is_text, "a string")),
+    "own_steps": (_are_strings, 'a list of mesh axes, e.g. ["dp"]'),
+    **dict.fromkeys(("framework", "model", "dtype", "kv_cache_dtype", "created", "tapscope"), (_is_string, "a string")),
 }
 """Manifest field that readers rely on -> (validator, description of valid values)."""

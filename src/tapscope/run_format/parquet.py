@@ -30,7 +30,7 @@ _STATS = tuple(field.name for field in fields(Stats))
 _FLOATS = ("min", "max", "absmax", "sum", "sumsq")
 _OF_KIND = ("occurrence", "micro", "pass", "model", "dtype", "shape", "dims", "file")
 """Fields of :class:`Kind` except the rank."""
-_ODD = ("line", "rows", "slice_rows", "slice_shape", "cap", "tags", "value")
+_RARE = ("line", "rows", "slice_rows", "slice_shape", "cap", "tags", "value")
 """Columns that are null for most records."""
 _ROWS = 1 << 15
 """Rows per row group and per read."""
@@ -108,8 +108,8 @@ def read_table(path: Path, rank: int) -> Records:
             raise ValueError(f"it claims to hold {num_rows:,} records, in {limit // _MAX_PACKED:,} bytes")
         table, records = pl.scan_parquet(path).select(list(schema())), Records()
         is_ours = dict(table.collect_schema()) == schema()
-        has_odd = table.select(pl.any_horizontal(pl.col(_ODD).is_not_null().any())).collect().item()
-        plain = table if has_odd else table.drop(_ODD)  # null in most runs
+        has_rare = table.select(pl.any_horizontal(pl.col(_RARE).is_not_null().any())).collect().item()
+        plain = table if has_rare else table.drop(_RARE)  # null in most runs
         for start in range(0, num_rows, _ROWS):
             if not (is_ours and _take(plain.slice(start, _ROWS).collect(), rank, records)):
                 records.extend(_records(table.slice(start, _ROWS).collect(), rank))
@@ -162,7 +162,7 @@ def _take(rows: "pl.DataFrame", rank: int, into: Records) -> bool:
     lengths = {"hash": len(NO_HASH), "bag": len(NO_BAG)}
     lacking = [  # evaluated in one query, because a query costs as much as thousands of rows
         *(pl.col(name).is_null() for name in ("seq", "site", "step")),
-        *(pl.col(name).is_not_null() for name in _ODD if name in rows.columns),
+        *(pl.col(name).is_not_null() for name in _RARE if name in rows.columns),
         *(pl.col(name).is_null() & has_stats for name in _FLOATS[:3]),
         *(pl.col(name).is_null() & has_entry for name in ("offset", "nbytes")),
         *(pl.col(name) < 0 for name in _STATS[:6]),

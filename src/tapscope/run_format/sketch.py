@@ -262,10 +262,10 @@ def estimate(baseline: Array, target: Array) -> Estimate:
         return NO_ERROR
     if not (np.isfinite(one).all() and np.isfinite(two).all()):
         return Estimate(math.inf, math.inf, math.inf)
-    size, apart = float(one @ one), float((two - one) @ (two - one))
-    if size == 0.0:
+    baseline_sq, difference_sq = float(one @ one), float((two - one) @ (two - one))
+    if baseline_sq == 0.0:
         return Estimate(math.inf, math.inf, math.inf)
-    error = math.sqrt(apart / size)
+    error = math.sqrt(difference_sq / baseline_sq)
     if error < RESOLUTION:
         return NO_ERROR
     return Estimate(error, error * LOW_FACTOR, error * HIGH_FACTOR)

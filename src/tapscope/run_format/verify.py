@@ -240,25 +240,25 @@ def _check_segments(run: Run, places: Array, report: RankReport) -> None:
     report.unsealed = survey.sealed + survey.removed
     report.problems = survey.problems
     report.orphan_bytes = sum(survey.orphans.values())
-    odd = [
+    irregular = [
         stored[0]
         for at in records.irregular_places
         if (record := records[at]).key.rank == report.rank and (stored := record.payload) is not None
     ]
     for path in sorted(folder.glob(SEGMENTS)):
-        here = _lies_in(records, places, path.name)
-        named = {entry.offset for entry in odd if entry.file == path.name}
+        here = _is_in_file(records, places, path.name)
+        named = {entry.offset for entry in irregular if entry.file == path.name}
         report.orphan_bytes += _orphans(path, named.union(records.offset[places[here]].tolist()))
 
 
 def _in_file(records: Records, places: Array, name: str) -> Iterator[Record]:
     """Yield the records at ``places`` whose payload is in the segment ``name``."""
-    here = _lies_in(records, places, name) | np.isin(places, records.irregular_places)
+    here = _is_in_file(records, places, name) | np.isin(places, records.irregular_places)
     candidates = map(records.__getitem__, places[here].tolist())
     return (record for record in candidates if (stored := record.payload) is not None and stored[0].file == name)
 
 
-def _lies_in(records: Records, places: Array, name: str) -> Array:
+def _is_in_file(records: Records, places: Array, name: str) -> Array:
     """Return [places] bool: whether the kind of each record references the segment ``name``."""
     is_inside: Array = records.of_kinds(lambda kind: kind.file == name)[places].astype(bool)
     return is_inside
