@@ -1,9 +1,9 @@
 """NativeRecordWriter: measures, formats and buffers records in C++, without executing Python in between.
 
-The writer declines a tensor whose layout differs from that of the last tensor at its port, that is not in ordinary
-memory, or that is not the first firing of its site in the step. The capturer then records the tensor, as it does
-without the C++ library; the lines are identical. A hook first calls its fast path
-(:meth:`NativeRecordWriter.fast_path`); a value that the fast path accepts never reaches Python.
+The writer accepts a tensor in ordinary memory if its layout is that of the last tensor at its port, and only for the
+first firing of a site in the step. The capturer records any other tensor, and all tensors without the C++ library; the
+lines are identical. A hook first calls its fast path (:meth:`NativeRecordWriter.fast_path`); a value that the fast path
+accepts never reaches Python.
 """
 
 from collections.abc import Callable

@@ -100,7 +100,7 @@ class FreeMemoryBudget:
     """Device memory that staging clones may use without affecting the model.
 
     The budget is a fraction of the memory that this process could reserve beyond its peak. A model that has run before
-    thus finds all the memory that it used, and a first run finds most of the memory that it will need.
+    thus finds all the memory that it used. A first run finds most of the memory that it will need.
     """
 
     def __init__(self, index: int) -> None:

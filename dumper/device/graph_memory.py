@@ -1,7 +1,7 @@
 """GraphMemory: static device memory that the taps of a captured graph write to at every replay.
 
 A graph reuses the memory of its intermediate tensors during a replay. A tap that keeps a tensor therefore captures a
-copy into this static memory, and a tap that keeps statistics captures the kernel that writes a row of 16 words. After a
+copy into this static memory. A tap that keeps statistics captures the kernel that writes a row of 16 words. After a
 replay, the memory is snapshotted in the stream of the replay, and a side stream copies the snapshot to page-locked
 memory (:class:`~.graph_fetch.Fetch`). Neither the next replay nor the host waits.
 

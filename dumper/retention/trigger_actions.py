@@ -35,7 +35,7 @@ class TriggerActions:
     """The triggers of one rank in one run.
 
     A NaN propagates to every site downstream, so reports are limited. The first firings of a trigger at a site are
-    written as events, the log gets one line per trigger and step up to a limit, and further firings are only counted.
+    written as events, and the log gets one line per trigger and step, up to a limit. Further firings are only counted.
     """
 
     def __init__(self, put_event: Callable[..., None], *, rank: int = 0, run: Path = Path()) -> None:

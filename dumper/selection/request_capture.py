@@ -2,8 +2,8 @@
 
 With every step, a host lists the requests whose rows are to be captured (:attr:`tapscope.core.observe.StepInfo.asked`).
 The requested levels apply to every site that unrestricted rules reach, unless the configuration already keeps the same
-level or a higher one. If the configuration keeps statistics of all rows and a request asks for full capture, a step
-with that request records the rows of the request in full instead of the statistics.
+level or a higher one. Suppose that the configuration keeps statistics of all rows and a request asks for full capture:
+a step with that request then records the rows of the request in full instead of the statistics.
 """
 
 from collections.abc import Mapping

@@ -363,8 +363,8 @@ def on_calls(key: str, handler: Callable[[str, dict[str, Any]], None] | None) ->
 def _handler_of(key: str, kind: str, leaves: tuple[Leaf, ...], parameters: tuple[str, ...]) -> Handler:
     """Return the handler of a firing.
 
-    If the leaves form a single output tensor or a plain argument list, the handler rebuilds the value of an eager
-    firing, so that the tap's fast path applies. Otherwise it passes the leaves as :class:`.Leaves`.
+    If the leaves are a single output tensor or a plain argument list, the handler rebuilds the eager value, so that the
+    tap's fast path applies. Otherwise it passes the leaves as :class:`.Leaves`.
     """
     paths = tuple(leaf.path for leaf in leaves)
     is_plain = all(leaf.kind == "tensor" for leaf in leaves)

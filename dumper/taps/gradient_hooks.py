@@ -1,9 +1,9 @@
 """Gradient hooks: tensor hooks that capture the gradient of a value if the rules select the gradient.
 
-A gradient is recorded under the step, microbatch and occurrence of its forward, with the pass ``backward``, no matter
-when and in which thread autograd computes it. Further gradients of the same value (``retain_graph``, several losses)
-get the next free occurrence of the site. A leaf tensor used by several forwards (for example a soft prompt) has one
-accumulated gradient, recorded under the last forward.
+A gradient is recorded under the step, microbatch and occurrence of its forward, with the pass ``backward``. The time
+and thread in which autograd computes the gradient do not matter. Further gradients of the same value
+(``retain_graph``, several losses) get the next free occurrence of the site. A leaf tensor used by several forwards (for
+example a soft prompt) has one accumulated gradient, recorded under the last forward.
 
 A module may overwrite its input in place (masked scores). If the input is a view, autograd connects later operations
 to the view's base, and a hook on the view never fires. Its gradient is then read as a slice of the base's gradient.

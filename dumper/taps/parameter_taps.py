@@ -2,9 +2,9 @@
 
 Parameters and buffers are captured at the end of a step. A gradient is captured as the optimizer will use it, after
 accumulation, reduction and clipping: before each ``step()`` of a ``torch.optim.Optimizer`` that holds the parameter.
-If no optimizer used the gradient in a step that the host opened (accumulation in progress, or an optimizer of another
-kind), it is captured at the end of that step. The gradient is ``main_grad`` if the parameter has one (Megatron). The
-pass of a gradient is ``backward``; several uses in one step are numbered by occurrence.
+In a step that the host opened, a gradient that no optimizer used is captured at the end of the step (accumulation in
+progress, or an optimizer of another kind). The gradient is ``main_grad`` if the parameter has one (Megatron). The pass
+of a gradient is ``backward``; several uses in one step are numbered by occurrence.
 """
 
 import weakref
