@@ -16,56 +16,58 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags for selection, matching and tolerances."""
     _add_selection(parser)
     _add_matching(parser)
-    _add_judgement(parser)
+    _add_tolerances(parser)
 
 
 def _add_selection(parser: argparse.ArgumentParser) -> None:
-    choose = parser.add_argument_group("selection, on both runs")
-    choose.add_argument(
+    selection = parser.add_argument_group("selection, on both runs")
+    selection.add_argument(
         "--site",
         metavar="GLOB",
         action="append",
         default=[],
         help="only matching sites; re:REGEX for a regular expression (repeatable)",
     )
-    choose.add_argument("--skip", metavar="GLOB", action="append", default=[], help="skip matching sites (repeatable)")
-    choose.add_argument("--layers", metavar="LIST", type=_numbers, help="only these layers, e.g. 0-3,27")
-    choose.add_argument("--steps", metavar="LIST", type=_numbers, help="only these steps")
-    choose.add_argument(
+    selection.add_argument(
+        "--skip", metavar="GLOB", action="append", default=[], help="skip matching sites (repeatable)"
+    )
+    selection.add_argument("--layers", metavar="LIST", type=_numbers, help="only these layers, e.g. 0-3,27")
+    selection.add_argument("--steps", metavar="LIST", type=_numbers, help="only these steps")
+    selection.add_argument(
         "--shift-steps",
         metavar="N",
         type=int,
         default=0,
         help="match step n of the baseline with step n + N of the target (runs without token ids)",
     )
-    choose.add_argument(
+    selection.add_argument(
         "--concat-steps",
         action="store_true",
         help="for runs without token ids: concatenate the steps of each site, so that chunk sizes may differ",
     )
-    choose.add_argument("--ranks", metavar="LIST", type=_numbers, help="only these ranks")
+    selection.add_argument("--ranks", metavar="LIST", type=_numbers, help="only these ranks")
 
 
 def _add_matching(parser: argparse.ArgumentParser) -> None:
-    meet = parser.add_argument_group("matching")
-    meet.add_argument(
+    matching = parser.add_argument_group("matching")
+    matching.add_argument(
         "--map", metavar="FILE", action="append", default=[], help="YAML: rename, split, join, dims, rules (repeatable)"
     )
-    meet.add_argument(
+    matching.add_argument(
         "--strip-prefix",
         metavar="PREFIX",
         action="append",
         default=[],
         help="remove this prefix from module names; baseline:... or target:... for one run (repeatable)",
     )
-    meet.add_argument(
+    matching.add_argument(
         "--dims",
         metavar="GLOB=DIMS",
         action="append",
         default=[],
         help="axes and shards of these sites, e.g. 'mlp:out=t h[tp:partial]'; baseline:... or target:... for one run",
     )
-    meet.add_argument(
+    matching.add_argument(
         "--mesh",
         metavar="AXIS=N,...",
         action="append",
@@ -74,27 +76,27 @@ def _add_matching(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_judgement(parser: argparse.ArgumentParser) -> None:
-    judge = parser.add_argument_group("tolerances")
-    judge.add_argument(
+def _add_tolerances(parser: argparse.ArgumentParser) -> None:
+    tolerances = parser.add_argument_group("tolerances")
+    tolerances.add_argument(
         "--rtol",
         metavar="X",
         type=float,
         help="use a fixed tolerance instead of the noise floor: |target - baseline| <= atol + rtol * |baseline|",
     )
-    judge.add_argument("--atol", metavar="X", type=float, help="absolute part of the fixed tolerance")
-    noise_run = judge.add_argument(
+    tolerances.add_argument("--atol", metavar="X", type=float, help="absolute part of the fixed tolerance")
+    noise_run = tolerances.add_argument(
         "--noise-run",
         metavar="RUN",
         default="auto",
         help="a repeat of the baseline that differs by rounding only (bf16, another batch split); "
         "its distance is the floor; auto (default): a model of rounding",
     )
-    deprecated_flag(judge, "--floor", noise_run)
-    judge.add_argument(
+    deprecated_flag(tolerances, "--floor", noise_run)
+    tolerances.add_argument(
         "--margin", metavar="X", type=float, help="tolerance as a multiple of the distance of --noise-run (default: 3)"
     )
-    judge.add_argument(
+    tolerances.add_argument(
         "--rule",
         metavar="REGEX=EXPR",
         action="append",
@@ -102,40 +104,40 @@ def _add_judgement(parser: argparse.ArgumentParser) -> None:
         help="judge these sites by a condition such as 'lm_head=rel < 1e-3 and max_abs < 0.1'; the first match "
         "decides (repeatable)",
     )
-    judge.add_argument(
+    tolerances.add_argument(
         "--detail",
         action="store_true",
         help="also report ULPs, percentiles, channels, logit agreement and router flips of unequal sites; slower",
     )
-    judge.add_argument(
+    tolerances.add_argument(
         "--allow-differ",
         metavar="GLOB",
         action="append",
         default=[],
         help="sites that may differ, such as '*:in[position_ids]': reported, not counted (repeatable)",
     )
-    judge.add_argument(
+    tolerances.add_argument(
         "--allow-missing",
         metavar="GLOB",
         action="append",
         default=[],
         help="sites that one run may lack, wholly or in some steps: reported, not counted as missing (repeatable)",
     )
-    judge.add_argument(
+    tolerances.add_argument(
         "--verify",
         action="store_true",
         help="read every payload and check its hash, even where both runs recorded the same hash",
     )
-    judge.add_argument(
+    tolerances.add_argument(
         "--tokenizer",
         metavar="PATH",
         help="a tokenizer.json, or a directory with one, to show the text of tokens "
         "(default: the one of the run's model, if it is a local directory)",
     )
-    judge.add_argument(
+    tolerances.add_argument(
         "--allow-partial", action="store_true", help="exit 0 if the data are partial but everything compared agrees"
     )
-    judge.add_argument(
+    tolerances.add_argument(
         "--fail-on",
         metavar="LIST",
         help="conditions that make the exit code 1: differs,nonfinite,shape,partial (the default), missing (a site is "

@@ -87,7 +87,7 @@ def record(args: argparse.Namespace, work: prompts.Workload) -> dict[str, str]:
     try:
         return capture_with(args, config, work)
     except KeyboardInterrupt:
-        _say_what_was_kept(args.out)
+        _warn_interrupted(args.out)
         raise
     except TapscopeError:
         _discard_if_empty(args.out)
@@ -160,7 +160,7 @@ def _interrupt(signum: int, frame: object) -> None:
     raise KeyboardInterrupt
 
 
-def _say_what_was_kept(path: Path) -> None:
+def _warn_interrupted(path: Path) -> None:
     if (path / "run.json").is_file():
         from tapscope.sources import open_run
 

@@ -30,7 +30,7 @@ def read_experts(path: Path, num_layers: int, top_k: int) -> "dict[str, RoutedEx
     with open_run(path) as run:
         lengths = {request: max(known) + 1 for request, known in run.tokens().items() if known}
         ids_of = {name: np.full((count, num_layers, top_k), -1, dtype=np.int32) for name, count in lengths.items()}
-        records = _chosen(run)
+        records = _id_records(run)
         for record in records:
             layer = layer_of(record.key.site)
             ids = run.array(record)
@@ -48,7 +48,7 @@ def read_experts(path: Path, num_layers: int, top_k: int) -> "dict[str, RoutedEx
     return {name: RoutedExperts.from_rows(rows) for name, rows in ids_of.items()}
 
 
-def _chosen(run: "Run") -> "list[Record]":
+def _id_records(run: "Run") -> "list[Record]":
     """Return one record with values per step and layer, ordered by step; any rank will do, as routers are equal on all
     ranks."""
     chosen: dict[tuple[int, int, int | None], Record] = {}

@@ -132,7 +132,7 @@ def find(run: "Run", args: argparse.Namespace) -> "list[Record]":
     matches = [r for r in candidates if all(v is None or getattr(r.key, k) == v for k, v in wanted.items())]
     if not matches:
         asked = " ".join(f"--{name.rstrip('_')} {value}" for name, value in wanted.items() if value is not None)
-        raise RuleError(f"{args.site} has no record with {asked} in {run.path}; it has {_have(candidates)}")
+        raise RuleError(f"{args.site} has no record with {asked} in {run.path}; it has {_available(candidates)}")
     return sorted(matches, key=lambda r: (r.key.step, r.key.rank, not _is_output(r), r.seq))
 
 
@@ -141,7 +141,7 @@ def _is_output(record: "Record") -> bool:
     return re.match(r"out(\[|$)", port_of(record.key.site)) is not None
 
 
-def _have(records: "list[Record]") -> str:
+def _available(records: "list[Record]") -> str:
     from tapscope.core.site import compact_ranges
     from tapscope.run_format.record import FORWARD
 
@@ -165,7 +165,7 @@ def _describe_choice(matches: "list[Record]") -> str:
     shown = f"{len(matches):,} records match; shown: {key.site} --step {key.step} --rank {key.rank}"
     shown += " ".join([f" --occurrence {key.occurrence}", *flags(key, (record.key for record in matches))])
     if len(sites) == 1:
-        return f"{shown} (there are {_have(matches)})"
+        return f"{shown} (there are {_available(matches)})"
     return f"{shown}; sites: {listed(sites)}"
 
 

@@ -70,7 +70,7 @@ def convert(value: Any, to: type[T] | Any, path: str = "", *, secret: Sequence[s
         except RecursionError:
             raise InvalidValueError(path, f"{path or 'the value'} is nested too deeply") from None
         if (problem := next((each for each in repairs if each in text), None)) is None:
-            raise _explained(text, value, to, path, secret)
+            raise _to_error(text, value, to, path, secret)
         value = repairs.pop(problem)(value, to)
 
 
@@ -106,40 +106,42 @@ def _with_integers(value: Any, _: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _without_unknown_nulls(value: Any, note: Any) -> Any:
+def _without_unknown_nulls(value: Any, annotation: Any) -> Any:
     """Return a copy of ``value`` without null members that the matching Struct does not define."""
     if isinstance(value, list | tuple):
-        item_note = _inner(note, "")
-        return [_without_unknown_nulls(item, item_note) for item in value]
-    if not isinstance(value, dict) or not (known := set(_field_names(note))):
+        item_annotation = _inner(annotation, "")
+        return [_without_unknown_nulls(item, item_annotation) for item in value]
+    if not isinstance(value, dict) or not (known := set(_field_names(annotation))):
         return value
     return {
-        name: _without_unknown_nulls(item, _inner(note, name))
+        name: _without_unknown_nulls(item, _inner(annotation, name))
         for name, item in value.items()
         if item is not None or name in known
     }
 
 
-def _explained(text: str, value: Any, to: Any, path: str, secret: Sequence[str]) -> InvalidValueError:
+def _to_error(text: str, value: Any, to: Any, path: str, secret: Sequence[str]) -> InvalidValueError:
     """Translate a msgspec error message into InvalidValueError, adding the value and the annotation at its path."""
     problem, _, place = text.partition(" - at ")
-    note: Any = to
+    annotation: Any = to
     for name, index in _STEP.findall(place):
         if index == "...":  # a value of an object; msgspec does not name its key
             break
         value = value[name or int(index)]
         path = f"{path}.{name}" if path and name else path + (name or f"[{index}]")
-        note = _inner(note, name)
+        annotation = _inner(annotation, name)
     if missing := re.fullmatch(r"Object missing required field `(.+)`", problem):
         path = f"{path}.{missing[1]}" if path else missing[1]
-        return InvalidValueError(path, f"{path} is missing: must be {describe(_inner(note, missing[1]))}")
+        return InvalidValueError(path, f"{path} is missing: must be {describe(_inner(annotation, missing[1]))}")
     if unknown := re.fullmatch(r"Object contains unknown field `(.+)`", problem):
-        known = ", ".join(dict.fromkeys(_field_names(note)))
+        known = ", ".join(dict.fromkeys(_field_names(annotation)))
         path = f"{path}.{unknown[1]}" if path else unknown[1]
         return InvalidValueError(path, f"{path} is not supported; supported: {known}", is_unknown=True)
     if path:
-        return InvalidValueError(path, f"{path}={'...' if path in secret else shown(value)}: must be {describe(note)}")
-    return InvalidValueError(path, f"must be {describe(note)}, not {shown(value)}")
+        return InvalidValueError(
+            path, f"{path}={'...' if path in secret else shown(value)}: must be {describe(annotation)}"
+        )
+    return InvalidValueError(path, f"must be {describe(annotation)}, not {shown(value)}")
 
 
 def shown(value: Any) -> str:
@@ -148,48 +150,50 @@ def shown(value: Any) -> str:
     return text if len(text) <= _WIDTH else f"{text[:_WIDTH]}…"
 
 
-def describe(note: Any) -> str:
+def describe(annotation: Any) -> str:
     """Describe the valid values of an annotation for messages: ``an integer from 1 to 128 or null``."""
-    note, meta = _bare(note)
-    origin, args = get_origin(note), get_args(note)
+    annotation, meta = _bare(annotation)
+    origin, args = get_origin(annotation), get_args(annotation)
     if must_be := (meta.get("extra") or {}).get("must be"):
         return str(must_be)
     if origin in (Union, UnionType):
         return " or ".join(dict.fromkeys(describe(each) for each in args))
     if origin is Literal:
         return ("one of " if len(args) > 1 else "") + ", ".join(map(str, args))
-    if note in _NAMES:
-        return _NAMES[note]
-    if note in (int, float):
-        kind = "an integer" if note is int else "a finite number" if meta.get("le") == float_info.max else "a number"
+    if annotation in _NAMES:
+        return _NAMES[annotation]
+    if annotation in (int, float):
+        kind = (
+            "an integer" if annotation is int else "a finite number" if meta.get("le") == float_info.max else "a number"
+        )
         return kind + _bounds(meta)
-    if note is str:
+    if annotation is str:
         most = f" of at most {meta['max_length']} characters" if "max_length" in meta else ""
         return ("a non-empty string" if meta.get("min_length") else "a string") + most
-    if origin in _LISTS or note in _LISTS:
+    if origin in _LISTS or annotation in _LISTS:
         items = "" if not args or args[0] is Any else f" of {_plural(describe(args[0]))}"
         return ("a non-empty list" if meta.get("min_length") else "a list") + items
     if origin in _MAPPINGS and args[1] is not Any:
         return f"a JSON object of {_plural(describe(args[1]))}"
-    return "a JSON value" if note is Any else "a JSON object"
+    return "a JSON value" if annotation is Any else "a JSON object"
 
 
-def _bare(note: Any) -> tuple[Any, dict[str, Any]]:
+def _bare(annotation: Any) -> tuple[Any, dict[str, Any]]:
     """Split an annotation into the bare type and the constraints of its Meta objects."""
     meta: dict[str, Any] = {}
-    while get_origin(note) is Annotated:
-        for each in note.__metadata__:
+    while get_origin(annotation) is Annotated:
+        for each in annotation.__metadata__:
             if isinstance(each, Meta):
                 meta |= {name: value for name in _LIMITS if (value := getattr(each, name)) is not None}
-        note = note.__origin__
-    return note, meta
+        annotation = annotation.__origin__
+    return annotation, meta
 
 
-def _inner(note: Any, name: str) -> Any:
+def _inner(annotation: Any, name: str) -> Any:
     """Return the annotation of field ``name``, or of the list items if ``name`` is empty; None if there is no
     annotation."""
-    note, _ = _bare(note)
-    origin, args = get_origin(note), get_args(note)
+    annotation, _ = _bare(annotation)
+    origin, args = get_origin(annotation), get_args(annotation)
     if origin in (Union, UnionType):
         types = [inner for each in args if (inner := _inner(each, name)) is not None]
         if types and all(get_origin(each) is Literal for each in types):  # the tags of a tagged union
@@ -197,9 +201,9 @@ def _inner(note: Any, name: str) -> Any:
         return types[0] if types else None
     if not name:
         return args[0] if origin in _LISTS and args else None
-    if not isinstance(note, type) or not hasattr(note, "__annotations__"):
+    if not isinstance(annotation, type) or not hasattr(annotation, "__annotations__"):
         return None
-    return _hints(note).get(name)
+    return _hints(annotation).get(name)
 
 
 @functools.cache
@@ -211,10 +215,10 @@ def _hints(cls: type[Any]) -> dict[str, Any]:
     return hints
 
 
-def _field_names(note: Any) -> Iterator[str]:
+def _field_names(annotation: Any) -> Iterator[str]:
     """Yield the field names of a Struct, or of every Struct in a union."""
-    note, _ = _bare(note)
-    for each in get_args(note) if get_origin(note) in (Union, UnionType) else (note,):
+    annotation, _ = _bare(annotation)
+    for each in get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,):
         if isinstance(each, type) and issubclass(each, msgspec.Struct):
             yield from each.__struct_fields__
             if each.__struct_config__.tag_field is not None:

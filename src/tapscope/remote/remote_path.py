@@ -10,7 +10,7 @@ class RemotePath(PosixPath):
     """A path displayed as the URL it represents; it does not exist in the local filesystem."""
 
     def __str__(self) -> str:
-        return _normalised(super().__str__())
+        return _normalized(super().__str__())
 
 
 def path_of(text: str) -> Path:
@@ -22,10 +22,10 @@ def url_of(path: str | Path) -> str | None:
     """Return the URL that ``path`` represents, even after :class:`~pathlib.Path` has collapsed its slashes; None for a
     local path."""
     text = str(path)
-    return _normalised(text).rstrip("/") if _URL.fullmatch(text) and not Path(text).exists() else None
+    return _normalized(text).rstrip("/") if _URL.fullmatch(text) and not Path(text).exists() else None
 
 
-def _normalised(text: str) -> str:
+def _normalized(text: str) -> str:
     match = _URL.fullmatch(text)
     if match is None:
         return text

@@ -26,8 +26,8 @@ class RemotePayloads:
         assert entry is not None
         if not entry.file.endswith(".safetensors"):
             return self._copied.array(record)
-        if lack := self._copied.lacks(record):
-            raise RunCorruptError(self._remote.named(lack))
+        if problem := self._copied.lacks(record):
+            raise RunCorruptError(self._remote.named(problem))
         dtype = dtypes.numpy_dtype(record.dtype or "")
         if not entry.nbytes:
             return np.empty(record.shape, dtype)

@@ -62,8 +62,8 @@ def anomalous_places(records: Records) -> tuple[Array, Array]:
     """
     counts = records.counts
     maybe = (counts[:, 1:4] != 0).any(1) | ((counts[:, 4] == counts[:, 0]) & (counts[:, 0] > 1))
-    odd = records.irregular_places
-    maybe[odd] = False
+    irregular = records.irregular_places
+    maybe[irregular] = False
     places = np.flatnonzero(maybe)
     suspicious = records.take(places)
     is_mask = suspicious.of_sites(lambda site: "mask" in site.lower())
@@ -72,7 +72,7 @@ def anomalous_places(records: Records) -> tuple[Array, Array]:
     zeros = (counts[places, 4] == counts[places, 0]) & (counts[places, 0] > 1) & ~may_be_zero
     zeros &= records.of_kinds(lambda kind: dtypes.is_float(kind.dtype)).astype(bool)[places]
     is_nonfinite = {
-        place: anomaly.kind == NONFINITE for place in odd if (anomaly := anomaly_of(records[place])) is not None
+        place: anomaly.kind == NONFINITE for place in irregular if (anomaly := anomaly_of(records[place])) is not None
     }
     kept = nonfinite | zeros
     places = np.concatenate([places[kept], np.array(list(is_nonfinite), np.int64)])

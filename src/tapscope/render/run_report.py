@@ -81,9 +81,9 @@ class RunReport:
             ("steps", [self._steps()]),
             ("sites", [self._sites()]),
             ("records", [self._records()]),
-            ("metrics", _some(self.metrics, "metric")),
-            ("events", _some(self.events, "event")),
-            ("anomalies", _some(self.anomalies, "site") or no_anomaly),
+            ("metrics", _first_lines(self.metrics, "metric")),
+            ("events", _first_lines(self.events, "event")),
+            ("anomalies", _first_lines(self.anomalies, "site") or no_anomaly),
             ("complete", ["; ".join(["yes" if self.complete else "NO", *self.missing])]),
         ]
 
@@ -217,7 +217,7 @@ def _anomalies(records: Records) -> list[AnomalousSite]:
     return [AnomalousSite(k[0], o, amount[k], r.key.step, r.key.rank) for k, (r, o) in first.items()]
 
 
-def _some(items: list[Any], noun: str) -> list[str]:
+def _first_lines(items: list[Any], noun: str) -> list[str]:
     lines = [str(item) for item in items[:MAX_LINES]]
     if len(items) > MAX_LINES:
         lines.append(f"and {plural(len(items) - MAX_LINES, f'more {noun}')}; --json lists all")

@@ -189,9 +189,9 @@ class _TracingMachine(PickleMachine):
         return storage
 
     def _fix(self, arguments: list[Any]) -> None:
-        waiting, seen = list(arguments), set()
-        while waiting:
-            one = waiting.pop()
+        pending, seen = list(arguments), set()
+        while pending:
+            one = pending.pop()
             self._walked += 1
             if self._walked > _MAX_WALK:
                 raise _NoTemplate
@@ -199,9 +199,9 @@ class _TracingMachine(PickleMachine):
                 self.fixed.add(one.number)
             elif isinstance(one, list | tuple | set | dict) and id(one) not in seen:
                 seen.add(id(one))
-                waiting.extend(one)
+                pending.extend(one)
                 if isinstance(one, dict):
-                    waiting.extend(one.values())
+                    pending.extend(one.values())
 
 
 def _template_of(machine: _TracingMachine, content: Any) -> _Template:
@@ -210,7 +210,7 @@ def _template_of(machine: _TracingMachine, content: Any) -> _Template:
         raise _NoTemplate
     ((key, storage),) = machine.storages.items()
     values: set[int] = set()
-    _survey(content, values, machine.fixed, [_MAX_WALK])
+    _classify(content, values, machine.fixed, [_MAX_WALK])
     order = sorted(values - machine.fixed)
     if not order:
         raise _NoTemplate
@@ -224,7 +224,7 @@ def _template_of(machine: _TracingMachine, content: Any) -> _Template:
     return _Template(segments, machine.data[at:], root, key, storage.nbytes)
 
 
-def _survey(content: dict[Any, Any], values: set[int], fixed: set[int], left: list[int], depth: int = 0) -> None:
+def _classify(content: dict[Any, Any], values: set[int], fixed: set[int], left: list[int], depth: int = 0) -> None:
     """Classify literals: dict values may vary, dict keys may not; raises _NoTemplate."""
     left[0] -= len(content) + 1
     if left[0] < 0 or depth > 8:
@@ -235,7 +235,7 @@ def _survey(content: dict[Any, Any], values: set[int], fixed: set[int], left: li
         if isinstance(value, _Text | _Integer):
             values.add(value.number)
         elif isinstance(value, dict):
-            _survey(value, values, fixed, left, depth + 1)
+            _classify(value, values, fixed, left, depth + 1)
         elif not (value is None or isinstance(value, bool | float | bytes | Tensor) or value == ()):
             raise _NoTemplate
 
