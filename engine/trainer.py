@@ -107,15 +107,15 @@ class Trainer:
         UsageError, UnreachableError.
         """
         given = dict(tensors)
-        held: Mapping[str, Any] = self._answer("POST", "/weights_digest", {"names": list(given)})["weights"]
-        differences = {name: "the server does not have it" for name in given if name not in held}
-        differences |= {name: "only the server has it" for name in held if name not in given}
+        server_weights: Mapping[str, Any] = self._answer("POST", "/weights_digest", {"names": list(given)})["weights"]
+        differences = {name: "the server does not have it" for name in given if name not in server_weights}
+        differences |= {name: "only the server has it" for name in server_weights if name not in given}
         for name, tensor in given.items():
-            if (theirs := held.get(name)) is None:
+            if (remote := server_weights.get(name)) is None:
                 continue
-            if list(tensor.shape) != theirs["shape"]:
-                differences[name] = f"shape {list(tensor.shape)}, and {theirs['shape']} in the server"
-            elif tensor_digest(tensor.detach().to(getattr(torch, theirs["dtype"]))) != theirs["digest"]:
+            if list(tensor.shape) != remote["shape"]:
+                differences[name] = f"shape {list(tensor.shape)}, and {remote['shape']} in the server"
+            elif tensor_digest(tensor.detach().to(getattr(torch, remote["dtype"]))) != remote["digest"]:
                 differences[name] = "other values"
         return differences
 

@@ -30,7 +30,7 @@ class ChatBody(SamplingFields, kw_only=True, frozen=True):
     tools: list[dict[str, Any]] | None = None
     """Functions that the model may call, in OpenAI's format."""
     tool_choice: ToolChoice | None = None
-    """``none``, ``auto``, ``required`` or one function. None: ``auto`` with tools, else ``none``."""
+    """``none``, ``auto``, ``required`` or one function. None: ``auto`` with tools, otherwise ``none``."""
     parallel_tool_calls: bool = True
     """Allow several calls in one answer."""
     reasoning_effort: str | None = None

@@ -57,10 +57,10 @@ class ReasoningTokens:
             self._enter("ended")
 
     def _look_for_end(self, start: int) -> None:
-        places = [self._bytes.find(tag, max(0, start - len(tag))) for tag in self._closes]
-        found = [place for place in places if place >= 0]
-        if found:
-            self._counted += sum(each < min(found) for each in self._starts) if self._state == "inside" else 0
+        positions = [self._bytes.find(tag, max(0, start - len(tag))) for tag in self._closes]
+        matches = [position for position in positions if position >= 0]
+        if matches:
+            self._counted += sum(each < min(matches) for each in self._starts) if self._state == "inside" else 0
             self._enter("before" if self._is_harmony else "ended")
 
     def _enter(self, state: str) -> None:

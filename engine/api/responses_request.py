@@ -132,7 +132,7 @@ class ResponsesBody(RequestModel, kw_only=True, frozen=True):
         ]
         | None
     ) = None
-    """``none``, ``auto``, ``required`` or one function. None: ``auto`` with tools, else ``none``."""
+    """``none``, ``auto``, ``required`` or one function. None: ``auto`` with tools, otherwise ``none``."""
     parallel_tool_calls: bool = True
     """Allow several calls in one answer."""
     text: TextOptions | None = None

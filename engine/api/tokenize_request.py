@@ -12,7 +12,7 @@ from tapscope.engine.api.prompting import encode_conversation
 from tapscope.engine.api.request_model import RequestModel
 from tapscope.engine.api.served_model import ServedModel
 
-_OF_CHATS = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools")
+_CHAT_FIELDS = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools")
 
 
 class TokenizeBody(RequestModel, kw_only=True, frozen=True):
@@ -57,10 +57,10 @@ def tokenize(body: Any, model: ServedModel) -> dict[str, Any]:
     model.check_name(fields.model)
     tokenizer = model.require_tokenizer()
     if fields.prompt is None:
-        chat = {name: body[name] for name in ("messages", "add_special_tokens", *_OF_CHATS) if name in body}
+        chat = {name: body[name] for name in ("messages", "add_special_tokens", *_CHAT_FIELDS) if name in body}
         ids = list(encode_conversation(model, ChatRequest.parse(chat, model).conversation)[1])
     else:
-        unused = next((name for name in _OF_CHATS if body.get(name) is not None), None)
+        unused = next((name for name in _CHAT_FIELDS if body.get(name) is not None), None)
         if unused is not None:
             raise RequestError(f"{unused} applies to messages, not to a prompt; leave it out", param=unused)
         model.check_text(fields.prompt, "prompt")

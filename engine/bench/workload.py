@@ -159,8 +159,8 @@ def sharegpt_items(
 def _first_turns(path: Path) -> list[tuple[str, str]]:
     try:
         stored: Any = json.loads(path.read_text(encoding="utf-8"))
-        talks = [entry.get("conversations") or entry.get("conversation") or [] for entry in stored]
-        return [(str(talk[0]["value"]), str(talk[1]["value"])) for talk in talks if len(talk) >= 2]
+        conversations = [entry.get("conversations") or entry.get("conversation") or [] for entry in stored]
+        return [(str(turns[0]["value"]), str(turns[1]["value"])) for turns in conversations if len(turns) >= 2]
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:

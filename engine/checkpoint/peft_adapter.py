@@ -162,5 +162,5 @@ def _parameters(path: Path, values: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _match(patterns: Mapping[str, float], module: str, default: float) -> float:
-    """Return the value of the first pattern that matches the end of ``module``, as PEFT does; else ``default``."""
+    """Return the value of the first pattern that matches the end of ``module``, as PEFT does, or ``default``."""
     return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)

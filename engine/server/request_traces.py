@@ -153,7 +153,7 @@ class TraceMiddleware:
             },
         )
 
-        async def noted(message: Message) -> None:
+        async def send_with_status(message: Message) -> None:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 span.set_attribute("http.response.status_code", status)
@@ -164,7 +164,7 @@ class TraceMiddleware:
 
         token = _traced.set(_Traced(operation, set_span_in_context(span)))
         try:
-            await self._app(scope, receive, noted)
+            await self._app(scope, receive, send_with_status)
         finally:
             _traced.reset(token)
             span.end()

@@ -198,9 +198,9 @@ class ServerProcess:
             self._channel.sendall(json.dumps(line).encode() + b"\n")
 
     def _start_http_process(self) -> None:
-        self._channel, theirs = socket.socketpair()
-        with theirs:
-            descriptors = (theirs.fileno(), self._listener.fileno())
+        self._channel, child_channel = socket.socketpair()
+        with child_channel:
+            descriptors = (child_channel.fileno(), self._listener.fileno())
             self._http_process = subprocess.Popen(
                 [sys.executable, "-m", self._module, *map(str, descriptors)],
                 pass_fds=descriptors,

@@ -104,7 +104,7 @@ class Grammars:
         self._threads = ThreadPoolExecutor(_THREADS, "grammar")
         self._trials: list[GrammarCompilerProcess] = []
         self._compiling: set[Future[llguidance.LLMatcher]] = set()
-        self._of_thread = threading.local()
+        self._thread_local = threading.local()
         self._future = functools.lru_cache(_CACHED)(self._begin)
 
     @property
@@ -147,10 +147,10 @@ class Grammars:
     @property
     def _tokenizer(self) -> "llguidance.LLTokenizer":
         with self._tokenizer_lock:
-            return self._made_tokenizer
+            return self._created_tokenizer
 
     @functools.cached_property
-    def _made_tokenizer(self) -> "llguidance.LLTokenizer":
+    def _created_tokenizer(self) -> "llguidance.LLTokenizer":
         """The tokenizer, created on first use, as a large vocabulary takes a second."""
         if not self._path.exists():
             raise UsageError(f"{self._path.parent} has no tokenizer.json; a constrained output needs one")
@@ -160,14 +160,14 @@ class Grammars:
         known = [token["id"] + 1 for token in added] + [self._vocab_size]
         try:
             size = max(library.LLTokenizer(text, eos_token=self._eos or None).vocab_size, *known)
-            made: llguidance.LLTokenizer = library.LLTokenizer(text, n_vocab=size, eos_token=self._eos or None)
+            tokenizer: llguidance.LLTokenizer = library.LLTokenizer(text, n_vocab=size, eos_token=self._eos or None)
         except ValueError as error:
             raise UsageError(f"{self._path}: llguidance cannot use this tokenizer: {error}") from None
         for token in added:  # llguidance treats any token that looks like a tag as special
-            if made.is_special_token(token["id"]):
+            if tokenizer.is_special_token(token["id"]):
                 kind = self._special if token.get("special") else self._marks
                 kind[token["content"]] = token["id"]
-        return made
+        return tokenizer
 
     def _compile(self, kind: str, text: str) -> "llguidance.LLMatcher":
         try:
@@ -187,10 +187,10 @@ class Grammars:
     @property
     def _trial(self) -> GrammarCompilerProcess:
         """The compiler process of the current thread."""
-        if not hasattr(self._of_thread, "trial"):
-            self._of_thread.trial = GrammarCompilerProcess()
-            self._trials.append(self._of_thread.trial)
-        trial: GrammarCompilerProcess = self._of_thread.trial
+        if not hasattr(self._thread_local, "trial"):
+            self._thread_local.trial = GrammarCompilerProcess()
+            self._trials.append(self._thread_local.trial)
+        trial: GrammarCompilerProcess = self._thread_local.trial
         return trial
 
 

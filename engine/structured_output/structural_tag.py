@@ -210,12 +210,12 @@ class _FormatWriter:
 
     def _grammar(self, form: Grammar, ends: Ends, where: str) -> str:
         try:
-            made = translate(form.grammar)
+            translated = translate(form.grammar)
         except ValueError as error:
             raise RequestError(f"{where}.grammar: {error}", param=f"{where}.grammar") from None
-        if made.kind == "regex":
-            return self._rules.expression(made.text, ends or ())
-        return self._rules.closed(self._rules.rule(f"%lark {{\n{made.text}\n}}"), ends or ())
+        if translated.kind == "regex":
+            return self._rules.expression(translated.text, ends or ())
+        return self._rules.closed(self._rules.rule(f"%lark {{\n{translated.text}\n}}"), ends or ())
 
     def _triggered_tags(self, form: TriggeredTags, ends: Ends, where: str) -> str:
         triggers = tuple(form.triggers)
@@ -247,14 +247,14 @@ class _FormatWriter:
         """
         options = []
         for trigger in dict.fromkeys(form.triggers):
-            mine = [tag for tag in form.tags if tag.begin.startswith(trigger)]
-            if not mine:
+            matching = [tag for tag in form.tags if tag.begin.startswith(trigger)]
+            if not matching:
                 raise RequestError(
                     f"structural_tag: no tag begins with the trigger {trigger!r}", param="structural_tag"
                 )
             if any(other in trigger[:-1] for other in form.triggers):
                 continue
-            rests = one_of(self._tag(tag, tag.begin[len(trigger) :], ends, where) for tag in mine)
+            rests = one_of(self._tag(tag, tag.begin[len(trigger) :], ends, where) for tag in matching)
             options.append(f"{self._rules.upto((trigger,), stops)} {rests}")
         return one_of(options)
 

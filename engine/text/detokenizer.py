@@ -12,7 +12,7 @@ from tapscope.engine.text.stop_text import StopText
 from tapscope.engine.text.tokenizer import Tokenizer
 
 _UNKNOWN = "\ufffd"
-_MAX_HALF = 4  # maximum number of tokens per incomplete character, as UTF-8 characters have at most four bytes
+_MAX_INCOMPLETE = 4  # maximum number of tokens per incomplete character, as UTF-8 characters have at most four bytes
 _NUM_PROMPT_TOKENS = 5  # prompt tokens used as decoding context, as in vLLM and SGLang
 
 
@@ -88,9 +88,9 @@ class _Decoder:
         """Tokens of the last emitted text; initially, the end of the prompt."""
         self._open: list[int] = []
         """Tokens after the context whose text is empty or ends in an incomplete character."""
-        self._num_given = 0
+        self._num_emitted = 0
         """Number of emitted characters of the open tokens' text."""
-        self._num_half = 0
+        self._num_incomplete = 0
         """Number of tokens since the text last ended in a complete character."""
 
     def push(self, token: int) -> str:
@@ -98,16 +98,16 @@ class _Decoder:
         self._open.append(token)
         text = self._text()
         if not text.endswith(_UNKNOWN):
-            self._num_half = 0
-            return self._give(text, len(text))
-        self._num_half += 1
-        # Within _MAX_HALF tokens a byte-fallback decoder may still replace every U+FFFD; later only the last one.
-        return self._give(text, len(text) - 1) if self._num_half > _MAX_HALF else ""
+            self._num_incomplete = 0
+            return self._emit(text, len(text))
+        self._num_incomplete += 1
+        # Within _MAX_INCOMPLETE tokens a byte-fallback decoder may still replace every U+FFFD; later only the last one.
+        return self._emit(text, len(text) - 1) if self._num_incomplete > _MAX_INCOMPLETE else ""
 
     def flush(self) -> str:
         """Return the held-back text, with U+FFFD for an incomplete character."""
         text = self._text()
-        return self._give(text, len(text))
+        return self._emit(text, len(text))
 
     def _tail(self, ids: list[int]) -> list[int]:
         """Return the longest suffix of ``ids`` that decodes to complete characters."""
@@ -118,11 +118,11 @@ class _Decoder:
         before = self._decode(self._context)
         return self._decode(self._context + self._open)[len(before) :]
 
-    def _give(self, text: str, end: int) -> str:
-        new = text[self._num_given : end]
-        self._num_given = max(self._num_given, end)
+    def _emit(self, text: str, end: int) -> str:
+        new = text[self._num_emitted : end]
+        self._num_emitted = max(self._num_emitted, end)
         if text and end == len(text):  # tokens without text do not become the context
-            self._context, self._open, self._num_given = self._open, [], 0
+            self._context, self._open, self._num_emitted = self._open, [], 0
         return new
 
     def _decode(self, ids: list[int]) -> str:

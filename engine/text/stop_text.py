@@ -14,7 +14,7 @@ class StopText:
         self._searches = [StopRegex(text) for text in params.stop_regex]
         self._include = params.include_stop_str_in_output
         self._held = ""
-        self._num_given = 0
+        self._num_emitted = 0
         """Number of emitted characters."""
 
     def skip(self, new: str) -> str:
@@ -22,7 +22,7 @@ class StopText:
         for search in self._searches:
             search.skip(new)
         self._held += new
-        return self._give(len(self._held))
+        return self._emit(len(self._held))
 
     def take(self, new: str, *, final: bool = False) -> tuple[str, str | None]:
         """Add ``new``; return the emitted text and the stop string or expression that ended the text, or None.
@@ -32,8 +32,8 @@ class StopText:
         self._held += new
         if ends := list(self._ends(new, final)):
             end, start, matched = min(ends)
-            return self._give(end if self._include else start), matched
-        return self._give(len(self._held) if final else min(self._starts(), default=len(self._held))), None
+            return self._emit(end if self._include else start), matched
+        return self._emit(len(self._held) if final else min(self._starts(), default=len(self._held))), None
 
     def _ends(self, new: str, final: bool) -> Iterator[tuple[int, int, str]]:
         """Yield (end, start, condition) of each condition's first complete match, relative to the held-back text."""
@@ -45,7 +45,7 @@ class StopText:
             if match is None and final:
                 match = search.finish()
             if match is not None:
-                yield match[1] - self._num_given, match[0] - self._num_given, search.text
+                yield match[1] - self._num_emitted, match[0] - self._num_emitted, search.text
 
     def _starts(self) -> Iterator[int]:
         """Yield the starts of possible incomplete matches, relative to the held-back text."""
@@ -54,9 +54,9 @@ class StopText:
             yield from (len(self._held) - size for size in sizes if self._held.endswith(stop[:size]))
         for search in self._searches:
             if search.pending_start is not None:
-                yield search.pending_start - self._num_given
+                yield search.pending_start - self._num_emitted
 
-    def _give(self, end: int) -> str:
+    def _emit(self, end: int) -> str:
         given, self._held = self._held[:end], self._held[end:]
-        self._num_given += end
+        self._num_emitted += end
         return given

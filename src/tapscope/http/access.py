@@ -30,9 +30,9 @@ def check_origin(headers: Mapping[str, str]) -> None:
 
 def check_loopback_host(headers: Mapping[str, str]) -> None:
     """Raise RequestRefused (403) if the Host header names a host other than loopback."""
-    asked = headers.get("host", "").lower()
-    if asked and not is_loopback(_hostname(asked)):
-        raise RequestRefused(403, f"only programs of this host may use this server; ask for 127.0.0.1, not {asked!r}")
+    host = headers.get("host", "").lower()
+    if host and not is_loopback(_hostname(host)):
+        raise RequestRefused(403, f"only programs of this host may use this server; ask for 127.0.0.1, not {host!r}")
 
 
 def check_token(

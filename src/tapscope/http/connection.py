@@ -61,14 +61,14 @@ class BoundedConnection(H11Protocol):
         """Handle the end of a response; the next request may have arrived already."""
         super().on_response_complete()
         if self.transport.get_write_buffer_size():  # the client sends no request before it has read the response
-            self._wait(self.limits.read_s)
+            self._set_deadline(self.limits.read_s)
         else:
-            self._wait(None)
+            self._set_deadline(None)
             self._update_deadline()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Handle a disconnect by either side."""
-        self._wait(None)
+        self._set_deadline(None)
         self.unanswered.pop(self, None)
         if not self._is_refused:
             super().connection_lost(exc)
@@ -95,17 +95,17 @@ class BoundedConnection(H11Protocol):
         if state in (h11.IDLE, h11.SEND_BODY):
             if self not in self.unanswered:
                 self.unanswered[self] = None
-                self._wait(None)
+                self._set_deadline(None)
             has_begun = state is h11.SEND_BODY or bool(self.conn.trailing_data[0])
             if has_begun and self._deadline is None:  # uvicorn itself closes idle keep-alive connections
                 self._wait_for_request()
         elif self in self.unanswered:
             del self.unanswered[self]
-            self._wait(self.limits.answer_s)
+            self._set_deadline(self.limits.answer_s)
 
     def _wait_for_request(self) -> None:
         self._num_bytes = 0
-        self._wait(self.limits.request_s, self._check_progress)
+        self._set_deadline(self.limits.request_s, self._check_progress)
 
     def _check_progress(self) -> None:
         """Extend the expired deadline by the time that the received bytes take at ``min_rate``; below 1 s, give up."""
@@ -113,9 +113,9 @@ class BoundedConnection(H11Protocol):
         if earned < 1:
             self.give_up()
         else:
-            self._wait(earned, self._check_progress)
+            self._set_deadline(earned, self._check_progress)
 
-    def _wait(self, time_s: float | None, then: Callable[[], None] | None = None) -> None:
+    def _set_deadline(self, time_s: float | None, then: Callable[[], None] | None = None) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
         self._deadline = None if time_s is None else self.loop.call_later(time_s, then or self.give_up)

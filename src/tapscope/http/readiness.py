@@ -28,7 +28,7 @@ def wait_for_ready(url: str, process: Any = None, timeout_s: float = 60.0) -> No
     deadline, last = time.monotonic() + timeout_s, "no answer"
     while True:
         if (code := _exit_code(process)) is not None:
-            raise UnreachableError(f"{url}: the server process {_how(code)} before it was ready")
+            raise UnreachableError(f"{url}: the server process {_exit_description(code)} before it was ready")
         left = deadline - time.monotonic()
         if left <= 0:
             raise UnreachableError(f"{url} is not ready after {timeout_s:g} s: {last}")
@@ -51,7 +51,7 @@ def _exit_code(process: Any) -> int | None:
     return code
 
 
-def _how(code: int) -> str:
+def _exit_description(code: int) -> str:
     if code >= 0:
         return f"ended with exit code {code}"
     try:
