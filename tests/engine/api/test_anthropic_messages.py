@@ -1,6 +1,6 @@
-"""Anthropic's API by the `anthropic` package, against a real server whose model says what a script says.
+"""Anthropic's API through the `anthropic` package, against a real server whose model generates scripted output.
 
-The package is imported by the process that runs these tests alone: it takes three seconds.
+Only the process that runs these tests imports the package, as the import takes three seconds.
 """
 
 from __future__ import annotations
@@ -76,14 +76,14 @@ def test_messages_returns_text_and_token_counts(client: anthropic.Anthropic, pat
 
 
 def test_messages_streams_anthropic_events_in_order(client: anthropic.Anthropic, url: str) -> None:
-    HOLDS[url].after(2)  # a slow reader would find all outputs together, as one event
+    HOLDS[url].after(2)  # otherwise a slow reader would receive all outputs merged into one event
     events = []
     for event in client.messages.create(messages=ask("count"), stream=True, **BASE):
         events.append(event)
         if event.type == "content_block_delta":
             HOLDS[url].release()
     kinds = [event.type for event in events]
-    assert kinds[:2] == ["message_start", "content_block_start"]  # the package swallows the ping between them
+    assert kinds[:2] == ["message_start", "content_block_start"]  # the package drops the ping event between them
     assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
     deltas = [event.delta.text for event in events if event.type == "content_block_delta"]
     assert "".join(deltas) == "one two three four five"

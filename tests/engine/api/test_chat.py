@@ -1,4 +1,4 @@
-"""Chat templates as transformers renders them; reasoning and tool calls under any cutting of the text."""
+"""Chat templates render as in transformers; reasoning and tool calls are parsed however the text is split."""
 
 import functools
 import json
@@ -71,7 +71,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def _rendered(theirs: Any, conversation: Any, tools: Any, options: dict[str, Any]) -> tuple[str, str]:
-    """(prompt, why there is none), by transformers."""
+    """Render with transformers; return (prompt, error message), one of which is empty."""
     try:
         return theirs.apply_chat_template(conversation, tools=tools, tokenize=False, **options), ""
     except TemplateError as error:
@@ -344,7 +344,7 @@ TEXTS: list[tuple[Callable[[], Parser], str, list[Delta]]] = [
 
 
 def read(parser: Parser, pieces: Sequence[str]) -> list[Delta]:
-    """What a parser makes of a text that comes in ``pieces``, neighbouring fragments joined."""
+    """Feed ``pieces`` to a parser and return its deltas, with adjacent deltas of the same kind joined."""
     joined: list[Delta] = []
     for index, piece in enumerate([*pieces, ""]):
         for delta in parser.feed(piece, is_final=index == len(pieces)):
@@ -363,7 +363,7 @@ def read(parser: Parser, pieces: Sequence[str]) -> list[Delta]:
 
 
 def cut(text: str, places: Sequence[int]) -> list[str]:
-    """``text`` in pieces."""
+    """Split ``text`` at ``places`` (modulo its length)."""
     ends = sorted(place % (len(text) + 1) for place in places)
     return [text[begin:end] for begin, end in zip([0, *ends], [*ends, len(text)], strict=True)]
 

@@ -1,4 +1,4 @@
-"""`tapscope bench`: workloads, a real server under load, the engine alone."""
+"""`tapscope bench`: workloads, load tests of a real server, and offline runs of the engine."""
 
 import gzip
 import io
@@ -31,7 +31,7 @@ from tapscope.engine.text.tokenizer import Tokenizer
 
 @pytest.fixture(autouse=True, scope="module")
 def small_measurements() -> Iterator[None]:
-    """Of the machine: each command makes them, and they take most of the time of a small load."""
+    """Shorten the measurement of machine limits, which every command repeats and which dominates small loads."""
     with patch.dict(machine_limits._READ_BYTES, cpu=16 << 20), patch.dict(machine_limits._SIDE, cpu=256):
         yield
 
@@ -195,7 +195,7 @@ def test_bench_serving_measures_a_server(
 
 
 def _serving(url: str, *words: str) -> dict[str, Any]:
-    """Result of ``bench serving`` with these flags, which must succeed."""
+    """Return the result of ``bench serving`` with these flags, which must succeed."""
     out = io.StringIO()
     with redirect_stdout(out):
         assert main(["bench", "serving", url, "--warmup", "0", "--json", *words]) == 0
@@ -234,7 +234,7 @@ def test_bench_openai_file_with_adapters_and_a_profile(url: str, tmp_path: Path)
     events = json.loads(gzip.decompress(Path(trace).read_bytes()))["traceEvents"]
     names = {event["name"] for event in events}
     assert "aten::scaled_dot_product_attention" in names
-    assert names & {"aten::mm", "tapscope::grouped_linear"}  # the adapters, by torch or by C++
+    assert names & {"aten::mm", "tapscope::grouped_linear"}  # adapters are computed by torch or by the C++ kernel
     assert httpx.post(f"{url}/stop_profile").json()["error"]["message"].startswith("no profile is being recorded")
 
 

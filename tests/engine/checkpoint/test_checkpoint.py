@@ -1,4 +1,4 @@
-"""What is wrong with a checkpoint is one CheckpointError that names the file and the tensor or field."""
+"""Any defect of a checkpoint raises one CheckpointError that names the file and the tensor or key."""
 
 import json
 import re

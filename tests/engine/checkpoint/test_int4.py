@@ -1,4 +1,4 @@
-"""4-bit integer weights: packing, shards, fused layers, and what is refused."""
+"""4-bit integer weights: packing, shards, fused layers, and rejected formats."""
 
 import math
 import shutil
@@ -71,7 +71,7 @@ def test_int4_packing_is_that_of_compressed_tensors(symmetric: bool) -> None:
 
 @pytest.mark.parametrize("kind", INT4)
 def test_int4_shards_begin_within_groups(tmp_path: Path, kind: str) -> None:
-    """96 features are three groups of 32, of which each rank holds one and a half."""
+    """With 96 features in three groups of 32, each of two ranks holds one and a half groups."""
     quantized, meant = make(tmp_path, kind)
     torch.testing.assert_close(logits_of(quantized, tp=2), reference_logits(meant, PROMPT), rtol=1e-4, atol=1e-4)
 

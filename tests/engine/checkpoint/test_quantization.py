@@ -1,4 +1,4 @@
-"""Quantized checkpoints against transformers on the weights written out, and rounding while loading."""
+"""Quantized checkpoints match transformers on the dequantized weights; weights are quantized while loading."""
 
 import json
 import logging
@@ -102,7 +102,7 @@ def test_dequantize_errors_name_the_tensor(tmp_path: Path, kind: str, change: An
 
 
 def _packed(inputs: Any = None, **weights: Any) -> dict[str, Any]:
-    """quantization_config of 4-bit weights of compressed-tensors."""
+    """Return a compressed-tensors quantization_config for 4-bit weights."""
     weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32} | weights
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
     return {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"g": group}}
@@ -183,11 +183,11 @@ def test_online_fp8_weights_are_updated_in_place(tmp_path: Path) -> None:
         before = layer.weight.float()
         llm.engine.update_weights(part, partial=True)
         changed = (layer.weight.float() != before).any(1)
-        assert not changed[: len(changed) // 2].any()  # gate_proj, then up_proj
+        assert not changed[: len(changed) // 2].any()  # gate_proj comes first, then up_proj
         assert changed[len(changed) // 2 :].all()
         with pytest.raises(CheckpointError, match=r"is already quantized \(fp8\)"):
             llm.engine.update_weights(quantized, partial=True)
-        assert llm.engine.runner.heartbeat.read().activity is Activity.WORKING  # else a hang is found ten times as late
+        assert llm.engine.runner.heartbeat.read().activity is Activity.WORKING  # LOADING tolerates longer hangs
         llm.engine.update_weights(new)
         found = list(llm.model.parameters())
         assert all(torch.equal(one.float(), other.float()) for one, other in zip(found, expected, strict=True))
@@ -246,7 +246,7 @@ def test_startup_timer_times_and_logs_stages(tmp_path: Path, caplog: pytest.LogC
 
 
 def _with_inputs(path: Path, kind: str) -> Path:
-    """``path`` with a config.json that asks for quantized inputs."""
+    """Change config.json in ``path`` to request quantized inputs; return ``path``."""
     values = json.loads((path / "config.json").read_text())
     inputs = {"num_bits": 8, "type": "int", "dynamic": True, "strategy": "token"}
     more: dict[str, Any] = {
@@ -270,7 +270,7 @@ def test_weight_only_layers_are_bit_equal_to_dequantized_ones_in_half_the_memory
         stored, in_bf16 = quantized_bytes(llm.model)
     plain = load_file(tmp_path / "meant" / "model.safetensors")
     assert in_bf16 == sum(2 * weight.numel() for name, weight in plain.items() if "_proj" in name)
-    limit = {"int8": 0.54} | dict.fromkeys(INT4, 0.32)  # a scale of int8 takes 4 bytes, a row here has 64 features
+    limit = {"int8": 0.54} | dict.fromkeys(INT4, 0.32)  # an int8 scale takes 4 bytes per row of 64 features
     assert stored <= limit.get(kind, 0.52) * in_bf16
 
 
@@ -282,7 +282,7 @@ def test_inputs_are_quantized_as_the_config_asks(tmp_path: Path, kind: str) -> N
     error = float((found - exact).norm() / exact.norm())
     assert 1e-3 < error < 0.1
     torch.testing.assert_close(logits_of(quantized, quantized_layers="weight_only"), exact, rtol=1e-4, atol=1e-4)
-    two = logits_of(quantized, tp=2)  # the scale of a token is that of its rank's features
+    two = logits_of(quantized, tp=2)  # each rank scales a token by its own features
     assert float((two - exact).norm() / exact.norm()) < 0.1
 
 
@@ -347,7 +347,7 @@ def test_update_of_weights_replaces_static_input_scales(tmp_path: Path, caplog: 
     quantized, _ = make(tmp_path, "modelopt")
 
     def write(name: str, scale: float | None) -> Path:
-        """A copy in which up_proj has ``scale`` and the other layers 0.5; None: no layer has one."""
+        """Write a copy in which up_proj has ``scale`` and the other layers 0.5; None: no layer has a scale."""
         folder = tmp_path / name
         shutil.copytree(quantized, folder)
         weights = load_file(folder / "model.safetensors")
@@ -370,7 +370,7 @@ def test_update_of_weights_replaces_static_input_scales(tmp_path: Path, caplog: 
                 llm.engine.update_weights(folder)
         assert float(quantizer.input_scale) == 2.0
         llm.engine.update_weights(new)
-        assert float(quantizer.input_scale) == 0.5  # the largest of gate_proj's and up_proj's
+        assert float(quantizer.input_scale) == 0.5  # the larger of the scales of gate_proj and up_proj
         assert llm.generate([PROMPT], max_new_tokens=6)[0].token_ids == expected
 
 

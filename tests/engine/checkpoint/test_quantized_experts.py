@@ -1,4 +1,4 @@
-"""Experts stay quantized in memory, with the bits of the dequantized ones."""
+"""Experts stay quantized in memory and produce the same bits as dequantized experts."""
 
 import json
 from collections.abc import Callable
@@ -32,7 +32,7 @@ Make = Callable[..., tuple[Path, Path]]
 
 @pytest.fixture(scope="module", params=["fp8", "int8", "int4", "awq"])
 def experts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Path]:
-    """(format, quantized checkpoint, what it means)."""
+    """Return (format, quantized checkpoint, equivalent dequantized checkpoint)."""
     return request.param, *make(tmp_path_factory.mktemp(request.param), request.param, BUILD)
 
 
@@ -40,7 +40,7 @@ def experts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     "kind", mostly_soak(["int8", "int4", "gptq", "awq", "mxfp4"], default=["int8", "awq", "mxfp4"])
 )
 def test_kernels_multiply_the_rows_of_all_experts(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, in Triton's interpreter: the rows of a step in one launch for each stack of matrices."""
+    """Use the GPU path in Triton's interpreter: one launch per stack of matrices for all rows of a step."""
     if triton.why_not(torch.device("cpu")) is not None:
         pytest.skip("needs Triton's interpreter: TRITON_INTERPRET=1 and a CPU")
     path, _ = make_mxfp4(tmp_path) if kind == "mxfp4" else make(tmp_path, kind, BUILD)
@@ -54,7 +54,7 @@ def test_kernels_multiply_the_rows_of_all_experts(tmp_path: Path, kind: str, mon
 
 
 def counted(function: Callable[..., Any], calls: list[str]) -> Callable[..., Any]:
-    """``function``, which adds the third argument of each call to ``calls``."""
+    """Wrap ``function`` to append the third argument of each call to ``calls``."""
 
     def call(self: Any, codes: Any, scale: Any, name: str, *args: Any) -> Any:
         calls.append(name)
@@ -74,13 +74,13 @@ def test_quantized_experts_have_the_bits_of_dequantized_ones_in_less_memory(expe
         stored, in_bf16 = quantized_bytes(llm.model)
     plain = load_file(meant / "model.safetensors")
     assert in_bf16 == sum(2 * weight.numel() for name, weight in plain.items() if "_proj" in name)
-    limit = {"int8": 0.57} | dict.fromkeys(INT4, 0.32)  # a scale of int8 takes 4 bytes, down_proj has rows of 32
+    limit = {"int8": 0.57} | dict.fromkeys(INT4, 0.32)  # an int8 scale takes 4 bytes per 32 features of down_proj
     assert stored <= limit.get(kind, 0.52) * in_bf16
 
 
 @pytest.mark.parametrize("ep", [1, 2])
 def test_quantized_experts_are_split_over_ranks(experts: tuple[str, Path, Path], ep: int) -> None:
-    """A rank holds whole experts, or 16 features, which begin within a block of 24 or a group of 32."""
+    """A rank holds whole experts, or 16 features that begin inside a block of 24 or a group of 32."""
     _, quantized, meant = experts
     found = logits_of(quantized, tp=2, ep=ep, quantized_layers="weight_only")
     torch.testing.assert_close(found, reference_logits(meant, PROMPT), rtol=1e-4, atol=1e-4)
@@ -99,7 +99,7 @@ def test_online_fp8_keeps_experts_in_fp8(tmp_path: Path) -> None:
 
 
 def test_stacked_fp8_experts_stay_quantized(tmp_path: Path) -> None:
-    """Experts in one tensor per layer, with the scales of blocks of each matrix."""
+    """Experts are stacked in one tensor per layer, with block scales for each matrix."""
     quantized, _ = make(tmp_path, "fp8", BUILD)
     one_by_one = logits_of(quantized)
     tensors, stacks = load_file(quantized / "model.safetensors"), {}
@@ -110,7 +110,7 @@ def test_stacked_fp8_experts_stay_quantized(tmp_path: Path) -> None:
                 [tensors.pop(f"{path}.{e}.{n}_proj.weight{suffix}") for e in range(4)] for n in ("gate", "up", "down")
             ]
             stacks[f"{path}.down_proj{suffix}"] = torch.stack(parts[2])
-            if not suffix:  # 32 rows of gate are no whole blocks of 24, so that the scales cannot be stacked
+            if not suffix:  # 32 rows of gate are not a multiple of 24, so the scales cannot be stacked
                 stacks[f"{path}.gate_up_proj"] = torch.cat([torch.stack(parts[0]), torch.stack(parts[1])], 1)
         codes = stacks[f"{path}.gate_up_proj"]
         stacks[f"{path}.gate_up_proj_scale_inv"] = torch.full((4, -(-codes.shape[1] // 24), -(-64 // 24)), 0.01)

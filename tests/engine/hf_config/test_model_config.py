@@ -1,4 +1,4 @@
-"""ModelConfig: published config.json files are read as transformers reads them, and what cannot be computed is said."""
+"""ModelConfig reads published config.json files as transformers does, and rejects settings that it cannot compute."""
 
 import json
 from pathlib import Path
@@ -329,7 +329,7 @@ PUBLISHED = {
 FAMILY_CONFIGS = {
     family: made
     for family, made in (checkpoints.FAMILIES | moe_checkpoints.FAMILIES).items()
-    if family not in ("mamba2", "jamba", "nemotron_h", "kimi_linear")  # nothing is rotated
+    if family not in ("mamba2", "jamba", "nemotron_h", "kimi_linear")  # families without rotary embedding
 }
 
 
@@ -367,7 +367,7 @@ def test_model_config_reads_published_configs_like_transformers(tmp_path: Path, 
     for kind, rope in ropes.items():
         mine = ours.local_rope if kind == "sliding_attention" else ours.rope
         assert (mine.theta, mine.kind) == (rope["rope_theta"], rope["rope_type"])
-        if mine.kind != "longrope":  # its factor is derived, in transformers too, from the numbers of positions
+        if mine.kind != "longrope":  # longrope derives the factor from the context lengths, also in transformers
             assert mine.factor == rope.get("factor", 1.0)
 
 

@@ -1,4 +1,4 @@
-"""A server whose model says what a script says, and the `openai` package's client of it."""
+"""Fixtures: a server whose model generates scripted output, and a client of the `openai` package."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""One request cannot ask for more than the server's limits, and what is long is worked on in other threads."""
+"""A request cannot exceed the server's limits, and long requests are processed in other threads."""
 
 import asyncio
 import contextlib
@@ -35,11 +35,11 @@ from tapscope.engine.structured_output.grammar_trial import GrammarCompilerProce
 
 COMPILE_S = 1
 COMPILED: list[str] = []
-"""The grammars that the server of `client` has compiled or tried to."""
+"""Grammars that the server of `client` has compiled or tried to compile."""
 
 
 class Compiler(GrammarCompilerProcess):
-    """With a time limit that takes a test less."""
+    """Compiler process with a shorter time limit, which logs the grammars to ``COMPILED``."""
 
     def __init__(self) -> None:
         super().__init__(COMPILE_S)
@@ -104,7 +104,7 @@ def test_limits_allow_exactly_max_generations(client: httpx.Client) -> None:
             {"input_ids": [5] * 60, "return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 20},
         ),
         (
-            "/generate",  # each event repeats what came before it
+            "/generate",  # each event repeats all earlier values
             {
                 "input_ids": [5],
                 "return_logprob": True,
@@ -146,7 +146,7 @@ def test_check_text_refuses_no_text_that_fits(tmp_path: Path) -> None:
     model = ServedModel.read(path, name="tiny", max_positions=16)
     tokenizer = model.require_tokenizer()
     longest = max((tokenizer.decode([token]) for token in tokenizer.plain_ids), key=len)
-    model.check_text(longest * 16, "text")  # sixteen tokens
+    model.check_text(longest * 16, "text")  # exactly sixteen tokens
     assert len(tokenizer.encode(longest * 16, add_special_tokens=False)) <= 16
     with pytest.raises(RequestError, match="shorten the prompt"):
         model.check_text("a" * (16 * tokenizer.longest_token + 1), "text")
@@ -167,7 +167,7 @@ def test_max_model_len_limits_what_the_server_takes(tmp_path: Path) -> None:
 
 
 def test_tokenizer_encode_releases_the_gil(tmp_path: Path) -> None:
-    """Another thread goes on meanwhile; ``Tokenizer.encode`` of the library would hold it for the whole text."""
+    """Another thread makes progress meanwhile; the library's ``Tokenizer.encode`` would hold the GIL throughout."""
     tokenizer = ServedModel.read(make_llama(tmp_path / "model", seed=1), name="t", max_positions=9).require_tokenizer()
     text = "def main(): return 1\n" * 60_000
     with ThreadPoolExecutor(1) as pool:
@@ -227,9 +227,9 @@ OVERLAPPING = {
     "type": "object",
     "patternProperties": {f"^a{i}[a-z]*$": {"type": "string", "pattern": f"x{i}y*"} for i in range(1000)},
 }
-"""60 kB that llguidance has not compiled in ten minutes: each name may match every other property's pattern."""
+"""A 60 kB schema that llguidance does not compile within ten minutes: each name may match all other patterns."""
 SLOW = {"type": "object", "patternProperties": dict(list(OVERLAPPING["patternProperties"].items())[:150])}
-"""Takes part of a second."""
+"""A schema that takes a fraction of a second to compile."""
 
 
 def constrained(schema: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -297,8 +297,10 @@ def test_grammar_process_restarts_after_being_killed() -> None:
 
 @pytest.fixture
 def bounded_server(request: pytest.FixtureRequest) -> Iterator[tuple[str, int]]:
-    """Some app behind the server's listener, for at most 8 clients who have half a second for a request (or as long
-    as the test says)."""
+    """Serve a minimal app with the server's listener, for at most 8 connections.
+
+    A request must arrive within half a second, or the time that the test's parameter sets.
+    """
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan":
@@ -351,7 +353,7 @@ def test_http_listener_deadline_ignores_single_bytes(bounded_server: tuple[str, 
 def test_http_listener_allows_long_bodies_and_answers(bounded_server: tuple[str, int]) -> None:
     with socket.create_connection(bounded_server, timeout=30) as client:
         client.sendall(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 240000\r\n\r\n")
-        for _ in range(8):  # 100 kB/s for longer than the deadline
+        for _ in range(8):  # send 200 kB/s for longer than the deadline
             client.sendall(b"x" * 30_000)
             time.sleep(0.15)
         assert b"240000" in client.recv(1000)
@@ -369,7 +371,7 @@ def test_http_listener_closes_the_oldest_idle_connection_at_the_limit(bounded_se
         asking.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
         assert asking.recv(1000).startswith(b"HTTP/1.1 200 ")
         assert idle[0].recv(100).startswith(b"HTTP/1.1 408 ")
-        assert slow.recv(1000).startswith(b"HTTP/1.1 200 ")  # what is being answered stays
+        assert slow.recv(1000).startswith(b"HTTP/1.1 200 ")  # a connection whose response is pending stays open
 
 
 @pytest.mark.parametrize("bounded_server", [60.0], indirect=True)
@@ -456,7 +458,7 @@ def test_engine_service_splits_large_outputs_and_interleaves_others(
     monkeypatch.setattr(Replica, "_read", reading)
     monkeypatch.setattr(Replica, "_handle", handling)
     monkeypatch.setattr(replica_client, "_TURN_S", 0)
-    prompts = [[5 + i] * 40 for i in range(4)]  # 40 x 400 values each
+    prompts = [[5 + i] * 40 for i in range(4)]  # 40 x 400 hidden state values each
     body = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 400}
     with served(model) as address:
         httpx.post(

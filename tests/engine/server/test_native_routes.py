@@ -1,4 +1,4 @@
-"""The native routes over HTTP: streams, logprobs, aborts, weights, metrics, the request log and the doors."""
+"""The native routes over HTTP: streams, logprobs, aborts, weights, metrics, the request log and access control."""
 
 import json
 import re
@@ -123,7 +123,7 @@ def test_generate_passes_every_sampling_parameter(served: Served, path: Path) ->
     row = reference_logits(path, [5, 6, 7]).log_softmax(-1)[-1]
     assert meta["output_full_logprobs"][0] == pytest.approx(row.tolist(), abs=1e-4)
     assert meta["output_top_logprobs"][0][0][1] == row.argmax()
-    assert meta["input_token_logprobs"][0] == [None, 5, None]  # nothing predicts it
+    assert meta["input_token_logprobs"][0] == [None, 5, None]  # the first token is not predicted
     assert [item[1] for item in meta["input_token_logprobs"]] == [5, 6, 7]
     params = {"max_new_tokens": 60, "temperature": 2.0, "sampling_seed": 1, "regex": "[0-9]{4}-x[a-c]{3}"}
     whole = served.generate(input_ids=[5], sampling_params=params).json()
@@ -148,11 +148,11 @@ def test_abort_request_returns_partial_output(served: Served) -> None:
         ) as response,
     ):
         lines = (line for line in response.iter_lines() if line)
-        next(lines)  # it runs
+        next(lines)  # the request runs
         other = pool.submit(served.generate, input_ids=[6], sampling_params=params, rid="y")
         assert served.client.post("/abort_request", json={"rid": "x"}).json() == {"success": True}
         events = [json.loads(line.removeprefix("data: ")) for line in lines if not line.endswith("[DONE]")]
-        assert other.result().json()["meta_info"]["finish_reason"]["type"] == "length"  # only x was meant
+        assert other.result().json()["meta_info"]["finish_reason"]["type"] == "length"  # only request x is aborted
     last = events[-1]["meta_info"]
     assert last["finish_reason"]["type"] == "abort"
     assert 0 < last["completion_tokens"] < 200
@@ -212,7 +212,7 @@ def test_engine_client_refuses_more_than_max_waiting(served: Served) -> None:
     refused = [answer for answer in answers if answer.status_code != 200]
     assert {answer.status_code for answer in refused} <= {503}
     assert all(answer.headers["retry-after"] == "1" for answer in refused)
-    assert len(answers) - len(refused) >= 8  # eight may wait, and those that run by then beside them
+    assert len(answers) - len(refused) >= 8  # up to eight may wait, in addition to running requests
     together = served.generate(input_ids=[[5]] * 24, sampling_params=params)
     assert together.status_code == 503
     assert "requests are already waiting" in together.json()["error"]["message"]
@@ -258,11 +258,11 @@ def test_metrics_count_requests_and_tokens(served: Served) -> None:
         served.generate(input_ids=ids, sampling_params=GREEDY).raise_for_status()
     after = _metrics(served)
     grown = {name: after[name] - before.get(name, 0) for name in after}
-    assert grown["cached_tokens_total"] > 0  # the second found the first's prefix
+    assert grown["cached_tokens_total"] > 0  # the second request reuses the prefix of the first
     assert grown["prefill_tokens_total"] + grown["cached_tokens_total"] == 2 * 40
     assert grown["requests_totallength"] == 2
     assert grown["time_to_first_token_seconds_count"] == grown["e2e_request_latency_seconds_count"] == 2
-    assert 0 < grown["inter_token_latency_seconds_count"] <= 2 * 7  # a busy front gets first tokens together
+    assert 0 < grown["inter_token_latency_seconds_count"] <= 2 * 7  # several tokens may arrive together
     assert after["num_running"] == after["num_waiting"] == 0
     assert after["kv_pages_total"] > 0
     assert {name for name in after if name.startswith("startup_seconds")} == {
@@ -395,7 +395,7 @@ def test_update_weights_from_disk_and_from_tensor(served: Served, path: Path, tm
 
     tensors = load_file(path / "model.safetensors")
     names = sorted(tensors)
-    for part in (names[::2], names[1::2]):  # q without its k: each half touches every fused parameter
+    for part in (names[::2], names[1::2]):  # q without k: each half updates every fused parameter
         content = save({name: tensors[name] for name in part})
         route = "/update_weights_from_tensor?weight_version=step-1"
         assert served.client.post(route, content=content).json()["weight_version"] == "step-1"

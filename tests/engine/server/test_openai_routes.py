@@ -1,4 +1,4 @@
-"""OpenAI's API by the `openai` package, against a real server whose model says what a script says."""
+"""OpenAI's API through the `openai` package, against a real server whose model generates scripted output."""
 
 import base64
 import json
@@ -70,7 +70,7 @@ def test_chat_returns_text_and_token_counts(client: openai.OpenAI, path: Path) -
 
 def test_chat_stream_accumulates_and_ends_with_usage(client: openai.OpenAI, url: str) -> None:
     options = {"stream": True, "stream_options": {"include_usage": True}}
-    HOLDS[url].after(2)  # a slow reader would find all outputs together, as one chunk
+    HOLDS[url].after(2)  # otherwise a slow reader would receive all outputs merged into one chunk
     chunks = []
     for chunk in client.chat.completions.create(messages=ask("count"), **GREEDY, **options):
         chunks.append(chunk)
@@ -96,7 +96,7 @@ def test_continuous_usage_counts_the_tokens_of_each_choice(client: openai.OpenAI
             ids = [[5, 6, 7], [5]]
             yield from client.completions.create(prompt=ids, extra_body={"ignore_eos": True}, **shared, **GREEDY)
 
-    HOLDS[url].after(2)  # so that the choice of the first chunk has a further one
+    HOLDS[url].after(2)  # ensures that the choice of the first chunk has another chunk
     chunks = []
     for chunk in stream(include_usage=True, continuous_usage_stats=True):
         chunks.append(chunk)
@@ -284,7 +284,7 @@ def test_completions_top_logprobs_have_the_token_itself_too(client: openai.OpenA
 
 
 def test_top_logprobs_of_equal_strings_have_the_most_likely_one() -> None:
-    """Two tokens are parts of characters; the prompt has the less likely one, so it is not greedy."""
+    """Two tokens decode to the same incomplete character; the prompt has the less likely one, so it is not greedy."""
 
     class Bytes:
         def token_bytes(self, token: int) -> bytes:
@@ -416,7 +416,7 @@ def test_chat_response_format_enforces_a_json_schema(client: openai.OpenAI) -> N
 
 
 def test_chat_response_format_enforces_a_structural_tag(client: openai.OpenAI) -> None:
-    """In both spellings; the script's own call has other arguments, and is still read as a call."""
+    """Both formats of structural tags work; the model's scripted call has other arguments, but is still parsed."""
     schema = {"type": "object", "properties": {"city": {"const": "Rome"}}, "required": ["city"]}
     call = {"name": {"const": "get_weather"}, "arguments": schema | {"additionalProperties": False}}
     schema = {"type": "object", "properties": call, "required": [*call], "additionalProperties": False}
@@ -515,7 +515,7 @@ def test_embeddings_are_pooled_normalized_hidden_states(client: openai.OpenAI, p
     model = AutoModelForCausalLM.from_pretrained(path).model
     tokenizer = AutoTokenizer.from_pretrained(path)
     texts = ["one two three ", "import json", "a b c d e f g " * 60]
-    client.completions.create(prompt=texts[2], max_tokens=1, **GREEDY)  # the prefix cache has it from here on
+    client.completions.create(prompt=texts[2], max_tokens=1, **GREEDY)  # from now on the prompt is in the prefix cache
     for pooling in ("last", "mean"):
         made = client.embeddings.create(model="tiny", input=texts, extra_body={"pooling": pooling})
         assert made.pooling == pooling
@@ -760,7 +760,7 @@ def _answer_schema(paths: dict[str, Any], route: str) -> dict[str, Any]:
 
 
 def _names(value: Any) -> set[str]:
-    """Every key in a JSON value."""
+    """Return every key in a JSON value."""
     if isinstance(value, list):
         return set().union(*map(_names, value))
     return set(value).union(*map(_names, value.values())) if isinstance(value, dict) else set()

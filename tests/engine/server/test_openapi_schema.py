@@ -1,4 +1,4 @@
-"""schemathesis reads the server's OpenAPI description and finds no 500, with what it allows and what it does not."""
+"""schemathesis finds no status 500 with requests that the server's OpenAPI description allows or forbids."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -46,7 +46,7 @@ OPERATIONS = {
 
 
 NOT_TRIED = {"POST /init_weights_update_group", "POST /release_memory_occupation", "POST /pause_generation"}
-"""The first waits for a trainer; after the second the engine refuses requests, and after the third they wait."""
+"""Operations that would block: they wait for a trainer, or make later requests fail or wait."""
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def test_openapi_requests_never_return_500(served: Served, mode: GenerationMode,
 
 
 def _ask(operation: schemathesis.schemas.APIOperation, mode: GenerationMode, num_examples: int, url: str) -> set[int]:
-    """The statuses that generated requests were answered with; all are in the description."""
+    """Send generated requests; check that all response statuses are in the description, and return them."""
     found: set[int] = set()
     told = {int(status) for status in operation.definition.raw["responses"]}
 
@@ -90,7 +90,7 @@ def _ask(operation: schemathesis.schemas.APIOperation, mode: GenerationMode, num
         if response.status_code >= 500:
             print(operation.label, case.body, case.query, response.text)
 
-    if operation.label == "POST /generate":  # what is drawn is seldom allowed in all its fields together
+    if operation.label == "POST /generate":  # a generated combination of fields is rarely valid as a whole
         ask = example(case=operation.Case(body=PLAIN, media_type="application/json"))(ask)
     ask()
     assert found <= told, operation.label
@@ -106,7 +106,7 @@ def description() -> dict[str, Any]:
 def test_openapi_describes_every_request_field(description: dict[str, Any]) -> None:
     fields = dict(_request_fields(description))
     assert {path.split(" ")[0] for path in fields} >= {"/generate", "/v1/chat/completions", "/pause_generation"}
-    kinds = {"type", "role"}  # of an object, whose schema describes it
+    kinds = {"type", "role"}  # discriminators of objects, whose schemas have the description
     assert [path for path, text in fields.items() if not text and path.rpartition(".")[2] not in kinds] == []
     assert [text for text in fields.values() if "None" in text or "``" in text] == []
     assert "null: true for a prompt" in fields["/tokenize .add_special_tokens"]

@@ -1,4 +1,4 @@
-"""POST /pause_generation and /continue_generation, alone and together with the other routes for trainers."""
+"""POST /pause_generation and /continue_generation, alone and combined with the other routes for trainers."""
 
 import json
 import time
@@ -34,13 +34,13 @@ def new(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Client:
-    """Of a server whose model can be held at a step."""
+    """Client of a server whose model can be held at a step."""
 
     def __init__(self, url: str, http: httpx.Client, pool: ThreadPoolExecutor) -> None:
         self.hold, self._http, self._pool = HOLDS[url], http, pool
 
     def start(self, prompt: list[int] = PROMPT, **body: Any) -> "Future[httpx.Response]":
-        """A request in a thread."""
+        """Start a generation in a thread."""
         params = {"max_new_tokens": NUM_NEW, "ignore_eos": True} | body.pop("sampling_params", {})
         body |= {"input_ids": prompt, "sampling_params": params}
         return self._pool.submit(self._http.post, "/generate", json=body)
@@ -55,12 +55,12 @@ class Client:
         return self._http.get(route)
 
     def pause_at(self, step: int, **body: Any) -> "tuple[Future[httpx.Response], Any]":
-        """Start a request and pause while its ``step`` is being computed; returns the request, and the answer."""
+        """Start a request and pause while its ``step`` is being computed; return the request and the response."""
         self.hold.after(step)
         request = self.start()
         self.hold.until_it_stands()
         paused = self._pool.submit(self.post, "/pause_generation", **body)
-        time.sleep(0.3)  # until the message has arrived
+        time.sleep(0.3)  # gives the message time to arrive
         self.hold.release()
         return request, paused.result().raise_for_status().json()
 
@@ -113,7 +113,7 @@ def test_a_pause_aborts_by_default(path: Path) -> None:
         assert whole["output_ids"] == reference_tokens(path, PROMPT, len(whole["output_ids"]))
         later = client.start()
         wait_until(lambda: client.info()["num_waiting"] == 1, "the new request waits")
-        assert client.post("/pause_generation", mode="abort").json()["num_live"] == 0  # the one that waits, too
+        assert client.post("/pause_generation", mode="abort").json()["num_live"] == 0  # includes the waiting one
         assert later.result().json()["output_ids"] == []
         last = client.start()
         wait_until(lambda: client.info()["num_waiting"] == 1, "the new request waits")
@@ -122,7 +122,7 @@ def test_a_pause_aborts_by_default(path: Path) -> None:
 
 
 def test_a_pause_aborts_requests_whose_grammars_are_compiled(path: Path) -> None:
-    patterns = {f"^a{i}[a-z]*$": {"type": "string", "pattern": f"x{i}y*"} for i in range(140)}  # part of a second
+    patterns = {f"^a{i}[a-z]*$": {"type": "string", "pattern": f"x{i}y*"} for i in range(140)}  # compiles in < 1 s
     schema = json.dumps({"type": "object", "patternProperties": patterns})
     with client_of(path) as client:
         request = client.start(sampling_params={"json_schema": schema})
@@ -171,7 +171,7 @@ def test_memory_is_released_under_retracted_requests(path: Path) -> None:
         assert "1 requests are live" in refused.json()["error"]["message"]
         client.post("/pause_generation", mode="retract").raise_for_status()
         client.post("/release_memory_occupation").raise_for_status()
-        later = client.start([11, 12])  # during a pause it waits; else it would be refused
+        later = client.start([11, 12])  # waits during the pause; without a pause it would be rejected
         wait_until(lambda: client.info()["num_waiting"] == 2, "the new request waits")
         refused = client.post("/continue_generation")
         assert refused.status_code == 503

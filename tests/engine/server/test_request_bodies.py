@@ -1,4 +1,4 @@
-"""Bodies of every kind: what is no request is refused with a sentence, and nothing else ever goes wrong."""
+"""Arbitrary bodies: an invalid request raises a one-sentence error, and no other exception ever occurs."""
 
 import copy
 from collections.abc import Callable
@@ -150,13 +150,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """The path of every value inside."""
+    """Return the path of every nested value."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return [path] + [place for key, item in items for place in places(item, (*path, key))]
 
 
 def changed(body: Any, path: tuple[Any, ...], value: Any) -> Any:
-    """A copy of ``body`` with another value at ``path``."""
+    """Return a copy of ``body`` with ``value`` at ``path``."""
     if not path:
         return value
     body = copy.deepcopy(body)
@@ -168,7 +168,7 @@ def changed(body: Any, path: tuple[Any, ...], value: Any) -> Any:
 
 
 def refusal(parse: Callable[[Any, ServedModel], Any], body: Any, model: ServedModel) -> str:
-    """Why a body is refused, empty when it is not; every other error goes through."""
+    """Return the error message for ``body``, empty if it is valid; other exceptions propagate."""
     try:
         parse(body, model)
     except UsageError as error:
@@ -177,7 +177,7 @@ def refusal(parse: Callable[[Any, ServedModel], Any], body: Any, model: ServedMo
 
 
 def check_refusal(text: str) -> None:
-    """One sentence, not a page."""
+    """Check that the message is one short sentence."""
     assert "\n" not in text
     assert len(text) < 1500
 

@@ -1,4 +1,4 @@
-"""The ids of HTTP requests: in the headers of every response, in errors and in the request log."""
+"""Ids of HTTP requests are in the headers of every response, in errors and in the request log."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""OpenTelemetry traces: spans as a collector receives them over HTTP."""
+"""OpenTelemetry traces: spans that a collector receives over HTTP."""
 
 import subprocess
 import sys
@@ -23,7 +23,7 @@ GREEDY = {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
 
 
 class Collector:
-    """An OTLP collector of traces over HTTP."""
+    """A collector that receives traces as OTLP over HTTP."""
 
     def __init__(self) -> None:
         self.requests: list[Any] = []
@@ -43,7 +43,7 @@ class Collector:
                 self.end_headers()
 
             def log_message(self, *_: object) -> None:
-                """Print nothing."""
+                """Discard the log line."""
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}/v1/traces"
@@ -148,7 +148,7 @@ def test_streams_refusals_and_lost_clients_have_spans(path: Path, collector: Col
     spans = {_values(s.attributes)["gen_ai.response.id"]: s for s in collector.spans if s.span_id not in outer}
     assert spans.keys() == {"streamed", "refused", "lost"}
     parents = {name: outer[span.parent_span_id] for name, span in spans.items()}
-    assert len({parent.trace_id for parent in parents.values()}) == 3  # no caller's trace: one each
+    assert len({parent.trace_id for parent in parents.values()}) == 3  # each request starts a trace
     whole, streamed = parents["streamed"], spans["streamed"]
     assert whole.end_time_unix_nano >= streamed.end_time_unix_nano
     assert _values(spans["refused"].attributes)["error.type"] == "UsageError"
@@ -164,7 +164,7 @@ def test_a_dead_collector_disturbs_neither_requests_nor_the_end(path: Path) -> N
         body = {"prompt": [5, 6, 7]} | GREEDY
         answer = httpx.post(f"{address}/v1/completions", json=body, timeout=60).raise_for_status().json()
         ended = time.monotonic()
-    assert time.monotonic() - ended < 6  # the exporter would retry for 10 s
+    assert time.monotonic() - ended < 6  # the exporter alone would retry for 10 s
     assert answer["usage"]["completion_tokens"] == 4
 
 

@@ -1,4 +1,4 @@
-"""POST /v1/responses by the `openai` package, against a real server whose model says what a script says."""
+"""POST /v1/responses through the `openai` package, against a real server whose model generates scripted output."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Outputs of a step, streaming, and the native routes that are made of them."""
+"""Step outputs, streaming, and the native routes built on them."""
 
 import asyncio
 import shutil
@@ -88,11 +88,11 @@ def test_llm_async_calls_share_steps_and_match_generate(llm: LLM) -> None:
         calls = [llm.agenerate([prompt], max_new_tokens=24, ignore_eos=True) for prompt in prompts]
         return [generation for [generation] in await asyncio.gather(*calls)]
 
-    for _ in range(2):  # each in an event loop of its own
+    for _ in range(2):  # each run has its own event loop
         found = asyncio.run(run())
         assert [g.token_ids for g in found] == [g.token_ids for g in expected]
         assert [g.text for g in found] == [g.text for g in expected]
-    assert llm.generate([[9]], max_new_tokens=1)[0].token_ids  # the caller's thread has the engine again
+    assert llm.generate([[9]], max_new_tokens=1)[0].token_ids  # the caller's thread can use the engine again
     assert llm.engine.state()["num_steps"] - steps <= 2 * 30 + 1
 
 

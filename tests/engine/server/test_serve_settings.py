@@ -1,4 +1,4 @@
-"""A wrong value of any flag or setting of `tapscope serve` is one line that names it, and exit code 2."""
+"""An invalid flag or setting of `tapscope serve` prints one line that names it, with exit code 2."""
 
 import argparse
 import re
@@ -109,7 +109,7 @@ OF_A_MODEL = [
     ("--set num_state_slots=5", "num_state_slots=5: .* has no recurrent state; leave it out"),
     ("--layers 99", "no site matches 'layers.99'; layers are 0-2"),
 ]
-"""Found once the model is known, in a process of its own."""
+"""Invalid settings that are detected once the model is known; tested in a separate process."""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The HTTP server, through real uvicorn on a loopback port."""
+"""The HTTP server, run with real uvicorn on a loopback port."""
 
 import json
 import os
@@ -48,7 +48,7 @@ def served(path: Path) -> Iterator[Served]:
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The kinds of all messages that the HTTP side has sent to the engine."""
+    """Record the kinds of all messages that the HTTP side sends to the engine."""
     kinds: list[str] = []
     send = Replica.send
 
@@ -269,7 +269,7 @@ def test_http_server_imports_no_torch() -> None:
 
 
 def test_engine_import_loads_neither_torch_nor_fastapi(path: Path) -> None:
-    """An engine without a server needs torch, but not sympy, whose import takes a third of a second."""
+    """An engine without a server imports torch, but not sympy, whose import takes a third of a second."""
     code = "import sys, json, tapscope.engine; print(json.dumps(sorted(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {"torch", "fastapi", "uvicorn", "zmq"} & set(json.loads(done.stdout))

@@ -1,4 +1,4 @@
-"""Routes for trainers: weights from another process, digests, and the memory of weights and cache."""
+"""Routes for trainers: weights from another process, digests, and releasing the memory of weights and KV cache."""
 
 import json
 import os
@@ -30,7 +30,7 @@ WORKER = Path(__file__).parents[2] / "support" / "trainer_process.py"
 
 
 class TrainerProcess:
-    """A process that executes :mod:`trainer_process`."""
+    """A process that runs :mod:`trainer_process`."""
 
     def __init__(self, url: str) -> None:
         self.process = warm.start(WORKER, url, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -186,7 +186,7 @@ def test_released_memory_returns_to_the_system(tmp_path: Path) -> None:
 
 
 def test_memory_that_a_rank_fails_to_release_or_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After an error the parts are as before, and the command can be repeated."""
+    """After an error the memory is in its previous state, and the command can be repeated."""
     with LLM(make_llama(tmp_path / "model", seed=1), num_pages=16) as llm:
         control, params = llm.engine.weights, SamplingParams(max_new_tokens=4)
         before = llm.generate([[3, 5, 7, 9]], params)[0].token_ids

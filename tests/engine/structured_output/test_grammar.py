@@ -1,4 +1,4 @@
-"""Constrained output: whatever a random model would like to say, its text parses and is what the schema allows."""
+"""Constrained output: the text of a random model always parses and matches the schema."""
 
 import functools
 import itertools
@@ -35,7 +35,7 @@ from tapscope.engine.structured_output.ebnf import (
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    # More logits than the tokenizer has tokens, as padded vocabularies of real models.
+    # There are more logits than tokens, like in the padded vocabularies of real models.
     with LLM(make_llama(tmp_path_factory.mktemp("llama") / "model", seed=1, vocab_size=544), page_size=4) as made:
         yield made
 
@@ -77,7 +77,7 @@ def test_regex_constrains_output(llm: LLM, pattern: str, temperature: float) -> 
     (generation,) = llm.generate([[5, 6]], params)
     if generation.finish_reason == "stop":
         assert re.fullmatch(pattern, generation.text)
-    else:  # repetition without a bound may last
+    else:  # unbounded repetition may not end
         assert generation.finish_reason == "length"
         assert "+" in pattern
 
@@ -99,7 +99,7 @@ def test_grammar_constrains_output_in_lark_form(llm: LLM) -> None:
 
 
 def _texts(rules: dict[str, Node], alphabet: str, longest: int) -> frozenset[str]:
-    """Every text of a grammar up to a length, as the least fixed point of its rules."""
+    """Return every string of a grammar up to length ``longest``, as the least fixed point of its rules."""
     known: dict[str, frozenset[str]] = dict.fromkeys(rules, frozenset())
 
     def joined(left: frozenset[str], right: frozenset[str]) -> frozenset[str]:
@@ -145,7 +145,7 @@ def test_ebnf_translate_keeps_exactly_the_grammars_strings(bytewise: Any, root: 
 
 
 def _accepted(bytewise: Any, form: str) -> set[str] | str:
-    """The strings of up to four letters that a compiled grammar accepts, or why it does not compile."""
+    """Return the strings of up to four letters that a compiled grammar accepts, or the compilation error."""
     begun = llguidance.LLMatcher(bytewise, form, log_level=0)
     if begun.is_error():
         return begun.get_error()
@@ -163,20 +163,20 @@ def _accepted(bytewise: Any, form: str) -> set[str] | str:
 @pytest.mark.parametrize(
     ("grammar", "missing"),
     [
-        ('root ::= x "b"\nx ::= [a-b]+', "ab"),  # the lexeme of x takes the b
-        ('root ::= ("ab" | "a") "ba"*', "aba"),  # the longer literal takes the b
+        ('root ::= x "b"\nx ::= [a-b]+', "ab"),  # the lexeme of x consumes the b
+        ('root ::= ("ab" | "a") "ba"*', "aba"),  # the longer literal consumes the b
         ('root ::= "a" x?\nx ::= "b"{0}', "a"),
         ('root ::= "a" root | [a-c]{1,3}', None),
-        ('root ::= "a"\n  | "b"', "b"),  # an alternative on a line of its own
+        ('root ::= "a"\n  | "b"', "b"),  # an alternative on a separate line
         ('root ::= a.b\na.b ::= "a"', "a"),
         ('root ::= "\\u0061"', "a"),
         ('root ::= "a" | "\\u00e9"', "a"),
     ],
 )
 def test_ebnf_translate_differs_from_llguidances_converter(bytewise: Any, grammar: str, missing: str | None) -> None:
-    """Why :mod:`ebnf` exists; where the converter agrees with the grammar, ``missing`` is None.
+    """Show why :mod:`ebnf` exists; ``missing`` is None if llguidance's converter preserves the grammar.
 
-    Of 300 grammars drawn as above the converter changed the strings of 40 and failed for 71 (llguidance 1.9.1).
+    Of 300 random grammars, the converter changed the strings of 40 and failed for 71 (llguidance 1.9.1).
     """
     wanted = _texts(read(grammar), "abc", 4)
     try:
@@ -192,7 +192,7 @@ def test_ebnf_translate_differs_from_llguidances_converter(bytewise: Any, gramma
 
 @pytest.fixture(scope="module")
 def bytewise() -> Any:
-    """A tokenizer whose tokens are bytes."""
+    """Return a tokenizer whose tokens are bytes."""
 
     class Bytes:
         eos_token_id, bos_token_id, special_token_ids = 256, None, (256,)
@@ -209,7 +209,7 @@ def test_ebnf_constrains_output(llm: LLM) -> None:
     for text in (g.text for g in llm.generate([[5]] * 3, [_params(seed, ebnf=nested) for seed in range(3)])):
         depth = text.count("(")
         assert re.fullmatch(r"\(" * depth + r"\d{1,3}" + r"\)" * depth, text)
-    (flat,) = llm.generate([[5]], _params(1, ebnf='root ::= [a-z]{2,4} "z\\u00e9"'))  # no lexeme takes the z away
+    (flat,) = llm.generate([[5]], _params(1, ebnf='root ::= [a-z]{2,4} "z\\u00e9"'))  # no lexeme consumes the z
     assert re.fullmatch("[a-z]{2,4}zé", flat.text)
 
 
@@ -272,7 +272,7 @@ def test_constraint_excludes_forced_tokens(llm: LLM) -> None:
 
 
 def _without_z(folder: Path) -> Path:
-    """A checkpoint without a token for the letter z."""
+    """Create a checkpoint without a token for the letter z."""
     path = make_llama(folder / "model", seed=1)
     tokenizer: dict[str, Any] = json.loads((path / "tokenizer.json").read_text(encoding="utf-8"))
     lost = tokenizer["model"]["vocab"]
@@ -303,7 +303,7 @@ def test_constraint_is_refused_without_a_tokenizer(tmp_path: Path) -> None:
 
 
 def test_constraint_is_refused_without_llguidance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "llguidance", None)  # as import sees a package that is not installed
+    monkeypatch.setitem(sys.modules, "llguidance", None)  # makes the import fail as if the package were missing
     with LLM(make_llama(tmp_path / "model")) as llm:
         assert llm.generate([[5]])
         with pytest.raises(UsageError, match="needs llguidance; pip install llguidance"):

@@ -1,4 +1,4 @@
-"""Structural tags: text is free until a trigger, and what follows is what the tag says."""
+"""Structural tags: text is free up to a trigger, after which it must match the tag."""
 
 import json
 import re
@@ -134,7 +134,7 @@ def test_structural_tag_forbids_other_strings(
 
 
 def _end(grammars: Grammars, tokenizer: Tokenizer, tag: dict[str, Any], text: str) -> str | None:
-    """The longest part of ``text`` that may be written; None when all of it may, and the text may end there."""
+    """Return the longest allowed prefix of ``text``; None if all of ``text`` is allowed as a complete output."""
     constraint = grammars.start(SamplingParams(structural_tag=tag))
     assert constraint is not None
     return _written(constraint, tokenizer, text)
@@ -161,10 +161,10 @@ def _allows(mask: Any, token: int) -> bool:
 def test_structural_tag_differs_from_llguidances_converter(
     grammars: Grammars, tokenizer: Tokenizer, tag: dict[str, Any], text: str, good: str | None
 ) -> None:
-    """Why :mod:`structural_tag` exists: ``StructTag`` has the older spelling alone, and free text without marks.
+    """Show why :mod:`structural_tag` exists: ``StructTag`` supports only the older format, and no marks in free text.
 
-    Of the 49 cases above it cannot express 32, and differs in 4 of the other 17 (llguidance 1.9.1). ``good`` is what it
-    allows of a text that the tag allows as a whole.
+    Of the 49 cases above, ``StructTag`` cannot express 32 and differs in 4 of the other 17 (llguidance 1.9.1). ``good``
+    is the prefix that it allows of a ``text`` that the tag allows completely.
     """
     (item,), (trigger,) = tag["structures"][:1], tag["triggers"]
     theirs = StructTag.to_grammar(

@@ -1,4 +1,4 @@
-"""Text as tokens come: half characters and beginnings of stop strings wait, all else is given out at once."""
+"""Incremental detokenization holds back incomplete characters and possible stop strings, and emits all other text."""
 
 import re
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def byte_fallback(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """As Llama 2's: words with ``▁``, bytes as ``<0xE2>``, a leading space that is stripped."""
+    """Create a tokenizer like Llama 2's: words with ``▁``, bytes as ``<0xE2>``, a leading space that is stripped."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁the", "a", "b", "▁b", "é"]
     inner = HfTokenizer(
         models.BPE(
@@ -47,7 +47,7 @@ def byte_fallback(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def _stream(tokenizer: Tokenizer, ids: Sequence[int], **params: object) -> tuple[list[str], str | None]:
-    """Deltas token by token, and the stop string."""
+    """Push ``ids`` one by one; return the deltas and the stop string."""
     detokenizer = Detokenizer(tokenizer, SamplingParams(max_new_tokens=1000, **params))
     deltas = []
     for i, token in enumerate(ids):
@@ -111,7 +111,7 @@ STOPS = st.lists(st.text("ab é😀", min_size=1, max_size=4), min_size=1, max_s
 
 
 def _expected(text: str, stops: list[str], keep: bool) -> tuple[str, str | None]:
-    """By the definition: the first stop string to be complete as characters come, the longest of these."""
+    """Apply the definition: the first stop string that is complete as characters arrive, the longest of several."""
     for end in range(len(text) + 1):
         done = [stop for stop in stops if text[:end].endswith(stop)]
         if done:
@@ -137,7 +137,7 @@ def test_stop_text_cuts_at_stop_strings_across_tokens(
             matched = delta.matched
             break
     assert (got, matched) == _expected(text, stops, keep)
-    if matched is not None:  # one token less does not hold the stop string
+    if matched is not None:  # without the last token the text lacks the stop string
         assert matched in byte_level.decode(ids[:num_tokens])
         assert _expected(byte_level.decode(ids[: num_tokens - 1]).rstrip("\ufffd"), stops, keep)[1] is None
 
@@ -167,7 +167,7 @@ EXPRESSIONS = st.recursive(
 
 
 def _first_match(text: str, expression: str) -> tuple[int, int] | None:
-    """By the definition: what is complete first as characters come, the longest of these, by Python's own judgement."""
+    """Apply the definition with Python's `re`: the first complete match as characters arrive, the longest if tied."""
     for end in range(1, len(text) + 1):
         for start in range(end):
             if re.match(rf"(?:{expression})\Z", text[start:end]):
@@ -195,7 +195,7 @@ def test_stop_text_holds_back_possible_regex_matches(byte_level: Tokenizer) -> N
 
     assert stream("xaab", stop_regex="a{2}c") == (["x", "", "", "aab"], None)
     assert stream("x12.", stop_regex=r"\d+\.") == (["x", "", "", ""], r"\d+\.")
-    assert stream("xab cab", stop_regex=r"\bcab\b") == (["x", "a", "b", " ", "", "", ""], r"\bcab\b")  # the end is one
+    assert stream("xab cab", stop_regex=r"\bcab\b") == (["x", "a", "b", " ", "", "", ""], r"\bcab\b")  # \b at the end
     assert stream("cabs", stop_regex=r"cab\b") == (["", "", "", "cabs"], None)
     assert stream("x\nab", stop_regex=r"(?m)^ab") == (["x", "\n", "", ""], "(?m)^ab")
     assert stream("xEnd", stop_regex=["(?i)end", "q"], stop=["zz"]) == (["x", "", "", ""], "(?i)end")

@@ -1,4 +1,4 @@
-"""StopRegex: the match that is complete first, however the text is cut, at a bounded cost."""
+"""StopRegex finds the match that is complete first, however the text is split, at bounded cost."""
 
 import re
 import time
@@ -28,7 +28,7 @@ _EXPRESSIONS = st.recursive(
 
 
 def _first_match(expression: str, text: str) -> tuple[int, int] | None:
-    """By definition, with Python's `re`: the first end of a match in its context, and the earliest start for it."""
+    """Apply the definition with Python's `re`: the first end of a match in context, and the earliest start for it."""
     python = expression.replace(r"\Qa.\E", r"a\.")
     for end in range(1, len(text) + 1):
         ending = re.compile(rf"(?a)(?:{python})(?=[\s\S]{{{len(text) - end}}}\Z)")
