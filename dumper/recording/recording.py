@@ -48,8 +48,8 @@ def report_close(
     """Log the data missing from a run: taps that never fired, and values that were lost or could not be captured.
 
     ``lost`` is the reason why the recorder did not acknowledge all values, ``empty`` the reason why there are no
-    records. ``silent`` are sites that never fired, ``compiled`` are compiled modules whose taps did not fire,
-    ``unused`` are rules without a match, and ``never_held`` are expressions that were evaluated but never true.
+    records. ``silent`` are sites that never fired; ``compiled`` are compiled modules whose taps did not fire;
+    ``unused`` are rules without a match; ``never_held`` are expressions that were evaluated but never true.
     """
     counters = collector.counters
     facts = [

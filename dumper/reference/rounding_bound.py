@@ -1,7 +1,7 @@
 """RoundingBound: bound the error that rounding alone can cause at a site of a live model.
 
 The error of a module's output is the error inherited from its inputs plus the error that the module adds. The bound
-assumes that the inputs have the largest error of any earlier site of the step, and that the module adds
+assumes that the inputs have the largest error of any earlier site of the step. It further assumes that the module adds
 ``LOCAL_ROUNDOFFS`` unit roundoffs of the coarsest dtype of both runs. Rounding errors have no common direction, so a
 common scale factor is bounded more tightly than the error of a row. `tapscope diff` uses depth, operations and the
 graph, and judges more precisely.

@@ -1,8 +1,9 @@
 """ShmRing: a shared-memory ring buffer that passes payloads to a recorder on the same host without another copy.
 
-The producer creates a file of mode 0600 in /dev/shm, preallocates all pages (so that a full file system is an error now
-rather than a SIGBUS later), and maps it. The recorder maps the file too and unlinks it immediately, so that no file
-remains if either process is killed. This module does not import torch, because the recorder uses :class:`ShmRingView`.
+The producer creates and maps a file of mode 0600 in /dev/shm. All pages are preallocated, so that a full file system is
+an error immediately rather than a SIGBUS later. The recorder maps the file too and unlinks it immediately, so that no
+file remains if either process is killed. This module does not import torch, because the recorder uses
+:class:`ShmRingView`.
 """
 
 import contextlib

@@ -55,7 +55,8 @@ def remove_empty_run(path: Path) -> None:
 def clear_run(path: Path, *, force: bool) -> None:
     """Make ``path`` available for a new run.
 
-    With ``force`` an existing run is removed, like :func:`remove_run` does; otherwise it raises RunExistsError.
+    With ``force``, the files of an existing run are removed, but no foreign files, see :func:`remove_run`. Otherwise
+    raises RunExistsError if there is a run.
     """
     if check_free(path, force=force):
         _remove_parts(path)

@@ -106,7 +106,8 @@ def is_layer_output(site: str) -> bool:
 def is_golden(path: Path) -> bool:
     """Return whether the file is a golden of any schema.
 
-    Accepts a damaged golden whose first bytes have at most one wrong byte, so that reading reports the damage.
+    Also accepts a golden with one wrong byte at its start, or truncated after its format, so that reading it reports
+    the damage.
     """
     _, text = _header(path)
     num_wrong = sum(a != b for a, b in zip(text, _BEGINNING, strict=False))

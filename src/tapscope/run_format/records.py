@@ -25,7 +25,7 @@ _make = tuple.__new__  # creates a NamedTuple in half the time of its constructo
 class Records(Sequence[Record]):
     """A sequence of records, stored as columns.
 
-    Compares equal to any sequence of equal records. Readers append records; after loading, the sequence is immutable.
+    Compares equal to any sequence of equal records. Readers append records; the sequence is not modified afterwards.
     """
 
     def __init__(self, records: Iterable[Record] = ()) -> None:

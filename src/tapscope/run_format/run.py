@@ -205,7 +205,7 @@ class Run:
         """Return the payload of a record as a read-only, memory-mapped array of the record's shape.
 
         ``rec`` may also be the name of a site with exactly one record. bf16 and fp8 arrays have ml_dtypes dtypes.
-        Raises DataError if the record has no payload (only statistics were kept, or the value is not a tensor),
+        Raises DataError if the record has no payload: only statistics were kept, or the value is not a tensor. Raises
         RunCorruptError if the bytes are missing, and RuleError for a site with no record or with several.
         """
         if isinstance(rec, str):
