@@ -1,9 +1,9 @@
-"""Triton kernels for torch tensors on a CUDA device: one family a file, the plain torch reference before the kernel.
+"""Triton kernels for CUDA tensors: one kernel family per module, each with its plain PyTorch reference implementation.
 
-``paged_decode``, ``norm``, ``rope``, ``activation``: import the module that is needed, since each imports Triton. The
-engine does not call ``hadamard`` and ``page_transfer`` yet.
+Import the module you need (``paged_decode``, ``norm``, ``rope``, ...); every module imports Triton. The engine does not
+call ``hadamard`` and ``page_transfer`` yet.
 
-:func:`why_not` tells, without importing Triton, whether a device is served; callers use torch where it is not.
+:func:`why_not` checks device support without importing Triton; callers fall back to PyTorch on unsupported devices.
 """
 
 import logging
@@ -19,9 +19,9 @@ _log = logging.getLogger(__name__)
 
 
 def why_not(device: torch.device) -> str | None:
-    """Why the kernels do not run on ``device``, as the end of a sentence; None where they do.
+    """Return why the kernels do not run on ``device``, worded as the end of a sentence, or None if the kernels run.
 
-    With TRITON_INTERPRET=1 Triton's interpreter runs them on a CPU, for tests: slowly, and not in bfloat16.
+    With TRITON_INTERPRET=1, Triton's interpreter runs the kernels on the CPU for tests: slowly, and without bfloat16.
     """
     if not _is_installed():
         return "Triton is not installed (pip install triton, in the version that torch asks for)"
@@ -35,10 +35,11 @@ def why_not(device: torch.device) -> str | None:
 
 @contextmanager
 def compiled_ahead(device: torch.device, rank: int = 0, size: int = 1) -> Iterator[Any]:
-    """Compile in parallel what is launched inside, see :func:`.compile_ahead.compiled_ahead`; None where it is launched
-    instead, since ``device`` has no kernels or Triton compiles in no threads. The other ranks launch the same.
+    """Context manager: compile the kernels launched inside in parallel, see :func:`.compile_ahead.compiled_ahead`.
 
-    An exception inside ends it early and is logged; kernels that are not compiled then are so when they are launched.
+    Yields None, and launches run as usual, if ``device`` is unsupported or this Triton cannot compile in threads.
+    All ranks must launch the same kernels. An exception inside the context ends it early and is logged; the remaining
+    kernels are compiled at their first launch.
     """
     if device.type != "cuda" or why_not(device) is not None:
         yield None
@@ -51,12 +52,12 @@ def compiled_ahead(device: torch.device, rank: int = 0, size: int = 1) -> Iterat
     try:
         with compile_ahead.compiled_ahead(rank, size) as compiled:
             yield compiled
-    except Exception as error:  # noqa: BLE001 - nothing depends on it
+    except Exception as error:  # noqa: BLE001 - compiling ahead is only an optimization
         _log.info("some Triton kernels are compiled at their first launch, not ahead in parallel: %r", error)
 
 
 def is_interpreted() -> bool:
-    """Whether Triton's interpreter is asked for; settled when Triton is imported."""
+    """Return whether TRITON_INTERPRET enables Triton's interpreter; Triton reads the variable when it is imported."""
     return os.environ.get("TRITON_INTERPRET", "0") in ("1", "true", "True", "on")
 
 

@@ -1,4 +1,4 @@
-"""Launcher, and what else the wrappers of all kernels share: checks of tensors, and sizes of the device."""
+"""Kernel launcher, tensor checks and device properties that all kernel wrappers share."""
 
 import ctypes
 import functools
@@ -20,28 +20,29 @@ from tapscope.kernels.triton.compile_ahead import compiling_threads
 
 _NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 HAS_PTX = tl.constexpr(not is_interpreted())
-"""Whether a kernel may contain PTX."""
+"""Whether kernels may use inline PTX; False under Triton's interpreter."""
 launch_kernel: Callable[..., int | None] | None = None
-"""Asks the driver for a launch faster than ctypes does, see ``launch_kernel`` in kernels/native/library.py; set by
-those who have that library."""
+"""Launches a kernel through the driver with less overhead than ctypes, or None without the C++ library.
+
+See ``launch_kernel`` in kernels/native/library.py; the code that loads the C++ library sets this variable."""
 _INTERPRETED_SMS = 2
-"""Keeps grids small where each program is Python."""
+"""Number of SMs reported under the interpreter, where each program runs in Python: keeps grids small."""
 
 
 Arguments = tuple[Tensor | float | None, ...]
-"""Launch arguments of a kernel besides its constants."""
+"""Launch arguments of a kernel, without its constexpr arguments."""
 
 
 class Launcher:
-    """Launches one kernel, and remembers what Triton compiled for which arguments.
+    """Low-overhead launcher of one kernel, with a cache of its compiled specializations.
 
-    Triton recomputes that at every launch, which takes longer than many kernels run: it looks at every argument
-    by its name. Here the same facts make one key: constants, types, which pointers and numbers are multiples of 16,
-    and which numbers are 1 or need 64 bits.
+    Triton recomputes the specialization key at every launch, argument by argument and by name, which takes longer than
+    many kernels run. This launcher builds one tuple from the same properties: constants, dtypes, which pointers and
+    integers are multiples of 16, and which integers are 1 or need 64 bits.
 
-    A kernel that ``overlaps`` may start while the previous one of its stream still runs, which hides the time of its
-    launch (programmatic dependent launch, from compute capability 9.0 on). It calls :func:`wait_for_previous` with its
-    last constant, IS_OVERLAPPED, which is set here.
+    With ``overlaps``, the kernel uses programmatic dependent launch (PDL, compute capability 9.0 and later): it may
+    start while the previous kernel of its stream still runs, which hides launch latency. The kernel must call
+    :func:`wait_for_previous` with its last constexpr, IS_OVERLAPPED, which this class sets.
     """
 
     def __init__(self, kernel: Any, *, overlaps: bool = False) -> None:
@@ -57,36 +58,42 @@ class Launcher:
         constants: Mapping[str, Any],
         **options: Any,
     ) -> None:
-        """Launch on the current stream of ``device``, which is the current one; ``constants`` come after ``args``."""
-        given, how = self._complete(device, constants, options)
+        """Launch on the current stream of ``device``, the current device; ``constants`` follow ``args``.
+
+        ``options`` are Triton launch options such as ``num_warps``.
+        """
+        all_constants, all_options = self._complete(device, constants, options)
         if not self._is_compiled:
-            self._kernel[grid](*args, **given, **how)
+            self._kernel[grid](*args, **all_constants, **all_options)
             return
         if compiling_threads and get_ident() in compiling_threads:
-            self._kernel.warmup(*args, grid=grid, **given, **how)
+            self._kernel.warmup(*args, grid=grid, **all_constants, **all_options)
             return
-        key = self._key(device, args, given, how)
-        known = self._known.get(key)
-        if known is not None:
-            if known.direct is None or not known.direct(device, grid, args):
-                known.kernel[grid](*args, *known.constants)
+        key = self._key(device, args, all_constants, all_options)
+        compiled_kernel = self._known.get(key)
+        if compiled_kernel is not None:
+            if compiled_kernel.direct is None or not compiled_kernel.direct(device, grid, args):
+                compiled_kernel.kernel[grid](*args, *compiled_kernel.constants)
             return
-        compiled = self._kernel[grid](*args, **given, **how)
+        compiled = self._kernel[grid](*args, **all_constants, **all_options)
         if compiled is not None:
-            values = tuple(given[name] for name in self._kernel.arg_names[len(args) :])
+            values = tuple(all_constants[name] for name in self._kernel.arg_names[len(args) :])
             self._known[key] = _Compiled(compiled, values, DirectLaunch.of(compiled, self._kernel.arg_names))
 
     def direct(
         self, device: torch.device, args: Arguments, constants: Mapping[str, Any], **options: Any
     ) -> "DirectLaunch | None":
-        """How to launch through the driver what was launched before with arguments like these."""
-        known = self._known.get(self._key(device, args, *self._complete(device, constants, options)))
-        return None if known is None else known.direct
+        """Return the driver-level launch of the specialization that matches these arguments.
+
+        None if that specialization was not launched yet, or if it needs Triton's own launcher.
+        """
+        compiled_kernel = self._known.get(self._key(device, args, *self._complete(device, constants, options)))
+        return None if compiled_kernel is None else compiled_kernel.direct
 
     def _complete(
         self, device: torch.device, constants: Mapping[str, Any], options: Mapping[str, Any]
     ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        """Constants and options with what they are for a kernel that overlaps."""
+        """Return (constants, options), with IS_OVERLAPPED and ``launch_pdl`` added for a kernel that overlaps."""
         if not self._overlaps:
             return constants, options
         is_overlapped = may_overlap(device)
@@ -109,29 +116,31 @@ class Launcher:
 
 
 class DriverLaunch(NamedTuple):
-    """How code without Python launches a compiled kernel for tensors of one type and size."""
+    """Launch parameters of a compiled kernel for tensors of one dtype and size, for native code without Python."""
 
     function: int
-    """A CUfunction."""
+    """CUfunction handle."""
     programs: int
+    """Grid size."""
     threads: int
+    """Threads per program (CTA)."""
     shared: int
-    """Bytes of shared memory."""
+    """Bytes of dynamic shared memory."""
     overlaps: bool
-    """As of :class:`Launcher`."""
+    """Whether the kernel uses programmatic dependent launch, see :class:`Launcher`."""
 
 
 class DirectLaunch:
-    """Launches a compiled kernel through the driver, in a third of the time that Triton's launcher takes.
+    """Launch of a compiled kernel directly through the CUDA driver, in a third of the time of Triton's launcher.
 
-    The parameters of a compiled kernel are its arguments in order, without constants, and the addresses of two scratch
-    areas, which are null here.
+    The parameters of a compiled kernel are its non-constexpr arguments in order, then the addresses of two scratch
+    buffers (global and profiler), which are null here.
     """
 
     def __init__(
         self, function: int, threads: int, shared: int, places: Sequence[int], *, overlaps: bool = False
     ) -> None:
-        """``places`` are the indices of the arguments that are parameters; ``overlaps`` as of :class:`Launcher`."""
+        """``places`` are the indices of the launch arguments that are kernel parameters; ``overlaps`` enables PDL."""
         self.function, self.threads, self.shared, self.places = function, threads, shared, tuple(places)
         self.overlaps = overlaps
         self._num = len(places) + 2
@@ -139,7 +148,10 @@ class DirectLaunch:
 
     @classmethod
     def of(cls, compiled: Any, names: Sequence[str]) -> "DirectLaunch | None":
-        """For a kernel that Triton has launched; None where it needs more than a plain launch."""
+        """Return the direct launch of a kernel that Triton has launched, or None if it needs more than a plain launch.
+
+        Clusters, cooperative grids, scratch buffers and parameters other than pointers and integers need Triton.
+        """
         try:
             metadata, signature = compiled.metadata, compiled.src.signature
             kinds = [signature[name] for name in names]
@@ -151,23 +163,26 @@ class DirectLaunch:
             places = [index for index, kind in enumerate(kinds) if kind != "constexpr"]
             function, threads = int(compiled.function), 32 * metadata.num_warps
             return cls(function, threads, metadata.shared, places, overlaps=bool(metadata.launch_pdl))
-        except (AttributeError, KeyError, TypeError):  # another version of Triton
+        except (AttributeError, KeyError, TypeError):  # other Triton versions
             return None
 
     def __call__(self, device: torch.device, grid: tuple[int, int, int], args: Arguments) -> bool:
-        """Launch on the current stream of ``device``; False where Triton must: a profiler listens to it, or this thread
-        has not used the device yet."""
+        """Launch on the current stream of ``device``; return False if the caller must launch through Triton instead.
+
+        This is the case if a profiler has hooked Triton's launches, or if this thread has no CUDA context yet. Raises
+        RuntimeError if the driver rejects the launch.
+        """
         hook = knobs.runtime.launch_enter_hook
         if getattr(hook, "calls", hook):
             return False
-        given = [args[place] for place in self.places]
-        numbers: list[Any] = [each.data_ptr() if isinstance(each, Tensor) else each for each in given]
+        parameters = [args[place] for place in self.places]
+        arguments: list[Any] = [each.data_ptr() if isinstance(each, Tensor) else each for each in parameters]
         stream = torch._C._cuda_getCurrentRawStream(device.index or 0)
         if launch_kernel is not None:
-            how = self.function, *grid, self.threads, self.shared, self.overlaps, stream
-            code = launch_kernel(*how, *numbers, 0, 0)
+            config = self.function, *grid, self.threads, self.shared, self.overlaps, stream
+            code = launch_kernel(*config, *arguments, 0, 0)
         else:
-            code = self._launch(grid, stream, numbers)
+            code = self._launch(grid, stream, arguments)
         if code is None or code == _NO_CONTEXT:
             return False
         if code:
@@ -177,9 +192,9 @@ class DirectLaunch:
             )
         return True
 
-    def _launch(self, grid: tuple[int, int, int], stream: int, numbers: Sequence[int]) -> int:
-        """Launch without the C++ library; the driver's code."""
-        values = self._values(*numbers, 0, 0)
+    def _launch(self, grid: tuple[int, int, int], stream: int, arguments: Sequence[int]) -> int:
+        """Launch through ctypes, without the C++ library, and return the CUresult."""
+        values = self._values(*arguments, 0, 0)
         first = ctypes.addressof(values)
         pointers = self._pointers(*range(first, first + 8 * self._num, 8))
         sizes = *grid, self.threads, 1, 1, self.shared, stream
@@ -198,13 +213,13 @@ class _Compiled(NamedTuple):
 
 
 class _LaunchAttribute(ctypes.Structure):
-    """CUlaunchAttribute: a union of 64 bytes, of which only a number is used."""
+    """CUlaunchAttribute: id and a 64-byte union, of which only the int member is used."""
 
     _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60))
 
 
 class _LaunchConfig(ctypes.Structure):
-    """CUlaunchConfig: blocks, threads, shared memory, stream and attributes."""
+    """CUlaunchConfig: grid and block dimensions, dynamic shared memory, stream and attributes."""
 
     _fields_ = (
         *((name, ctypes.c_uint) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared")),
@@ -215,12 +230,12 @@ class _LaunchConfig(ctypes.Structure):
 
 
 _OVERLAP = (_LaunchAttribute * 1)(_LaunchAttribute(6, 0, 1))
-"""CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION: the kernel need not wait for the end of the previous one."""
+"""CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION: the kernel may start before the previous kernel ends."""
 
 
 @functools.cache
 def _driver() -> Any:
-    """The CUDA driver's library; None without one."""
+    """Return the CUDA driver library (libcuda.so.1), or None if it is not installed."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
         number, pointer = ctypes.c_uint, ctypes.c_void_p
@@ -232,7 +247,7 @@ def _driver() -> Any:
 
 
 def _error_name(code: int) -> str:
-    """The driver's name of an error, such as CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES."""
+    """Return the driver's name for a CUresult, for example CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES."""
     name, driver = ctypes.c_char_p(), _driver()
     if driver is None or driver.cuGetErrorName(code, ctypes.byref(name)) or not name.value:
         return "an unknown error"
@@ -241,15 +256,15 @@ def _error_name(code: int) -> str:
 
 @functools.lru_cache(maxsize=64)
 def may_overlap(device: torch.device) -> bool:
-    """Whether kernels on ``device`` may start before the previous one has ended."""
+    """Return whether ``device`` supports programmatic dependent launch (compute capability 9.0 and later)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @triton.jit
 def wait_for_previous(IS_OVERLAPPED: tl.constexpr):
-    """Let the next kernel start, and wait until the previous one has ended.
+    """Let the next kernel of the stream start, then wait until the previous kernel has ended (PDL).
 
-    Before it a kernel may read what no kernel that overlaps writes, such as parameters of the model, and nothing else.
+    Before this call, a kernel may only read memory that no overlapping kernel writes, for example model parameters.
     """
     if IS_OVERLAPPED:
         gdc_launch_dependents()
@@ -258,8 +273,10 @@ def wait_for_previous(IS_OVERLAPPED: tl.constexpr):
 
 @triton.jit
 def wait_then_let_next(IS_OVERLAPPED: tl.constexpr):
-    """As :func:`wait_for_previous`, but the next kernel starts after the end of the previous one: it may read what that
-    one has written without waiting itself."""
+    """Wait until the previous kernel has ended, then let the next kernel of the stream start (PDL).
+
+    Unlike after :func:`wait_for_previous`, the next kernel may read the previous kernel's output without waiting.
+    """
     if IS_OVERLAPPED:
         gdc_wait()
         gdc_launch_dependents()
@@ -267,7 +284,7 @@ def wait_then_let_next(IS_OVERLAPPED: tl.constexpr):
 
 @functools.lru_cache(maxsize=64)
 def num_sms(device: torch.device) -> int:
-    """Streaming multiprocessors of ``device``."""
+    """Return the number of streaming multiprocessors (SMs) of ``device``; 2 under the interpreter."""
     if is_interpreted():
         return _INTERPRETED_SMS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
@@ -275,29 +292,29 @@ def num_sms(device: torch.device) -> int:
 
 @functools.lru_cache(maxsize=64)
 def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that one program on ``device`` can take; without a GPU those of compute capability 9.0."""
+    """Return the maximum bytes of shared memory per program (CTA) on ``device``; 227 KiB (as on 9.0) for a CPU."""
     if device.type != "cuda":
         return 227 << 10
-    properties: Any = torch.cuda.get_device_properties(device)  # not all of it has type hints
+    properties: Any = torch.cuda.get_device_properties(device)  # incomplete type hints in torch
     return int(getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block))
 
 
 @functools.lru_cache(maxsize=64)
 def has_small_shared_memory(device: torch.device) -> bool:
-    """Whether a program has 99 KiB of shared memory, as on compute capability 8.6, 8.9 and 12.0; on 8.0 it has 163."""
+    """Return whether shared memory per program is small: 99 KiB on compute capability 8.6, 8.9 and 12.0, 163 on 8.0."""
     return shared_memory(device) < 160 << 10
 
 
 @functools.lru_cache(maxsize=64)
 def check_device(device: torch.device) -> None:
-    """Raise UsageError where the kernels do not run on ``device``."""
+    """Raise UsageError if the kernels do not run on ``device``, with the reason."""
     reason = why_not(device)
     if reason is not None:
         raise UsageError(f"no Triton kernel for tensors on {device}: {reason}")
 
 
 def check_same_device(*tensors: Tensor | None) -> None:
-    """Raise UsageError unless all tensors are on one device that the kernels run on."""
+    """Raise UsageError unless all tensors are on one device that the kernels support; None arguments are skipped."""
     devices = {tensor.device for tensor in tensors if tensor is not None}
     if len(devices) != 1:
         raise UsageError(f"expected all tensors on one device, found {', '.join(sorted(map(str, devices)))}")
@@ -306,7 +323,7 @@ def check_same_device(*tensors: Tensor | None) -> None:
 
 @functools.lru_cache(maxsize=64)
 def check_stored(dtype: torch.dtype, device: torch.device) -> None:
-    """Raise UsageError where kernels cannot convert a stored ``dtype`` on ``device``."""
+    """Raise UsageError if kernels cannot convert the storage dtype ``dtype`` on ``device`` (FP8 e4m3 before 8.9)."""
     if dtype != torch.float8_e4m3fn or is_interpreted():
         return
     capability = torch.cuda.get_device_capability(device)
@@ -315,5 +332,5 @@ def check_stored(dtype: torch.dtype, device: torch.device) -> None:
 
 
 def next_power(count: int) -> int:
-    """The least power of two that is not less than ``count``."""
+    """Return the smallest power of two that is at least ``count``."""
     return 1 << max(0, count - 1).bit_length()

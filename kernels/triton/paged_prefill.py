@@ -31,13 +31,15 @@ from tapscope.kernels.triton.paged_decode import attended, capped, factors, key_
 
 
 class PrefillLaunch(NamedTuple):
-    """How the kernel is compiled for a class of shapes."""
+    """Launch configuration of the kernel for a class of shapes."""
 
     rows: int
-    """Query rows times heads of one program. At most 128 are used for short requests, and for models in which the
-    number of query heads per key/value head is less than 4 or not a power of two."""
+    """Rows of a program's tile (BLOCK_M): query rows times query heads per key/value head.
+
+    At most 128 are used for short requests, and for models whose number of query heads per key/value head is less than
+    4 or not a power of two."""
     block: int
-    """Positions of one iteration."""
+    """Positions per iteration (BLOCK_N)."""
     warps: int
     stages: int
 
@@ -53,14 +55,14 @@ PREFILL_LAUNCHES: dict[tuple[int, int], PrefillLaunch] = {
     (128, 4): PrefillLaunch(64, 32, 4, 2),
     (256, 4): PrefillLaunch(32, 16, 4, 1),
 }
-"""By the key dim's class (up to 64, 128 or 256 features) and the bytes of a stored element."""
+"""Launch by class of key dim (up to 64, 128 or 256) and bytes per stored element."""
 
 SMALL_PREFILL_LAUNCHES = PREFILL_LAUNCHES | {
     (128, 2): PrefillLaunch(256, 64, 8, 2),
     (256, 2): PrefillLaunch(64, 32, 4, 2),
     (256, 1): PrefillLaunch(64, 32, 4, 2),
 }
-"""The same for GPUs with little shared memory."""
+"""As :data:`PREFILL_LAUNCHES`, for GPUs with 99 KiB of shared memory per program."""
 
 
 def paged_prefill_reference(
@@ -77,7 +79,7 @@ def paged_prefill_reference(
     sinks: Tensor | None = None,
     stored_scales: tuple[float, float] = (1.0, 1.0),
 ) -> Tensor:
-    """What :func:`paged_prefill` computes, one request at a time; lengths are read on the host."""
+    """Compute :func:`paged_prefill` in plain PyTorch, one request at a time; copies ``lengths`` to the host."""
     if keys.dtype != query.dtype:
         keys, values = (
             (pool.float() * by).to(query.dtype) for pool, by in zip((keys, values), stored_scales, strict=True)
@@ -92,10 +94,10 @@ def paged_prefill_reference(
         scores = torch.einsum("ihd,thd->hit", query[rows].float(), k).mul(scale)
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
-        place = torch.arange(length, device=query.device)
-        position = place[length - scores.shape[1] :, None]
-        hidden = (place > position) | (place <= position - (window or length))
-        scores = scores.masked_fill(hidden, -torch.inf)
+        key_position = torch.arange(length, device=query.device)
+        position = key_position[length - scores.shape[1] :, None]
+        masked = (key_position > position) | (key_position <= position - (window or length))
+        scores = scores.masked_fill(masked, -torch.inf)
         if sinks is not None:
             scores = torch.cat((scores, sinks.float()[:, None, None].expand(-1, scores.shape[1], 1)), dim=-1)
         weights = scores.softmax(-1)[..., :length]
@@ -120,14 +122,16 @@ def paged_prefill(
     num_prompts: int | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """[tokens, heads, key dim] against pages -> [tokens, heads, value dim], in the query's dtype.
+    """Compute causal attention of ``query`` [tokens, heads, key dim] against paged keys and values.
 
-    Pools, ``page_table`` [requests, most pages] and ``lengths`` [requests] are those of
-    :func:`tapscope.kernels.triton.paged_decode.paged_decode`; lengths count the step's own rows. ``starts`` [requests
-    + 1] int32 is the first row of each request, then the number of rows; other rows are left as they are. A request
-    may have no row. Key dims go up to 256. ``num_prompts``: requests that share most of the rows, all if None; it only
-    matters for speed. With ``is_batch_invariant`` the launch does not depend on the number of rows, so that a row's
-    bits do not depend on the batch either. Raises UsageError for tensors that do not fit together.
+    Returns [tokens, heads, value dim] in the query's dtype, written to ``out`` if given. ``keys``, ``values``,
+    ``page_table`` [requests, max pages] and ``lengths`` [requests] are as in
+    :func:`tapscope.kernels.triton.paged_decode.paged_decode`; lengths include the rows of this step. ``starts``
+    [requests + 1] int32 holds the first row of each request, then the total number of rows; rows from there on are not
+    written. A request may have zero rows. Key and value dims are at most 256. ``num_prompts`` is the number of requests
+    that own most of the rows (all if None); it only affects speed. With ``is_batch_invariant``, the launch does not
+    depend on the number of rows, so a row's bits do not depend on the batch. Raises UsageError for inconsistent
+    tensors.
     """
     _check(query, keys, values, page_table, starts, lengths, sinks)
     (tokens, heads, dim), (_, page_size, kv_heads, width) = query.shape, values.shape
@@ -184,8 +188,8 @@ def _check(
 
 
 @triton.jit
-def _request_of(starts, block, requests, BLOCK_Q: tl.constexpr):
-    """The last request whose first block does not come after ``block``."""
+def _find_request(starts, block, requests, BLOCK_Q: tl.constexpr):
+    """Return the last request whose first block is not after ``block``, by binary search."""
     low, high = 0 * requests, requests - 1
     while low < high:
         middle = (low + high + 1) // 2
@@ -196,64 +200,67 @@ def _request_of(starts, block, requests, BLOCK_Q: tl.constexpr):
 
 
 @triton.jit
-def _tile(at, seen, feature, DIM: tl.constexpr, BLOCK: tl.constexpr, IS_MASKED: tl.constexpr):
-    """[positions, features] at ``at`` [positions, 1]; zeros where there is no position or no feature."""
+def _load_tile(row_ptrs, valid, feature, DIM: tl.constexpr, BLOCK: tl.constexpr, IS_MASKED: tl.constexpr):
+    """Load a tile [positions, features] from ``row_ptrs`` [positions, 1], masked by ``valid`` positions and by DIM."""
     if IS_MASKED:
-        return tl.load(at + feature, mask=seen[:, None] & (feature < DIM), other=0.0)
+        return tl.load(row_ptrs + feature, mask=valid[:, None] & (feature < DIM), other=0.0)
     elif DIM % BLOCK == 0:
-        return tl.load(at + feature)
+        return tl.load(row_ptrs + feature)
     else:
-        return tl.load(at + feature, mask=feature < DIM, other=0.0)
+        return tl.load(row_ptrs + feature, mask=feature < DIM, other=0.0)
 
 
 @triton.jit
-def _go_through(
-    q, q_rest, by, top, total, mixed, keys, values, table, low, high, position, window,
+def _attend_range(
+    q, q_rest, score_scale, row_max, denom, acc, keys, values, table, low, high, position, window,
     key_page, key_place, value_page, value_place, factor, cap, key_scale, value_scale,
     PAGE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr, IS_MASKED: tl.constexpr, IS_WINDOWED: tl.constexpr,
     IS_CAPPED: tl.constexpr, IS_SCALED: tl.constexpr, IS_ALIKE: tl.constexpr,
 ):  # fmt: skip
-    """The running state (top, total, mixed) after the positions [low, high)."""
+    """Return the online-softmax state (row_max, denom, acc) after attending to the positions [low, high)."""
     dtype: tl.constexpr = q.dtype
     d, r, e = tl.arange(0, MAIN), MAIN + tl.arange(0, REST if REST else 16), tl.arange(0, BLOCK_V)
     n = tl.arange(0, BLOCK_N)
     next_page = tl.load(table + (low + n) // PAGE, mask=low + n < high, other=0)
     for start in tl.range(low, high, BLOCK_N):
-        place = start + n
-        near = place < high
-        page, ahead = next_page.to(tl.int64), place + BLOCK_N  # one block ahead, as in _decode_kernel
-        if BLOCK_N % PAGE == 0:  # start is a multiple of BLOCK_N: the places within pages do not change
-            within, page_at = n % PAGE, table + (start + BLOCK_N) // PAGE + n // PAGE
+        key_position = start + n
+        key_mask = key_position < high
+        page, next_position = (
+            next_page.to(tl.int64),
+            key_position + BLOCK_N,
+        )  # prefetched one block ahead, see _decode_kernel
+        if BLOCK_N % PAGE == 0:  # start is a multiple of BLOCK_N: the offsets in pages are loop-invariant
+            page_offset, page_ptrs = n % PAGE, table + (start + BLOCK_N) // PAGE + n // PAGE
         else:
-            within, page_at = place % PAGE, table + ahead // PAGE
-        next_page = tl.load(page_at, mask=ahead < high, other=0)
-        key_at = page * key_page + within * key_place
-        at = (keys + key_at)[:, None]
-        k = widened(_tile(at, near, d, DIM, MAIN, IS_MASKED), key_scale, dtype, IS_SCALED, False)
+            page_offset, page_ptrs = key_position % PAGE, table + next_position // PAGE
+        next_page = tl.load(page_ptrs, mask=next_position < high, other=0)
+        key_offset = page * key_page + page_offset * key_place
+        row_ptrs = (keys + key_offset)[:, None]
+        k = widened(_load_tile(row_ptrs, key_mask, d, DIM, MAIN, IS_MASKED), key_scale, dtype, IS_SCALED, False)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if REST:
-            k_rest = _tile(at, near, r, DIM, MAIN + REST, IS_MASKED)
+            k_rest = _load_tile(row_ptrs, key_mask, r, DIM, MAIN + REST, IS_MASKED)
             k_rest = widened(k_rest, key_scale, dtype, IS_SCALED, False)
             scores = tl.dot(q_rest, tl.trans(k_rest), scores, input_precision="ieee")
         if IS_CAPPED:
             scores = capped(scores * factor, cap)
         if IS_MASKED:
-            seen = near[None, :] & (place[None, :] <= position[:, None])
+            visible = key_mask[None, :] & (key_position[None, :] <= position[:, None])
             if IS_WINDOWED:
-                seen &= place[None, :] > position[:, None] - window
-            scores = tl.where(seen, scores, float("-inf"))
+                visible &= key_position[None, :] > position[:, None] - window
+            scores = tl.where(visible, scores, float("-inf"))
         if IS_ALIKE:
-            at = (values + key_at)[:, None]
+            row_ptrs = (values + key_offset)[:, None]
         else:
-            at = (values + page * value_page + within * value_place)[:, None]
-        v = widened(_tile(at, near, e, WIDTH, BLOCK_V, IS_MASKED), value_scale, dtype, IS_SCALED, False)
-        top, total, mixed = attended(scores, by, v, top, total, mixed)
-    return top, total, mixed
+            row_ptrs = (values + page * value_page + page_offset * value_place)[:, None]
+        v = widened(_load_tile(row_ptrs, key_mask, e, WIDTH, BLOCK_V, IS_MASKED), value_scale, dtype, IS_SCALED, False)
+        row_max, denom, acc = attended(scores, score_scale, v, row_max, denom, acc)
+    return row_max, denom, acc
 
 
 _VIEWS = ["page_table", "starts", "lengths"]
-"""Of longer buffers, at any address, as wide as a step needs: the kernel is compiled once for all."""
+"""Arguments that are views of larger buffers, at any address: not specialized on alignment, to avoid recompilation."""
 
 
 @triton.jit(do_not_specialize=["requests", "table_row"], do_not_specialize_on_alignment=_VIEWS)
@@ -265,10 +272,13 @@ def _prefill_kernel(
     REST: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     IS_WINDOWED: tl.constexpr, IS_CAPPED: tl.constexpr, IS_SCALED: tl.constexpr, IS_ALIKE: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_M // GROUP rows of one request, for all heads of one key/value head."""
+    """Attend for BLOCK_M // GROUP query rows of one request, for all query heads of one key/value head."""
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
-    block, kv_head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)  # the longest begin first
-    request = _request_of(starts, block, requests, BLOCK_Q)
+    block, kv_head = (
+        tl.num_programs(0) - 1 - tl.program_id(0),
+        tl.program_id(1),
+    )  # programs with the longest context start first
+    request = _find_request(starts, block, requests, BLOCK_Q)
     begin = tl.load(starts + request)
     count = tl.load(starts + request + 1) - begin
     first = (block - begin // BLOCK_Q - request) * BLOCK_Q
@@ -277,36 +287,36 @@ def _prefill_kernel(
     length = tl.load(lengths + request)
     m = tl.arange(0, BLOCK_M)
     row, head = first + m // GROUP, kv_head * GROUP + m % GROUP
-    real = (m < BLOCK_Q * GROUP) & (row < count)
+    valid = (m < BLOCK_Q * GROUP) & (row < count)
     position = length - count + row
     d, r, e = tl.arange(0, MAIN), MAIN + tl.arange(0, REST if REST else 16), tl.arange(0, BLOCK_V)
-    at = query + ((begin + row).to(tl.int64) * query_row + head * query_head)[:, None]
-    q = tl.load(at + d * query_dim, mask=real[:, None] & (d < DIM), other=0.0)
-    q_rest = tl.load(at + r * query_dim, mask=real[:, None] & (r < DIM), other=0.0)
-    by = tl.full([BLOCK_M], 1.0, tl.float32) if IS_CAPPED else tl.full([BLOCK_M], factor, tl.float32)
-    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total, mixed = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    ptrs = query + ((begin + row).to(tl.int64) * query_row + head * query_head)[:, None]
+    q = tl.load(ptrs + d * query_dim, mask=valid[:, None] & (d < DIM), other=0.0)
+    q_rest = tl.load(ptrs + r * query_dim, mask=valid[:, None] & (r < DIM), other=0.0)
+    score_scale = tl.full([BLOCK_M], 1.0, tl.float32) if IS_CAPPED else tl.full([BLOCK_M], factor, tl.float32)
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    denom, acc = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     if sinks is not None:
-        top = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32) * 1.4426950408889634 / by
-        total += 1.0
+        row_max = tl.load(sinks + head, mask=valid, other=0.0).to(tl.float32) * 1.4426950408889634 / score_scale
+        denom += 1.0
     high = tl.minimum(length - count + first + BLOCK_Q, length)
     low = tl.maximum(length - count + first - window + 1, 0) // BLOCK_N * BLOCK_N if IS_WINDOWED else 0
-    whole = tl.maximum((length - count + first + 1) // BLOCK_N * BLOCK_N, low)
+    unmasked_end = tl.maximum((length - count + first + 1) // BLOCK_N * BLOCK_N, low)
     keys += kv_head * key_head
     values += kv_head * value_head
     table = page_table + request.to(tl.int64) * table_row
-    top, total, mixed = _go_through(
-        q, q_rest, by, top, total, mixed, keys, values, table, low, whole, position, window,
+    row_max, denom, acc = _attend_range(
+        q, q_rest, score_scale, row_max, denom, acc, keys, values, table, low, unmasked_end, position, window,
         key_page, key_place, value_page, value_place, factor, cap, key_scale, value_scale,
         PAGE, DIM, WIDTH, MAIN, REST, BLOCK_V, BLOCK_N, IS_WINDOWED, IS_WINDOWED, IS_CAPPED, IS_SCALED, IS_ALIKE,
     )  # fmt: skip
-    top, total, mixed = _go_through(
-        q, q_rest, by, top, total, mixed, keys, values, table, whole, high, position, window,
+    row_max, denom, acc = _attend_range(
+        q, q_rest, score_scale, row_max, denom, acc, keys, values, table, unmasked_end, high, position, window,
         key_page, key_place, value_page, value_place, factor, cap, key_scale, value_scale,
         PAGE, DIM, WIDTH, MAIN, REST, BLOCK_V, BLOCK_N, True, IS_WINDOWED, IS_CAPPED, IS_SCALED, IS_ALIKE,
     )  # fmt: skip
-    at = output + ((begin + row).to(tl.int64) * output_row + head * output_head)[:, None] + e
-    tl.store(at, (mixed / total[:, None]).to(output.dtype.element_ty), mask=real[:, None] & (e < WIDTH))
+    ptrs = output + ((begin + row).to(tl.int64) * output_row + head * output_head)[:, None] + e
+    tl.store(ptrs, (acc / denom[:, None]).to(output.dtype.element_ty), mask=valid[:, None] & (e < WIDTH))
 
 
 _launch_prefill = Launcher(_prefill_kernel)

@@ -1,12 +1,12 @@
-"""The counters of sketches on the device; the hash and the plain reference are in kernels/native/sketch.py.
+"""Sketch counters computed on the device; the hash and the reference implementation are in kernels/native/sketch.py.
 
-Counters need no scatter: within a block of 256 columns the place of an element is its column XOR a number that all of
-the block share. So a thread keeps the same 16 or 32 counters: words of 8 bytes that are 32 columns apart, for which it
-loads those words that have the elements, and puts these in order. Elements that are 32 columns apart have one hash, of
-which each takes its sign from another bit.
+The counters need no scatter: within a block of 256 columns, the counter of an element is its column XOR a number
+(``shift``) that the whole block shares. A thread therefore accumulates the same 16 or 32 counters throughout, as 8-byte
+words 32 columns apart. It loads the words that contain the matching elements and permutes these in registers.
+Elements 32 columns apart share a hash, and each takes its sign from a different bit.
 
-Programs share a tensor and each writes partial counters; :meth:`Sketches.merge` adds up those of all tensors in one
-launch, in a fixed order. Sums are taken in float32 within a program and in float64 across.
+Several programs share a tensor, and each writes partial counters; :meth:`Sketches.merge` adds up the partial counters
+of all tensors in one launch, in a fixed order. Sums are float32 within a program and float64 across programs.
 """
 
 from typing import NamedTuple
@@ -30,35 +30,36 @@ from tapscope.kernels.triton.statistics import value_of
 from tapscope.kernels.triton.tap import FORMATS
 
 COUNTERS = 256
-"""As :data:`tapscope.run_format.sketch.COUNTERS`."""
+"""Counters of a sketch, equal to :data:`tapscope.run_format.sketch.COUNTERS`."""
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
-"""The types that are served."""
+"""Supported dtypes."""
 PADDING = -1
-"""Key of a row that no sketch contains."""
+"""Key of a row that sketches skip."""
 NUM_WARPS = 4
-"""Of a program that adds elements."""
+"""Warps of a program that accumulates elements."""
 PROGRAM_BYTES = NUM_WARPS * 8 * COUNTERS
-"""Of whole blocks, that a program adds at a time."""
+"""Bytes of whole blocks that a program accumulates per iteration."""
 _PROGRAMS_PER_SM = 4
-_SPAN = 4  # words that say where the partial counters of a tensor are: address, how many, address of the sum, unused
-_TILE = 128  # partial counters that the merge loads at a time
+_SPAN = 4  # words that describe the partial counters of a tensor: address, number, address of the result, unused
+_TILE = 128  # partial counters that the merge loads per iteration
 _MERGE_WARPS = 16
 
 
 class Part(NamedTuple):
-    """The columns of a local tensor [rows, width] that are in a sketch: one run of consecutive ones."""
+    """Contiguous range of the columns of a local tensor [rows, width] that a sketch covers."""
 
     rows: int
     width: int
     first: int
-    """First local column."""
+    """First column, in the local tensor."""
     column: int
-    """Its column in the whole tensor."""
+    """Column of the unsharded tensor that corresponds to ``first``."""
     num_columns: int
+    """Number of columns in the range."""
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of 256 columns of the whole tensor in which it has elements."""
+        """Number of 256-column blocks of the unsharded tensor that the range touches, over all rows."""
         end = self.column + self.num_columns
         each = -(-end // COUNTERS) - self.column // COUNTERS if self.num_columns else 0
         return self.rows * each
@@ -68,11 +69,14 @@ class Sketches:
     """Sketches of up to ``capacity`` tensors of one stream, complete after :meth:`merge`."""
 
     def __init__(self, device: torch.device, capacity: int, room: int | None = None) -> None:
-        """``room``: partial counters of 1 KiB between two merges, those of 40 large tensors if not given (21 MB)."""
+        """Allocate buffers for ``capacity`` tensors and ``room`` partial counters of 1 KiB between two merges.
+
+        By default, ``room`` suffices for 40 large tensors (21 MB).
+        """
         self.capacity = capacity
-        """Tensors between two merges at most."""
+        """Maximum number of tensors between two merges."""
         self.most = most_programs(device)
-        """Programs that share a tensor at most."""
+        """Maximum number of programs that share a tensor."""
         self._room = 40 * self.most if room is None else room
         self._partial = torch.empty(self._room, COUNTERS, device=device)
         self._spans = torch.zeros(capacity, _SPAN, dtype=torch.int64, device=device)
@@ -80,69 +84,78 @@ class Sketches:
 
     @property
     def has_room(self) -> bool:
-        """Whether a tensor of any size fits in before the next merge."""
+        """Whether the buffer has space for another tensor of any size before the next merge."""
         return self._used + self.most <= self._room
 
     @property
     def place(self) -> tuple[int, int, int]:
-        """Where kernels that are launched elsewhere write to: addresses of room for partial counters, and of what says
-        where these are, and how many fit in."""
+        """Buffers for kernels launched elsewhere: (address of the partial counters, address of the spans, capacity).
+
+        A span describes the partial counters of one tensor, see :func:`write_partial`. The capacity is the number of
+        partial counters.
+        """
         return self._partial.data_ptr(), self._spans.data_ptr(), self._room
 
     def add(self, tensor: Tensor, keys: Tensor, part: Part, index: int, out: int) -> None:
-        """Begin the sketch of ``tensor``, each of whose rows is contiguous: number ``index`` between two merges.
+        """Start the sketch of ``tensor``, whose rows must be contiguous, as tensor ``index`` since the last merge.
 
-        ``keys`` [rows] int64: the row keys (32 bits), or :data:`PADDING`. The counters, [256] float32, come to the
-        address ``out``. Raises UsageError for other tensors, and for a type that is not in :data:`TYPES`.
+        ``keys`` [rows] int64 holds the row keys (32 bits), or :data:`PADDING`. The merge writes the counters, [256]
+        float32, to the address ``out``. Raises UsageError for other tensors and for a dtype that is not in
+        :data:`TYPES`.
         """
-        how, args = self.take(tensor, keys, part, index, out)
-        _launch_sketch(tensor.device, (how.programs, 1, 1), args, how.constants, num_warps=NUM_WARPS)
+        launch, args = self.take(tensor, keys, part, index, out)
+        _launch_sketch(tensor.device, (launch.programs, 1, 1), args, launch.constants, num_warps=NUM_WARPS)
 
     def take(self, tensor: Tensor, keys: Tensor, part: Part, index: int, out: int) -> "tuple[_How, tuple[int, ...]]":
-        """As :meth:`add`, but the caller launches: how, and the arguments of :func:`write_partial` are returned."""
+        """Reserve buffer space like :meth:`add`, but leave the launch to the caller.
+
+        Returns the launch parameters and the arguments of :func:`write_partial` from ``address`` on.
+        """
         step = _row_step(tensor, part)
         if tensor.dtype not in TYPES or step is None:
             raise UsageError(f"no sketch of {tensor.dtype} {list(tensor.shape)}: expected floats in contiguous rows")
         part = part._replace(width=step)
-        how = _How.of(tensor, part, self.most)
+        launch = _How.of(tensor, part, self.most)
         span = self._spans.data_ptr() + 8 * _SPAN * index
         partial = self._partial.data_ptr() + 4 * COUNTERS * self._used
-        self._used += how.programs
-        return how, (tensor.data_ptr(), *part, keys.data_ptr(), partial, span, out)
+        self._used += launch.programs
+        return launch, (tensor.data_ptr(), *part, keys.data_ptr(), partial, span, out)
 
     def merge(self, count: int) -> None:
-        """Complete the first ``count`` sketches; the next ones are numbered from 0."""
+        """Complete the first ``count`` sketches; indices of later sketches start from 0 again."""
         self._used = 0
         if count:
             _launch_merge(self._partial.device, (count, 1, 1), (self._spans,), {"TILE": _TILE}, num_warps=_MERGE_WARPS)
 
 
 def most_programs(device: torch.device) -> int:
-    """Programs that share a tensor at most."""
+    """Return the maximum number of programs that share a tensor."""
     return _PROGRAMS_PER_SM * num_sms(device)
 
 
 def sketch_launch(tensor: Tensor, part: Part, slot: int) -> DriverLaunch | None:
-    """How the driver launches the kernel for contiguous tensors like this one, at multiples of 16 bytes.
+    """Return the driver launch of the sketch kernel for contiguous 16-byte-aligned tensors of this dtype and shape.
 
-    Parameters are those of :func:`_sketch_kernel` before its constants, and two null pointers. ``slot`` is the place of
-    the first key in memory that begins at a multiple of 16 bytes. None unless :meth:`Sketches.add` took such a tensor.
+    The kernel parameters are the arguments of :func:`_sketch_kernel` before its constants, and two null pointers.
+    ``slot`` is the index of the first key in a 16-byte-aligned buffer. None if :meth:`Sketches.add` has not launched
+    this specialization yet.
     """
     if tensor.dtype not in TYPES or not tensor.is_contiguous() or tensor.data_ptr() % 16 or is_interpreted():
         return None
-    how = _How.of(tensor, part, most_programs(tensor.device))
-    like = 1 << 40  # as all addresses but perhaps that of the keys
-    args = tensor.data_ptr(), *part, like + 8 * (slot % 2), like, like, like
-    direct = _launch_sketch.direct(tensor.device, args, how.constants, num_warps=NUM_WARPS)
+    launch = _How.of(tensor, part, most_programs(tensor.device))
+    aligned_address = 1 << 40  # aligned, like all addresses except perhaps that of the keys
+    args = tensor.data_ptr(), *part, aligned_address + 8 * (slot % 2), aligned_address, aligned_address, aligned_address
+    direct = _launch_sketch.direct(tensor.device, args, launch.constants, num_warps=NUM_WARPS)
     if direct is None or direct.places != tuple(range(len(args))):
         return None
-    return DriverLaunch(direct.function, how.programs, direct.threads, direct.shared, direct.overlaps)
+    return DriverLaunch(direct.function, launch.programs, direct.threads, direct.shared, direct.overlaps)
 
 
 def sketch(values: Tensor, keys: Tensor, column: int = 0) -> Tensor:
-    """[256] float32: the counters of ``values`` [rows, columns], whose first column is ``column`` of the whole tensor.
+    """Return the sketch of ``values`` [rows, columns] as [256] float32 counters.
 
-    ``keys`` [rows] int64: the row keys, or :data:`PADDING`. Raises UsageError for other types and shapes.
+    The first column of ``values`` is column ``column`` of the unsharded tensor. ``keys`` [rows] int64 holds the row
+    keys, or :data:`PADDING`. Raises UsageError for other dtypes and shapes.
     """
     check_same_device(values, keys)
     if values.ndim != 2:
@@ -150,32 +163,35 @@ def sketch(values: Tensor, keys: Tensor, column: int = 0) -> Tensor:
     rows, width = values.shape
     if keys.shape != (rows,) or keys.dtype != torch.int64:
         raise UsageError(f"keys are {keys.dtype} {list(keys.shape)}: expected int64 [{rows}]")
-    found = torch.zeros(COUNTERS, device=values.device)
+    counters = torch.zeros(COUNTERS, device=values.device)
     sketches = Sketches(values.device, 1, most_programs(values.device))
-    sketches.add(values, keys, Part(rows, width, 0, column, width), 0, found.data_ptr())
+    sketches.add(values, keys, Part(rows, width, 0, column, width), 0, counters.data_ptr())
     sketches.merge(1)
-    return found
+    return counters
 
 
 def _row_step(tensor: Tensor, part: Part) -> int | None:
-    """Elements between the starts of two rows; None where a row is not contiguous."""
+    """Return the row stride in elements, or None if a row is not contiguous."""
     if tensor.is_contiguous():
         return part.width
     return tensor.stride(0) if len(tensor) == part.rows and tensor[0].is_contiguous() else None
 
 
 class _How(NamedTuple):
-    """How a tensor's sketch is launched."""
+    """Launch parameters of a tensor's sketch: number of programs and constexpr arguments."""
 
     programs: int
     constants: dict[str, object]
 
     @classmethod
     def of(cls, tensor: Tensor, part: Part, most: int) -> "_How":
-        """Whole blocks, whose elements are loaded by words of 8 bytes, are a kernel of their own."""
+        """Choose the launch of ``part``; aligned whole blocks use a specialization with 8-byte loads (IS_WHOLE).
+
+        ``most`` is the maximum number of programs.
+        """
         form = FORMATS[tensor.dtype]
         per_word = 64 // form.bits
-        blocks = NUM_WARPS * per_word  # that a program adds at a time
+        blocks = NUM_WARPS * per_word  # per iteration of a program
         is_whole = not (part.column % COUNTERS or part.num_columns % COUNTERS or tensor.data_ptr() % 8)
         is_whole = is_whole and not (part.width % per_word or part.first % per_word)
         constants: dict[str, object] = {
@@ -189,7 +205,7 @@ class _How(NamedTuple):
 
 @triton.jit
 def _mix32(h):
-    """The finaliser of MurmurHash3, of uint32 values."""
+    """Apply the MurmurHash3 finalizer to uint32 values."""
     h = (h ^ (h >> 16)) * 0x85EBCA6B
     h = (h ^ (h >> 13)) * 0xC2B2AE35
     return h ^ (h >> 16)
@@ -197,91 +213,92 @@ def _mix32(h):
 
 @triton.jit
 def _signs(mixed, lane, shift, BITS: tl.constexpr):
-    """Two words [blocks, lanes] with the signs of a lane's elements, as :func:`_elements` has these.
+    """Return two words [blocks, lanes] with the signs of a lane's elements, in the order of :func:`_elements`.
 
-    Of each element, or of each of the two in a word, the upper byte holds the signs in the eight groups of 32 columns.
+    The upper byte of each element (of each 16-bit half for BITS = 16) holds its signs in the eight groups of 32
+    columns.
     """
-    per: tl.constexpr = 64 // BITS
-    low = (lane * per) ^ (shift & 31)  # the last five bits of a lane's first element
+    per_word: tl.constexpr = 64 // BITS
+    low = (lane * per_word) ^ (shift & 31)  # the low five bits of the column of a lane's first element
     if BITS == 32:
-        return _word(mixed, low), _word(mixed, low ^ 1)
+        return _sign_hash(mixed, low), _sign_hash(mixed, low ^ 1)
     else:
         return (
-            (_word(mixed, low ^ 1) & 0xFF000000) | ((_word(mixed, low) >> 16) & 0xFF00),
-            (_word(mixed, low ^ 3) & 0xFF000000) | ((_word(mixed, low ^ 2) >> 16) & 0xFF00),
+            (_sign_hash(mixed, low ^ 1) & 0xFF000000) | ((_sign_hash(mixed, low) >> 16) & 0xFF00),
+            (_sign_hash(mixed, low ^ 3) & 0xFF000000) | ((_sign_hash(mixed, low ^ 2) >> 16) & 0xFF00),
         )
 
 
 @triton.jit
-def _word(mixed, low):
-    """The hash whose bits are the signs of the columns that have the last five bits ``low``."""
+def _sign_hash(mixed, low):
+    """Return the hash whose bits are the signs of the columns with the low five bits ``low``."""
     return _mix32(mixed ^ ((low + 1).to(tl.uint32) * 0x85EBCA77))
 
 
 @triton.jit
 def _elements(
-    k: tl.constexpr, data, start, shift, lane, there, first, count, BITS: tl.constexpr, IS_WHOLE: tl.constexpr
+    k: tl.constexpr, data, start, shift, lane, valid, first, count, BITS: tl.constexpr, IS_WHOLE: tl.constexpr
 ):  # fmt: skip
-    """The elements of the counters ``32 k + lane * 64 / BITS`` and following, as two words [blocks, lanes].
+    """Load the elements of the counters from ``32 k + lane * 64 / BITS`` on, as two words [blocks, lanes].
 
-    ``start`` [blocks, 1] is where a block begins in the tensor, ``first`` in the columns of the sketch.
+    ``start`` [blocks, 1] is the offset of a block in the tensor, ``first`` its offset in the columns of the sketch.
     """
-    per: tl.constexpr = 64 // BITS
+    per_word: tl.constexpr = 64 // BITS
     if IS_WHOLE:
-        place = (lane + 32 // per * k) ^ (shift >> (per // 2))
-        words = tl.load(data.to(tl.pointer_type(tl.uint64)) + ((start >> (per // 2)) + place), mask=there, other=0)
+        place = (lane + 32 // per_word * k) ^ (shift >> (per_word // 2))
+        words = tl.load(data.to(tl.pointer_type(tl.uint64)) + ((start >> (per_word // 2)) + place), mask=valid, other=0)
         lower, upper = words.to(tl.uint32), (words >> 32).to(tl.uint32)
-        swaps = (shift & (per // 2)) != 0
+        swaps = (shift & (per_word // 2)) != 0
         if BITS == 16 and HAS_PTX:
-            places = tl.where(swaps, 0x7654, 0x3210) ^ ((shift & 1) * 0x2222)  # of the bytes of the lower word
-            low, high = _chosen(lower, upper, places), _chosen(lower, upper, places ^ 0x4444)
+            selectors = tl.where(swaps, 0x7654, 0x3210) ^ ((shift & 1) * 0x2222)  # for the lower word
+            low, high = _permuted_bytes(lower, upper, selectors), _permuted_bytes(lower, upper, selectors ^ 0x4444)
         else:
             low, high = tl.where(swaps, upper, lower), tl.where(swaps, lower, upper)
             if BITS == 16:
-                turn = ((shift & 1) * 16).to(tl.uint32)
-                low, high = (low >> turn) | (low << turn), (high >> turn) | (high << turn)
+                rotation = ((shift & 1) * 16).to(tl.uint32)
+                low, high = (low >> rotation) | (low << rotation), (high >> rotation) | (high << rotation)
         return low, high
     else:
-        element = (lane * per + 32 * k) ^ shift
-        low = _element(data, start, element, there, first, count)
-        high = _element(data, start, element ^ (per // 2), there, first, count)
+        element = (lane * per_word + 32 * k) ^ shift
+        low = _element(data, start, element, valid, first, count)
+        high = _element(data, start, element ^ (per_word // 2), valid, first, count)
         if BITS == 16:
-            low |= _element(data, start, element ^ 1, there, first, count) << 16
-            high |= _element(data, start, element ^ 3, there, first, count) << 16
+            low |= _element(data, start, element ^ 1, valid, first, count) << 16
+            high |= _element(data, start, element ^ 3, valid, first, count) << 16
         return low, high
 
 
 @triton.jit
-def _chosen(lower, upper, places):
-    """The bytes at four places of two words (uint32), one place in each lower hexadecimal digit of ``places``."""
+def _permuted_bytes(lower, upper, selectors):
+    """Select four bytes of two words (uint32) with PRMT; the low four hex digits of ``selectors`` are byte indices."""
     return tl.inline_asm_elementwise(
-        "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [lower, upper, places], dtype=tl.uint32, is_pure=True, pack=1
+        "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [lower, upper, selectors], dtype=tl.uint32, is_pure=True, pack=1
     )
 
 
 @triton.jit
-def _element(data, start, element, there, first, count):
-    """The bits of an element of each block, where it is one of the sketch."""
+def _element(data, start, element, valid, first, count):
+    """Load the bits of one element of each block, 0 for elements outside of the sketch's columns."""
     local = first + element
-    inside = there & (local >= 0) & (local < count)
-    return tl.load(data + (start + element), mask=inside, other=0).to(tl.uint32)
+    in_range = valid & (local >= 0) & (local < count)
+    return tl.load(data + (start + element), mask=in_range, other=0).to(tl.uint32)
 
 
 @triton.jit
 def _add(
-    sums, k: tl.constexpr, data, start, shift, lane, signs, there, first, count, BITS: tl.constexpr,
+    sums, k: tl.constexpr, data, start, shift, lane, signs, valid, first, count, BITS: tl.constexpr,
     MANTISSA: tl.constexpr, IS_WHOLE: tl.constexpr, IS_CHECKED: tl.constexpr,
 ):  # fmt: skip
-    """The counters of group ``k`` with the elements of some blocks that belong to them."""
-    low, high = _elements(k, data, start, shift, lane, there, first, count, BITS, IS_WHOLE)
-    up = (7 - (k ^ (shift >> 5))).to(tl.uint32)
+    """Accumulate the elements of the current blocks in the counters of group ``k`` (32 columns)."""
+    low, high = _elements(k, data, start, shift, lane, valid, first, count, BITS, IS_WHOLE)
+    sign_shift = (7 - (k ^ (shift >> 5))).to(tl.uint32)
     if BITS == 32:
-        low ^= (signs[0] << up) & 0x80000000
-        high ^= (signs[1] << up) & 0x80000000
+        low ^= (signs[0] << sign_shift) & 0x80000000
+        high ^= (signs[1] << sign_shift) & 0x80000000
         return sums[0] + _value(low, BITS, MANTISSA, IS_CHECKED), sums[1] + _value(high, BITS, MANTISSA, IS_CHECKED)
     else:
-        low ^= (signs[0] << up) & 0x80008000
-        high ^= (signs[1] << up) & 0x80008000
+        low ^= (signs[0] << sign_shift) & 0x80008000
+        high ^= (signs[1] << sign_shift) & 0x80008000
         return (
             sums[0] + _value(low & 0xFFFF, BITS, MANTISSA, IS_CHECKED),
             sums[1] + _value(low >> 16, BITS, MANTISSA, IS_CHECKED),
@@ -292,7 +309,7 @@ def _add(
 
 @triton.jit
 def _value(bits, BITS: tl.constexpr, MANTISSA: tl.constexpr, IS_CHECKED: tl.constexpr):
-    """What the bits of an element (uint32) mean; 0 where that is not finite, if it is checked."""
+    """Convert the bits of an element (uint32) to float32; with IS_CHECKED, non-finite values become 0."""
     value = value_of(bits.to(tl.int32, bitcast=True), True, True, BITS, MANTISSA)
     if IS_CHECKED:
         value = tl.where(_is_finite(value), value, 0.0)
@@ -305,8 +322,8 @@ def _is_finite(value):
 
 
 @triton.jit
-def _no_counters(BLOCKS: tl.constexpr, BITS: tl.constexpr):
-    """The counters of one group, of no elements."""
+def _zero_counters(BLOCKS: tl.constexpr, BITS: tl.constexpr):
+    """Return the zero-initialized counters of one group."""
     zero = tl.zeros((BLOCKS, BITS // 2), tl.float32)
     if BITS == 32:
         return zero, zero
@@ -315,14 +332,14 @@ def _no_counters(BLOCKS: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def _two(one, other, BITS: tl.constexpr):
-    """The counters of two groups as [blocks, 32, 2]."""
+def _joined_groups(one, other, BITS: tl.constexpr):
+    """Join the counters of two groups as [blocks, 32, 2]."""
     return tl.join(_in_order(one, BITS), _in_order(other, BITS))
 
 
 @triton.jit
 def _in_order(sums, BITS: tl.constexpr):
-    """The counters of one group as [blocks, 32]."""
+    """Return the counters of one group in order, as [blocks, 32]."""
     if BITS == 32:
         joined = tl.join(sums[0], sums[1])
     else:
@@ -335,40 +352,40 @@ def _counters(
     data, row_keys, program, used, total, blocks, base, width, first, column, count, BITS: tl.constexpr,
     MANTISSA: tl.constexpr, BLOCKS: tl.constexpr, IS_WHOLE: tl.constexpr, IS_CHECKED: tl.constexpr,
 ):  # fmt: skip
-    """[32, 8]: the counters of a program's blocks; counter i is at [i % 32, i // 32].
+    """Return the counters of a program's blocks as [32, 8]; counter i is at [i % 32, i // 32].
 
-    The last blocks come first, as in ``tap._summarize_kernel``. Elements that are not finite count as 0 if they are
-    checked.
+    Blocks are processed from last to first, as in ``tap._summarize_kernel``. With IS_CHECKED, non-finite elements
+    count as 0.
     """
-    wide = total * 0
+    zero = total * 0
     lane = tl.arange(0, BITS // 2)[None, :]
-    s0 = _no_counters(BLOCKS, BITS)
+    s0 = _zero_counters(BLOCKS, BITS)
     s1, s2, s3, s4, s5, s6, s7 = s0, s0, s0, s0, s0, s0, s0
-    narrow = tl.maximum(blocks, 1).to(tl.uint32)
+    blocks_per_row = tl.maximum(blocks, 1).to(tl.uint32)
     groups = (total + BLOCKS - 1) // BLOCKS
     for index in tl.range(program, groups, used):
         group = groups - 1 - index
-        unit = (wide + group) * BLOCKS + tl.arange(0, BLOCKS)
-        row = (unit.to(tl.uint32) // narrow).to(tl.int64)
-        block = unit - row * blocks
-        key = tl.load(row_keys + row, mask=unit < total, other=-1)
-        there = (key >= 0)[:, None]
+        block_index = (zero + group) * BLOCKS + tl.arange(0, BLOCKS)
+        row = (block_index.to(tl.uint32) // blocks_per_row).to(tl.int64)
+        block = block_index - row * blocks
+        key = tl.load(row_keys + row, mask=block_index < total, other=-1)
+        valid = (key >= 0)[:, None]
         mixed = _mix32(key.to(tl.uint32) + (block + base).to(tl.uint32) * 0x9E3779B1)[:, None]
         shift = (mixed >> 24).to(tl.int32)
         signs = _signs(mixed, lane, shift, BITS)
-        local = ((block + base) * 256 - column)[:, None]  # column of the sketch where the block begins
+        local = ((block + base) * 256 - column)[:, None]  # the block's offset in the columns of the sketch
         start = (row * width + first)[:, None] + local
-        s0 = _add(s0, 0, data, start, shift, lane, signs, there, local, count, BITS, MANTISSA, IS_WHOLE, IS_CHECKED)
-        s1 = _add(s1, 1, data, start, shift, lane, signs, there, local, count, BITS, MANTISSA, IS_WHOLE, IS_CHECKED)
-        s2 = _add(s2, 2, data, start, shift, lane, signs, there, local, count, BITS, MANTISSA, IS_WHOLE, IS_CHECKED)
-        s3 = _add(s3, 3, data, start, shift, lane, signs, there, local, count, BITS, MANTISSA, IS_WHOLE, IS_CHECKED)
-        s4 = _add(s4, 4, data, start, shift, lane, signs, there, local, count, BITS, MANTISSA, IS_WHOLE, IS_CHECKED)
-        s5 = _add(s5, 5, data, start, shift, lane, signs, there, local, count, BITS, MANTISSA, IS_WHOLE, IS_CHECKED)
-        s6 = _add(s6, 6, data, start, shift, lane, signs, there, local, count, BITS, MANTISSA, IS_WHOLE, IS_CHECKED)
-        s7 = _add(s7, 7, data, start, shift, lane, signs, there, local, count, BITS, MANTISSA, IS_WHOLE, IS_CHECKED)
-    even = tl.join(_two(s0, s4, BITS), _two(s2, s6, BITS))
-    odd = tl.join(_two(s1, s5, BITS), _two(s3, s7, BITS))
-    return tl.reshape(tl.sum(tl.join(even, odd), 0), (32, 8))  # all groups, of which each is a column
+        s0 = _add(s0, 0, data, start, shift, lane, signs, valid, local, count, BITS, MANTISSA, IS_WHOLE, IS_CHECKED)
+        s1 = _add(s1, 1, data, start, shift, lane, signs, valid, local, count, BITS, MANTISSA, IS_WHOLE, IS_CHECKED)
+        s2 = _add(s2, 2, data, start, shift, lane, signs, valid, local, count, BITS, MANTISSA, IS_WHOLE, IS_CHECKED)
+        s3 = _add(s3, 3, data, start, shift, lane, signs, valid, local, count, BITS, MANTISSA, IS_WHOLE, IS_CHECKED)
+        s4 = _add(s4, 4, data, start, shift, lane, signs, valid, local, count, BITS, MANTISSA, IS_WHOLE, IS_CHECKED)
+        s5 = _add(s5, 5, data, start, shift, lane, signs, valid, local, count, BITS, MANTISSA, IS_WHOLE, IS_CHECKED)
+        s6 = _add(s6, 6, data, start, shift, lane, signs, valid, local, count, BITS, MANTISSA, IS_WHOLE, IS_CHECKED)
+        s7 = _add(s7, 7, data, start, shift, lane, signs, valid, local, count, BITS, MANTISSA, IS_WHOLE, IS_CHECKED)
+    even = tl.join(_joined_groups(s0, s4, BITS), _joined_groups(s2, s6, BITS))
+    odd = tl.join(_joined_groups(s1, s5, BITS), _joined_groups(s3, s7, BITS))
+    return tl.reshape(tl.sum(tl.join(even, odd), 0), (32, 8))  # one column per group
 
 
 @triton.jit
@@ -376,8 +393,11 @@ def write_partial(
     program, programs, address, rows, width, first, column, count, keys, partial, span, out, BITS: tl.constexpr,
     MANTISSA: tl.constexpr, BLOCKS: tl.constexpr, IS_WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Every n-th group of blocks of one tensor that n programs share, of which this is number ``program``. The first
-    one writes where all of them leave their counters. All arguments but the first two are int64."""
+    """Write the partial counters of every n-th group of blocks of a tensor that n programs share.
+
+    ``program`` is the index of this program. The first program also writes the tensor's span: address and number of
+    the partial counters, and address of the result. All arguments but the first two are int64.
+    """
     if BITS == 32:
         data = address.to(tl.pointer_type(tl.uint32))
     else:
@@ -392,13 +412,13 @@ def write_partial(
             data, row_keys, program, used, total, blocks, base, width, first, column, count, BITS, MANTISSA, BLOCKS,
             IS_WHOLE, False,
         )  # fmt: skip
-        if tl.sum(tl.sum(tl.where(_is_finite(counters), 0, 1), 1), 0) > 0:  # an element is not, or a sum is too large
+        if tl.sum(tl.sum(tl.where(_is_finite(counters), 0, 1), 1), 0) > 0:  # non-finite element or overflow
             counters = _counters(
                 data, row_keys, program, used, total, blocks, base, width, first, column, count, BITS, MANTISSA,
                 BLOCKS, IS_WHOLE, True,
             )  # fmt: skip
-        to = (partial + 1024 * program).to(tl.pointer_type(tl.float32))
-        tl.store(to + (tl.arange(0, 32)[:, None] + 32 * tl.arange(0, 8)[None, :]), counters)
+        target = (partial + 1024 * program).to(tl.pointer_type(tl.float32))
+        tl.store(target + (tl.arange(0, 32)[:, None] + 32 * tl.arange(0, 8)[None, :]), counters)
         if program == 0:
             place = span.to(tl.pointer_type(tl.int64))
             tl.store(place, partial)
@@ -415,19 +435,19 @@ def _sketch_kernel(
     address, rows, width, first, column, count, keys, partial, span, out, BITS: tl.constexpr, MANTISSA: tl.constexpr,
     BLOCKS: tl.constexpr, IS_WHOLE: tl.constexpr, IS_OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
-    """The partial counters of one tensor."""
-    wait_then_let_next(IS_OVERLAPPED)  # statistics of the same tensor, see tap.begin()
+    """Write the partial counters of one tensor."""
+    wait_then_let_next(IS_OVERLAPPED)  # the next kernel may summarize the same tensor, see tap.begin()
     program = tl.program_id(0)
-    wide = program.to(tl.int64) * 0
+    zero = program.to(tl.int64) * 0
     write_partial(
-        program, tl.num_programs(0), wide + address, wide + rows, wide + width, wide + first, wide + column,
-        wide + count, wide + keys, wide + partial, wide + span, wide + out, BITS, MANTISSA, BLOCKS, IS_WHOLE,
+        program, tl.num_programs(0), zero + address, zero + rows, zero + width, zero + first, zero + column,
+        zero + count, zero + keys, zero + partial, zero + span, zero + out, BITS, MANTISSA, BLOCKS, IS_WHOLE,
     )  # fmt: skip
 
 
 @triton.jit
 def _merge_kernel(spans, TILE: tl.constexpr):
-    """The counters of one tensor, from the partial ones of its programs in order."""
+    """Sum the partial counters of one tensor in program order and store its sketch."""
     span = spans + 4 * tl.program_id(0)
     partial, count, out = tl.load(span).to(tl.pointer_type(tl.float32)), tl.load(span + 1), tl.load(span + 2)
     counter = tl.arange(0, 256)[None, :]
@@ -435,8 +455,8 @@ def _merge_kernel(spans, TILE: tl.constexpr):
         total = tl.zeros((256,), tl.float64)
         for first in tl.range(0, count.to(tl.int32), TILE):
             number = first + tl.arange(0, TILE)[:, None]
-            some = tl.load(partial + number * 256 + counter, mask=number < count, other=0.0)
-            total += tl.sum(some.to(tl.float64), 0)
+            tile = tl.load(partial + number * 256 + counter, mask=number < count, other=0.0)
+            total += tl.sum(tile.to(tl.float64), 0)
         tl.store(out.to(tl.pointer_type(tl.float32)) + tl.arange(0, 256), total.to(tl.float32))
         tl.store(span + 1, count * 0)
 

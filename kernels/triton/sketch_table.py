@@ -1,10 +1,10 @@
-"""Sketches of many tensors in one launch, as a CUDA graph takes them: the counters are those of single launches.
+"""Sketches of many tensors in one launch, for CUDA graphs; the counters equal those of single launches.
 
-A launch reads its tensors from a table on the device (:mod:`.launch_table`), which stays as it is while a graph may
-replay the launch. The first two words of a row precede the arguments of :func:`.sketch.write_partial` from the address
-on; the places follow the last row.
+A launch reads its tensors from a table on the device (:mod:`.launch_table`), which must not change as long as a graph
+may replay the launch. A table row holds the two words of :mod:`.launch_table`, then the arguments of
+:func:`.sketch.write_partial` from ``address`` on. The array ``places`` follows the last row.
 
-Tensors of one type share a launch. Those of whole blocks have one of their own, as these are another kernel.
+Tensors of one dtype share a launch, except that tensors of whole blocks use another specialization.
 """
 
 from collections.abc import Callable, Iterable
@@ -20,12 +20,12 @@ from tapscope.kernels.triton.launch_table import place_in, places_of
 from tapscope.kernels.triton.sketch import COUNTERS, NUM_WARPS, Part, Sketches, most_programs, write_partial
 
 _Constants = tuple[tuple[str, object], ...]
-_Rows = list[tuple[int, ...]]  # number of programs, and arguments
+_Rows = list[tuple[int, ...]]  # (number of programs, *arguments of write_partial) of each tensor
 _COLUMNS = tl.constexpr(12)
 
 
 class Request(NamedTuple):
-    """A tensor to sketch, as :meth:`Sketches.add` has it."""
+    """A tensor to sketch, with the arguments of :meth:`Sketches.add`."""
 
     tensor: Tensor
     keys: Tensor
@@ -34,12 +34,12 @@ class Request(NamedTuple):
 
 
 def sketch_many(sketches: Sketches, requests: Iterable[Request], upload: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    """Sketch tensors of one device, complete at the end: with one launch for each kernel and one that merges, and more
-    of them where ``sketches`` has no room for all.
+    """Sketch tensors of one device with one launch per specialization and one merge launch.
 
-    ``upload`` copies a table [words] int64 from the CPU to the device; it is there when that returns, also while a
-    CUDA graph is captured. Returns the tables, which must live as long as a graph that has captured the call, as must
-    the tensors and their keys. Raises UsageError as :meth:`Sketches.add`.
+    If the buffers of ``sketches`` cannot hold all tensors, the call launches and merges several times. ``upload``
+    copies a table [words] int64 from the CPU to the device; the copy must be complete when ``upload`` returns, also
+    during CUDA graph capture. Returns the tables. A graph that captured the call needs the tables, the tensors and
+    their keys to stay alive. Raises UsageError like :meth:`Sketches.add`.
     """
     tables: list[Tensor] = []
     rows: dict[_Constants, _Rows] = {}
@@ -50,8 +50,8 @@ def sketch_many(sketches: Sketches, requests: Iterable[Request], upload: Callabl
             sketches.merge(count)
             rows, count = {}, 0
         tensor, keys, part, out = request
-        how, args = sketches.take(tensor, keys, part, count, out)
-        rows.setdefault(tuple(how.constants.items()), []).append((how.programs, *args))
+        launch, args = sketches.take(tensor, keys, part, count, out)
+        rows.setdefault(tuple(launch.constants.items()), []).append((launch.programs, *args))
         count += 1
     tables += _launch_all(rows, upload)
     sketches.merge(count)
@@ -59,9 +59,11 @@ def sketch_many(sketches: Sketches, requests: Iterable[Request], upload: Callabl
 
 
 def launch_variants(device: torch.device, dtype: torch.dtype) -> None:
-    """Launch every kernel that :func:`sketch_many` and :meth:`Sketches.add` may need for ``dtype``, one of
-    :data:`.sketch.TYPES`: inside :func:`.compiled_ahead`, where that compiles them, or so that they are loaded before a
-    capture."""
+    """Launch every specialization that :func:`sketch_many` and :meth:`Sketches.add` may need for ``dtype``.
+
+    ``dtype`` is one of :data:`.sketch.TYPES`. Call it inside :func:`.compiled_ahead` to compile the kernels, or before
+    a graph capture to load them.
+    """
     sketches = Sketches(device, 1, most_programs(device))
     keys, out = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(COUNTERS, device=device)
     for width in (COUNTERS, 1):  # whole blocks, and other columns
@@ -72,11 +74,11 @@ def launch_variants(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def _launch_all(rows: dict[_Constants, _Rows], upload: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    """One launch for each kernel; returns its table."""
+    """Launch each specialization once and return the tables."""
     tables = []
-    for constants, alike in rows.items():
-        places, firsts = places_of([row[0] for row in alike])
-        words = [word for first, row in zip(firsts, alike, strict=True) for word in (first, *row)]
+    for constants, tensors in rows.items():
+        places, firsts = places_of([row[0] for row in tensors])
+        words = [word for first, row in zip(firsts, tensors, strict=True) for word in (first, *row)]
         table = upload(torch.tensor(words + places, dtype=torch.int64, device="cpu"))
         grid = len(places), 1, 1
         _launch(table.device, grid, (table, table[len(words) :]), dict(constants), num_warps=NUM_WARPS)
@@ -88,7 +90,7 @@ def _launch_all(rows: dict[_Constants, _Rows], upload: Callable[[Tensor], Tensor
 def _sketch_table_kernel(
     table, places, BITS: tl.constexpr, MANTISSA: tl.constexpr, BLOCKS: tl.constexpr, IS_WHOLE: tl.constexpr
 ):  # fmt: skip
-    """The partial counters of all tensors in the table."""
+    """Write the partial counters of all tensors in the table."""
     row, first, programs = place_in(table, places, _COLUMNS)
     write_partial(
         tl.program_id(0) - first, programs, tl.load(row + 2), tl.load(row + 3), tl.load(row + 4), tl.load(row + 5),
