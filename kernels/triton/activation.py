@@ -1,8 +1,8 @@
-"""The elementwise part of a gated MLP, arXiv:2002.05202: act(gate) * up.
+"""Elementwise part of a gated MLP, arXiv:2002.05202: act(gate) * up.
 
-act is one of transformers' names: ``silu`` x / (1 + exp(-x)), ``gelu`` x Phi(x), ``gelu_pytorch_tanh``
-(arXiv:1606.08415, section 2) or ``relu``. It is computed in float32 and rounded to the dtype before the product, as the
-modules do.
+act is named as in transformers: ``silu`` x / (1 + exp(-x)), ``gelu`` x Phi(x), ``gelu_pytorch_tanh``
+(arXiv:1606.08415, section 2) or ``relu``. The activation is computed in float32 and rounded to the dtype before the
+product, as in the PyTorch modules.
 """
 
 import torch
@@ -20,7 +20,7 @@ _BLOCK = 1024
 
 
 def gated_reference(gate: Tensor, up: Tensor, kind: str) -> Tensor:
-    """What :func:`gated` computes."""
+    """Compute :func:`gated` in plain PyTorch."""
     if kind == "silu":
         return functional.silu(gate) * up
     if kind == "relu":
@@ -31,11 +31,12 @@ def gated_reference(gate: Tensor, up: Tensor, kind: str) -> Tensor:
 def gated(
     gate: Tensor, up: Tensor | None, kind: str, *, active: Tensor | None = None, quantized: Quantized | None = None
 ) -> Tensor:
-    """[tokens, n] and [tokens, n] -> [tokens, n], contiguous, in the dtype of ``gate``.
+    """Return ``act(gate) * up`` [tokens, n], contiguous, in the dtype of ``gate``; ``kind`` names the activation.
 
-    Without ``up``, ``gate`` is [tokens, 2n]: the gate's n features, then those of ``up``. Rows may be apart. ``active``
-    [tokens, n], contiguous, receives act(gate), and ``quantized`` what :func:`.quantize.quantize` computes from the
-    output, in groups. Raises UsageError for another kind, and for tensors that do not fit together.
+    ``gate`` and ``up`` are [tokens, n]. Without ``up``, ``gate`` is [tokens, 2n]: n gate features, then n of ``up``.
+    Rows may have any stride. ``active`` [tokens, n], contiguous, receives act(gate). ``quantized`` receives the output
+    quantized in groups, see :func:`.quantize.quantize`. Raises UsageError for an unknown kind and for inconsistent
+    tensors.
     """
     if up is None:
         gate, up = gate.chunk(2, dim=-1)
@@ -62,7 +63,7 @@ def gated(
 
 @triton.jit
 def activated(x, KIND: tl.constexpr):
-    """The activation of float32 values."""
+    """Apply the activation KIND, an index in :data:`KINDS`, to float32 values."""
     if KIND == 0:
         return x / (1.0 + tl.exp(-x))
     elif KIND == 1:
@@ -80,7 +81,7 @@ def _gated_kernel(
     KIND: tl.constexpr, BLOCK: tl.constexpr, MOST: tl.constexpr, LEAST: tl.constexpr, IS_UE8M0: tl.constexpr,
     IS_OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK features of one row."""
+    """Compute BLOCK features of one row."""
     wait_for_previous(IS_OVERLAPPED)
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     dtype: tl.constexpr = gate.dtype.element_ty
@@ -93,9 +94,12 @@ def _gated_kernel(
     tl.store(output + row * columns + column, product, mask=column < columns)
     if codes is not None:
         group = tl.program_id(1) * (BLOCK // 128) + tl.arange(0, BLOCK // 128)[:, None]
-        at = row * columns + group * 128 + tl.arange(0, 128)[None, :]
-        wide, by = tl.reshape(product.to(tl.float32), (BLOCK // 128, 128)), scales + row * (columns // 128) + group
-        store_quantized(wide, codes + at, by, group * 128 < columns, MOST, LEAST, IS_UE8M0)
+        offset = row * columns + group * 128 + tl.arange(0, 128)[None, :]
+        values, scale_ptrs = (
+            tl.reshape(product.to(tl.float32), (BLOCK // 128, 128)),
+            scales + row * (columns // 128) + group,
+        )
+        store_quantized(values, codes + offset, scale_ptrs, group * 128 < columns, MOST, LEAST, IS_UE8M0)
 
 
 _launch_gated = Launcher(_gated_kernel, overlaps=True)

@@ -1,10 +1,10 @@
-"""Kernels compiled in parallel: launches are left out, and threads compile what they would need.
+"""Parallel ahead-of-time compilation: launches are skipped, and threads compile the kernels they would need.
 
-Triton compiles a kernel when it is first launched, 0.1 to 2 s each, one after the other. Most of that is in LLVM and
-ptxas, which run without Python's lock. Triton up to 3.6 also compiles a launcher in C for each kernel, in 0.2 s.
+Triton compiles a kernel at its first launch, sequentially and in 0.1 to 2 s each. Most of that time is spent in LLVM
+and ptxas, which release the GIL. Triton up to 3.6 also compiles a C launcher for each kernel, in 0.2 s.
 
-Ranks of one host need the same kernels and have one cache on disk. Each compiles its share first, and then goes through
-those of the others, which it finds in the cache if they were as fast. No rank waits for another.
+The ranks of a machine need the same kernels and share Triton's disk cache. Each rank compiles its own share first and
+then the shares of the other ranks, which are cache hits if those ranks have finished. No rank waits for another.
 """
 
 import os
@@ -21,47 +21,46 @@ from tapscope.kernels.triton import is_interpreted
 
 try:
     from triton.runtime._async_compile import AsyncCompileMode, active_mode
-except ImportError:  # another version of Triton
+except ImportError:  # other Triton versions
     AsyncCompileMode = None
 
 _MAX_THREADS = 16
 compiling_threads: set[int] = set()
-"""Identifiers of threads whose kernels are compiled only, not launched."""
+"""Identifiers of the threads whose launches only compile."""
 
 
 class CompiledKernels:
-    """What :func:`compiled_ahead` has compiled."""
+    """Result of :func:`compiled_ahead`."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
-        """Of the kernels that Triton's cache did not have."""
+        """Names of the kernels that missed Triton's cache."""
 
 
 def is_available() -> bool:
-    """Whether this version of Triton compiles in threads; not where its interpreter runs the kernels."""
+    """Return whether this version of Triton can compile in threads; False under the interpreter."""
     return AsyncCompileMode is not None and hasattr(knobs.compilation, "listener") and not is_interpreted()
 
 
 @contextmanager
 def compiled_ahead(rank: int = 0, size: int = 1) -> Iterator[CompiledKernels]:
-    """What this thread launches inside is compiled at the end, and is not launched.
+    """Context manager: kernels that this thread launches inside are compiled, not launched; exit waits for them.
 
-    So nothing computes what kernels would have written: wrappers may be called on tensors of which no one reads the
-    values, or within the capture of a CUDA graph that is thrown away. A kernel that does not compile raises when it is
-    launched. ``rank`` of ``size`` compiles every ``size``-th kernel before the others. Only where
-    :func:`is_available`.
+    Kernel outputs are therefore not written. Call wrappers inside only on dummy tensors, or during the capture of a
+    CUDA graph that is discarded. A kernel that fails to compile raises at its first launch after the context. Rank
+    ``rank`` of ``size`` compiles every ``size``-th kernel first. Requires :func:`is_available`.
     """
     compiled, ident = CompiledKernels(), threading.get_ident()
-    before: Any = knobs.compilation.listener
+    previous_listener: Any = knobs.compilation.listener
 
     def listen(**event: Any) -> None:
         if not event.get("cache_hit"):
             compiled.names.append(event["src"].name)
-        if before is not None:
-            before(**event)
+        if previous_listener is not None:
+            previous_listener(**event)
 
     knobs.compilation.listener = listen
-    mode = active_mode.set(None)  # left in place by Triton where a compilation raises
+    mode_token = active_mode.set(None)  # Triton does not reset it if a compilation raises
     num_threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
     try:
         with ThreadPoolExecutor(num_threads) as threads:
@@ -74,14 +73,14 @@ def compiled_ahead(rank: int = 0, size: int = 1) -> Iterator[CompiledKernels]:
                     compiling_threads.discard(ident)
                     jobs.start_others()
     finally:
-        active_mode.reset(mode)
-        knobs.compilation.listener = before
+        active_mode.reset(mode_token)
+        knobs.compilation.listener = previous_listener
 
 
 class ShareFirst(Executor):
-    """Starts the jobs of one rank's share immediately, and those of other ranks' when :meth:`start_others` is called.
+    """Executor that starts the jobs of its own rank's share immediately and other jobs in :meth:`start_others`.
 
-    Job ``i`` is in the share of rank ``i % size``.
+    Job ``i`` belongs to the share of rank ``i % size``.
     """
 
     def __init__(self, threads: Executor, rank: int, size: int) -> None:
@@ -90,7 +89,7 @@ class ShareFirst(Executor):
         self._others: list[_Deferred] = []
 
     def submit(self, job: Callable[[], Any], /) -> Future[Any]:  # type: ignore[override]
-        """Future of ``job``, whose result starts it if it was not started."""
+        """Submit ``job`` and return its future; waiting for the result starts a deferred job."""
         if (len(self._started) + len(self._others)) % self._size != self._rank:
             self._others.append(_Deferred(self._threads, job))
             return self._others[-1]
@@ -98,17 +97,17 @@ class ShareFirst(Executor):
         return self._started[-1]
 
     def start_others(self) -> None:
-        """Once this rank's share has ended, start the other jobs."""
+        """Wait for this rank's share, then start the other jobs."""
         wait(self._started)
         for each in self._others:
             each.start()
 
 
 class _KernelJobs(ShareFirst):
-    """Jobs that compile kernels: each also leaves the kernel's launcher in Triton's cache."""
+    """Executor of compilation jobs, which also compile the kernel's C launcher into Triton's cache."""
 
     def submit(self, compile_kernel: Callable[[], Any], /) -> Future[Any]:  # type: ignore[override]
-        """Future of the kernel, see :meth:`ShareFirst.submit`."""
+        """Submit a compilation and return the future of its kernel, see :meth:`ShareFirst.submit`."""
 
         def job() -> Any:
             kernel = compile_kernel()
@@ -138,5 +137,5 @@ class _Deferred(Future[Any]):
     def _run(self) -> None:
         try:
             self.set_result(self._job())
-        except Exception as error:  # noqa: BLE001 - the result raises it
+        except Exception as error:  # noqa: BLE001 - result() raises it
             self.set_exception(error)

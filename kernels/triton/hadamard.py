@@ -2,9 +2,9 @@
 
     out[..., i] = scale * sum over j of H[i, j] * states[..., j]
 
-The size is 2^k * {1, 12, 20, 28}, which includes 2^k * 40. H is the Kronecker product of a Hadamard matrix of the odd
-part and Sylvester's matrix of order 2^k: of orders 12 and 20 by Paley's first construction, of order 28 by his second
-(J. Math. Phys. 12, 1933, 311-320). DeepSeek's indexer rotates queries and keys like this before it stores them in FP8.
+The size is 2^k * {1, 12, 20, 28}, which includes 2^k * 40. H is the Kronecker product of a Hadamard matrix of order 1,
+12, 20 or 28 and Sylvester's matrix of order 2^k. Orders 12 and 20 use Paley's first construction, order 28 his second
+(J. Math. Phys. 12, 1933, 311-320). DeepSeek's indexer applies this transform to queries and keys before FP8 storage.
 """
 
 import functools
@@ -18,17 +18,17 @@ from tapscope.core.errors import UsageError
 from tapscope.kernels.triton.launch import Launcher, check_same_device, next_power
 
 MAX_SIZE = 32768
-"""Of the last axis: a program holds a row in registers."""
+"""Maximum size of the last axis: a program holds a row in registers."""
 _TILE = 2048
-"""Elements of a program that takes several short rows."""
+"""Elements of a program that processes several short rows."""
 _ORDERS = 12, 20, 28
-"""Orders of Hadamard matrices other than powers of two."""
+"""Orders of the Hadamard factors that are not powers of two."""
 _PALEY_PRIMES = {12: 11, 20: 19, 28: 13}
 
 
 @functools.lru_cache(maxsize=32)
 def hadamard_matrix(size: int) -> Tensor:
-    """H [size, size] of 1 and -1 in float32, on the CPU; H @ H.T is size * identity.
+    """Return H [size, size] with entries 1 and -1, float32 on the CPU; H @ H.T is size * identity.
 
     Raises UsageError for a size that is not 2^k * {1, 12, 20, 28}.
     """
@@ -41,16 +41,17 @@ def hadamard_matrix(size: int) -> Tensor:
 
 
 def hadamard_reference(states: Tensor, scale: float = 1.0) -> Tensor:
-    """What :func:`hadamard` computes, in float64 until it is rounded."""
+    """Compute :func:`hadamard` in plain PyTorch, in float64 with one final rounding."""
     matrix = hadamard_matrix(states.shape[-1]).to(states.device, torch.float64)
     return (states.double() @ matrix.T * scale).to(states.dtype)
 
 
 def hadamard(states: Tensor, scale: float = 1.0) -> Tensor:
-    """[..., size] -> [..., size], contiguous, in the dtype of ``states``; sums in float32, rounded once.
+    """Return the Walsh-Hadamard transform of ``states`` [..., size], contiguous and in the same dtype.
 
-    ``scale`` = size ** -0.5 makes it orthogonal. Raises UsageError for a size that is not 2^k * {1, 12, 20, 28} or
-    exceeds MAX_SIZE, and for a dtype other than float32, float16 and bfloat16.
+    Sums are float32 and rounded once. ``scale`` = size ** -0.5 makes the transform orthogonal. Raises UsageError for a
+    size that is not 2^k * {1, 12, 20, 28} or exceeds MAX_SIZE, and for a dtype other than float32, float16 and
+    bfloat16.
     """
     check_same_device(states)
     if states.dtype not in (torch.float32, torch.float16, torch.bfloat16):
@@ -66,7 +67,7 @@ def hadamard(states: Tensor, scale: float = 1.0) -> Tensor:
     count, lines = states.numel() // size, next_power(order)
     rows = max(1, min(next_power(count), _TILE // (lines * power)))
     if order > 1:
-        rows = max(rows, 16 // power)  # tensor cores take at least 16 columns
+        rows = max(rows, 16 // power)  # tensor cores need at least 16 columns
     matrix = _on_device(order, lines, states.dtype, states.device) if order > 1 else None
     constants = {"ORDER": order, "LINES": lines, "POWER": power, "ROWS": rows, "STEPS": power.bit_length() - 1}
     warps = min(16, max(4, lines * rows * power // 2048))
@@ -75,7 +76,7 @@ def hadamard(states: Tensor, scale: float = 1.0) -> Tensor:
 
 
 def _split(size: int) -> tuple[int, int]:
-    """(order, 2^k) of size = order * 2^k."""
+    """Return (order, 2^k) with size = order * 2^k; raise UsageError for an unsupported size."""
     for order in (1, *_ORDERS):
         power = size // order
         if size > 0 and size % order == 0 and power & (power - 1) == 0:
@@ -84,7 +85,7 @@ def _split(size: int) -> tuple[int, int]:
 
 
 def _paley(order: int) -> Tensor:
-    """A Hadamard matrix of order 12, 20 or 28, from the quadratic residues of a prime field."""
+    """Return a Hadamard matrix of order 12, 20 or 28, from the quadratic residues of a prime field."""
     prime = _PALEY_PRIMES[order]
     numbers = torch.arange(prime)
     squares = set((numbers[1:] ** 2 % prime).tolist())
@@ -102,7 +103,7 @@ def _paley(order: int) -> Tensor:
 
 @functools.lru_cache(maxsize=32)
 def _on_device(order: int, lines: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The matrix of ``order``, padded by zeros to [lines, lines]."""
+    """Return the Hadamard matrix of ``order`` on ``device``, zero-padded to [lines, lines]."""
     padded = torch.zeros(lines, lines)
     padded[:order, :order] = _paley(order)
     return padded.to(device, dtype)
@@ -113,13 +114,13 @@ def _hadamard_kernel(
     states, out, matrix, count, scale,
     ORDER: tl.constexpr, LINES: tl.constexpr, POWER: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows, each as [ORDER, POWER]: the matrix over the first axis, butterflies over the second."""
+    """Transform ROWS rows viewed as [ORDER, POWER]: matrix product over the first axis, butterflies over the second."""
     line = tl.arange(0, LINES)[:, None]
     column = tl.arange(0, ROWS * POWER)[None, :]
     row = tl.program_id(0).to(tl.int64) * ROWS + column // POWER
-    at = row * (ORDER * POWER) + line * POWER + column % POWER
+    offset = row * (ORDER * POWER) + line * POWER + column % POWER
     is_inside = (line < ORDER) & (row < count)
-    x = tl.load(states + at, mask=is_inside, other=0.0)
+    x = tl.load(states + offset, mask=is_inside, other=0.0)
     if matrix is not None:
         signs = tl.load(matrix + line * LINES + tl.arange(0, LINES)[None, :])
         x = tl.dot(signs, x, input_precision="ieee")
@@ -129,7 +130,7 @@ def _hadamard_kernel(
         one, two = tl.split(tl.permute(x, [0, 2, 1]))
         x = tl.reshape(tl.permute(tl.join(one + two, one - two), [0, 2, 1]), [LINES * ROWS * POWER])
     x = tl.reshape(x, [LINES, ROWS * POWER]) * scale
-    tl.store(out + at, x.to(out.dtype.element_ty), mask=is_inside)
+    tl.store(out + offset, x.to(out.dtype.element_ty), mask=is_inside)
 
 
 _launch = Launcher(_hadamard_kernel)

@@ -1,15 +1,16 @@
-"""Sparse attention's choice of keys in decoding (DSA, arXiv:2512.02556 section 2): one row a request, keys in pages.
+"""Top-k key selection of sparse attention in decoding (DSA, arXiv:2512.02556 section 2), over a paged key cache.
 
-For request b, with index heads h:
+For request b (one query row each), with index heads h:
 
     score[t] = sum_h weight[b, h] * relu(query[b, h] . key[t])       t = 0 .. length - 1
-    chosen[b] = the top_k positions with the highest scores, the first ones among equal scores, ascending
+    chosen[b] = the top_k positions with the highest scores, ascending; lower positions win ties
 
-Position t of request b is in page page_table[b, t // page_size] at t % page_size. Grids depend on shapes alone, so a
-CUDA graph may capture both kernels; lengths are read on the device, and no key or score beyond a length is.
+Position t of request b is stored in page page_table[b, t // page_size] at offset t % page_size. Grids depend on shapes
+alone, so a CUDA graph may capture both kernels. Lengths are read on the device; keys and scores beyond a length are not
+read.
 
-The choice is a search for the least score that is kept, by radix selection: scores become integers in the same order,
-and a histogram of the scores that agree in the higher bits tells the next eight bits of the least one.
+The selection finds the smallest selected score by radix select. Scores are mapped to integers of the same order. A
+histogram of the scores that match the known high bits of the threshold determines its next eight bits.
 """
 
 import torch
@@ -28,28 +29,28 @@ from tapscope.kernels.triton.launch import (
 )
 
 _KEYS = 64
-"""Keys of one iteration."""
+"""Keys per iteration."""
 _SCORES = 1024
-"""Scores of one iteration of the choice."""
+"""Scores per iteration of the selection."""
 
 
 def index_scores_reference(
     query: Tensor, keys: Tensor, weights: Tensor, page_table: Tensor, lengths: Tensor
 ) -> list[Tensor]:
-    """The scores of each request, as many as it is long."""
-    found = []
+    """Compute :func:`index_scores` in plain PyTorch: one tensor [length] per request."""
+    scores = []
     for row, weight, pages, length in zip(query.float(), weights, page_table, lengths.tolist(), strict=True):
-        own = keys[pages[: -(-length // keys.shape[1])]].flatten(0, 1)[:length, 0].float()
-        found.append((torch.relu(row @ own.T) * weight.unsqueeze(-1)).sum(0))
-    return found
+        request_keys = keys[pages[: -(-length // keys.shape[1])]].flatten(0, 1)[:length, 0].float()
+        scores.append((torch.relu(row @ request_keys.T) * weight.unsqueeze(-1)).sum(0))
+    return scores
 
 
 def index_scores(query: Tensor, keys: Tensor, weights: Tensor, page_table: Tensor, lengths: Tensor) -> Tensor:
-    """[requests, heads, features], [pages, page_size, 1, features] and [requests, heads] float32 -> scores.
+    """Return the index scores of all cached keys, [requests, max pages * page_size] float32.
 
-    Scores are [requests, most pages * page_size] float32; those from a request's length on are not written. ``query``
-    and ``keys`` have one dtype, products are summed in float32. ``page_table`` [requests, most pages] and ``lengths``
-    [requests] are int32. Raises UsageError for tensors that do not fit together.
+    ``query`` is [requests, heads, features], ``keys`` [pages, page_size, 1, features] of the same dtype, ``weights``
+    [requests, heads] float32. Products are summed in float32. ``page_table`` [requests, max pages] and ``lengths``
+    [requests] are int32. Scores from a request's length on are not written. Raises UsageError for inconsistent tensors.
     """
     check_same_device(query, keys, weights, page_table, lengths)
     (requests, heads, dim), (_, page_size, _, _) = query.shape, keys.shape
@@ -73,10 +74,10 @@ def index_scores(query: Tensor, keys: Tensor, weights: Tensor, page_table: Tenso
 
 
 def choose_keys_reference(scores: list[Tensor], top_k: int) -> Tensor:
-    """What :func:`choose_keys` returns first, from each request's scores."""
+    """Compute the first result of :func:`choose_keys` in plain PyTorch, from each request's scores."""
     ids = torch.full((len(scores), top_k), -1)
-    for row, own in zip(ids, scores, strict=True):
-        best = own.sort(descending=True, stable=True).indices[:top_k].sort().values
+    for row, request_scores in zip(ids, scores, strict=True):
+        best = request_scores.sort(descending=True, stable=True).indices[:top_k].sort().values
         row[: len(best)] = best
     return ids
 
@@ -84,11 +85,11 @@ def choose_keys_reference(scores: list[Tensor], top_k: int) -> Tensor:
 def choose_keys(
     scores: Tensor, page_table: Tensor, lengths: Tensor, page_size: int, top_k: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Scores [requests, positions] float32 -> positions of the chosen keys, where they are, and how many.
+    """Select the ``top_k`` keys of each request from ``scores`` [requests, positions] float32.
 
-    The first two are [requests, top_k]: int64, ascending, -1 after the last; and int32, page * page_size + place, not
-    written after the last. The third, [requests] int32, is the least of top_k and the length. Raises UsageError for
-    tensors that do not fit together.
+    Returns (positions, slots, counts). Positions are [requests, top_k] int64, ascending, padded with -1. Slots are
+    [requests, top_k] int32, page * page_size + offset, not written past the last selected key. Counts are [requests]
+    int32, the minimum of top_k and the length. Raises UsageError for inconsistent tensors.
     """
     check_same_device(scores, page_table, lengths)
     _check_tables(page_table, lengths, len(scores))
@@ -108,7 +109,7 @@ def choose_keys(
 
 
 def _check_tables(page_table: Tensor, lengths: Tensor, requests: int) -> None:
-    """Raise UsageError for tables of another type or number."""
+    """Raise UsageError for a page table or lengths of the wrong dtype, shape or strides."""
     if page_table.dtype != torch.int32 or lengths.dtype != torch.int32:
         raise UsageError(f"page_table is {page_table.dtype} and lengths {lengths.dtype}; both must be int32")
     if len(page_table) != requests or lengths.shape != (requests,):
@@ -123,7 +124,7 @@ def _index_scores_kernel(
     HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr, IS_OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Some blocks of one request's keys, evenly spaced."""
+    """Score blocks of one request's keys in a grid-stride loop."""
     wait_for_previous(IS_OVERLAPPED)
     row = tl.program_id(1).to(tl.int64)
     h, d = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
@@ -134,19 +135,22 @@ def _index_scores_kernel(
     n, table = tl.arange(0, BLOCK_N), page_table + row * table_row
     next_page = tl.load(table + (first + n) // PAGE, mask=first + n < length, other=0)
     for start in tl.range(first, length, step):
-        place = start + n
-        page, ahead = next_page.to(tl.int64), place + step  # one block ahead, as in paged_decode._decode_kernel
-        next_page = tl.load(table + ahead // PAGE, mask=ahead < length, other=0)
-        at = keys + page * key_page + place % PAGE * key_place
-        k = tl.load(at[:, None] + d, mask=(place < length)[:, None] & (d < DIM)[None, :], other=0.0)
+        position = start + n
+        page, next_position = (
+            next_page.to(tl.int64),
+            position + step,
+        )  # prefetched one block ahead, see paged_decode._decode_kernel
+        next_page = tl.load(table + next_position // PAGE, mask=next_position < length, other=0)
+        key_ptrs = keys + page * key_page + position % PAGE * key_place
+        k = tl.load(key_ptrs[:, None] + d, mask=(position < length)[:, None] & (d < DIM)[None, :], other=0.0)
         products = tl.dot(q, tl.trans(k), input_precision="ieee")
-        products = tl.where(products < 0.0, 0.0, products)  # unlike a maximum, it keeps NaN
-        tl.store(scores + row * positions + place, tl.sum(products * weight[:, None], 0), mask=place < length)
+        products = tl.where(products < 0.0, 0.0, products)  # unlike tl.maximum, keeps NaN
+        tl.store(scores + row * positions + position, tl.sum(products * weight[:, None], 0), mask=position < length)
 
 
 @triton.jit
-def _ordered(x):
-    """Float32 numbers as uint32 in the same order; minus zero as zero."""
+def _sortable(x):
+    """Map float32 values to uint32 in the same order; -0.0 maps like 0.0."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.uint32, bitcast=True)
     return tl.where(bits >= 0x80000000, bits ^ 0xFFFFFFFF, bits | 0x80000000)
 
@@ -156,43 +160,45 @@ def _choose_keys_kernel(
     scores, page_table, lengths, ids, slots, counts, positions, table_row,
     TOP_K: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, IS_OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
-    """The chosen keys of one request."""
+    """Select the keys of one request by radix select."""
     wait_for_previous(IS_OVERLAPPED)
     row, lane, bins = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK), tl.arange(0, 256)
     length = tl.load(lengths + row)
     scores += row * positions
     count = tl.minimum(length, TOP_K)
-    least = tl.full([], 0, tl.uint32)  # the least number that is kept, its highest bits first
-    equal = count  # how many of those numbers are kept
+    threshold = tl.full([], 0, tl.uint32)  # the smallest selected value, found from the high bits down
+    ties_left = count  # number of selected values equal to it
     if length > TOP_K:
         for digit in tl.range(4):
             shift = 24 - 8 * digit
-            held = tl.zeros([256], tl.int32)
+            histogram = tl.zeros([256], tl.int32)
             for start in tl.range(0, length, BLOCK):
-                number = _ordered(tl.load(scores + start + lane, mask=start + lane < length, other=0.0))
-                number >>= shift.to(tl.uint32)
-                inside = (start + lane < length) & (number >> 8 == least)
-                own = tl.where(inside, number & 255, 0).to(tl.int32)
-                outside = BLOCK - tl.sum(inside.to(tl.int32), 0)  # counted as 0
-                held += tl.histogram(own, 256) - tl.where(bins == 0, outside, 0)
-            from_here = tl.cumsum(held, 0, reverse=True)
-            value = tl.max(tl.where(from_here >= equal, bins, 0), 0)
-            equal -= tl.sum(tl.where(bins > value, held, 0), 0)
-            least = (least << 8) | value.to(tl.uint32)
-    taken, met = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
+                key = _sortable(tl.load(scores + start + lane, mask=start + lane < length, other=0.0))
+                key >>= shift.to(tl.uint32)
+                matches = (start + lane < length) & (key >> 8 == threshold)
+                digits = tl.where(matches, key & 255, 0).to(tl.int32)
+                num_masked = BLOCK - tl.sum(matches.to(tl.int32), 0)  # the histogram counts masked elements as 0
+                histogram += tl.histogram(digits, 256) - tl.where(bins == 0, num_masked, 0)
+            suffix_sums = tl.cumsum(histogram, 0, reverse=True)
+            digit_value = tl.max(tl.where(suffix_sums >= ties_left, bins, 0), 0)
+            ties_left -= tl.sum(tl.where(bins > digit_value, histogram, 0), 0)
+            threshold = (threshold << 8) | digit_value.to(tl.uint32)
+    num_selected, num_ties = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
     for start in tl.range(0, length, BLOCK):
-        at = start + lane
-        number = _ordered(tl.load(scores + at, mask=at < length, other=0.0))
-        is_equal = ((number == least) & (at < length)).to(tl.int32)
-        kept = (number > least) & (at < length) | (is_equal > 0) & (met + tl.cumsum(is_equal, 0) <= equal)
+        position = start + lane
+        key = _sortable(tl.load(scores + position, mask=position < length, other=0.0))
+        is_equal = ((key == threshold) & (position < length)).to(tl.int32)
+        selected = (key > threshold) & (position < length) | (is_equal > 0) & (
+            num_ties + tl.cumsum(is_equal, 0) <= ties_left
+        )
         if length <= TOP_K:
-            kept = at < length
-        place = taken + tl.cumsum(kept.to(tl.int32), 0) - 1
-        page = tl.load(page_table + row * table_row + at // PAGE, mask=kept, other=0)
-        tl.store(ids + row * TOP_K + place, at.to(tl.int64), mask=kept)
-        tl.store(slots + row * TOP_K + place, page * PAGE + at % PAGE, mask=kept)
-        taken += tl.sum(kept.to(tl.int32), 0)
-        met += tl.sum(is_equal, 0)
+            selected = position < length
+        place = num_selected + tl.cumsum(selected.to(tl.int32), 0) - 1
+        page = tl.load(page_table + row * table_row + position // PAGE, mask=selected, other=0)
+        tl.store(ids + row * TOP_K + place, position.to(tl.int64), mask=selected)
+        tl.store(slots + row * TOP_K + place, page * PAGE + position % PAGE, mask=selected)
+        num_selected += tl.sum(selected.to(tl.int32), 0)
+        num_ties += tl.sum(is_equal, 0)
     for start in tl.range(count, TOP_K, BLOCK):
         tl.store(ids + row * TOP_K + start + lane, tl.full([BLOCK], -1, tl.int64), mask=start + lane < TOP_K)
     tl.store(counts + row, count)

@@ -1,10 +1,10 @@
-"""Products of experts' rows with matrices that stay in 4 bits: integers with scales and zero points, or MXFP4.
+"""Grouped matrix products with 4-bit expert weights: integers with scales and zero points, or MXFP4.
 
-    output[i, o] = sum over k of input[i, k] * weight[e, o, k]              row i is one of expert e
+    output[i, o] = sum over k of input[i, k] * weight[e, o, k]              row i belongs to expert e
     weight[e, o, k] = (code - zero) * scale    or    e2m1(code) * 2^(scale - 127)      of the group of feature k
 
-The even feature of a byte is in its low four bits. A weight is rounded to the input's dtype, as if the matrix had been
-dequantized; even and odd features are multiplied apart, so that nothing is interleaved. Sums are in float32. MXFP4: OCP
+The even feature of a byte is in its low nibble. Weights are rounded to the input's dtype, as if the matrix had been
+dequantized. Even and odd features are separate products, so no interleaving is needed. Sums are in float32. MXFP4: OCP
 Microscaling Formats 1.0, section 5.
 """
 
@@ -24,18 +24,20 @@ _SIZES = 32, 64, 128, 256
 def grouped_int4_linear_reference(
     input: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, rows: Tensor | None, ends: Tensor
 ) -> Tensor:
-    """What :func:`grouped_int4_linear` computes, expert by expert; rows of none are zero."""
+    """Compute :func:`grouped_int4_linear` in plain PyTorch, expert by expert; rows without an expert are zero."""
     output, start = input.new_zeros(len(input), codes.shape[1]), 0
     size = 2 * codes.shape[2] // scales.shape[2]
     positive = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
     for expert, end in enumerate(ends.tolist()):
-        wide = torch.stack((codes[expert] & 15, codes[expert] >> 4), -1).flatten(1).long()
-        own = scales[expert] if rows is None else scales[expert][rows]
+        unpacked = torch.stack((codes[expert] & 15, codes[expert] >> 4), -1).flatten(1).long()
+        expert_scales = scales[expert] if rows is None else scales[expert][rows]
         if scales.dtype == torch.uint8:
-            matrix = torch.cat((positive, -positive))[wide] * torch.exp2(own.float() - 127).repeat_interleave(size, 1)
+            matrix = torch.cat((positive, -positive))[unpacked] * torch.exp2(
+                expert_scales.float() - 127
+            ).repeat_interleave(size, 1)
         else:
-            middle = 8.0 if zeros is None else zeros[expert][rows].float().repeat_interleave(size, 1)
-            matrix = (wide.float() - middle) * own.float().repeat_interleave(size, 1)
+            zero_points = 8.0 if zeros is None else zeros[expert][rows].float().repeat_interleave(size, 1)
+            matrix = (unpacked.float() - zero_points) * expert_scales.float().repeat_interleave(size, 1)
         output[start:end] = (input[start:end].float() @ matrix.to(input.dtype).float().T).to(input.dtype)
         start = end
     return output
@@ -44,13 +46,14 @@ def grouped_int4_linear_reference(
 def grouped_int4_linear(
     input: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, rows: Tensor | None, ends: Tensor, most: int
 ) -> Tensor:
-    """[rows, ins] and codes [experts, outs, ins / 2] uint8 -> [rows, outs]: rows [ends[e-1], ends[e]) times those of e.
+    """Return the grouped product [rows, outs]: rows [ends[e-1], ends[e]) of ``input`` times the weight of expert e.
 
-    ``scales`` are floats [experts, scale rows, groups] with ``zeros`` of the same shape in uint8, or None for 8;
-    ``rows`` [outs] int32 are the scale rows of outputs. Or they are uint8 exponents of MXFP4 [experts, outs, groups],
-    without rows and zeros. A group has 32, 64, 128 or 256 features. ``ends`` [experts] int32 is read on the
-    device; no expert has more than ``most`` rows, and those from ends[-1] on are undefined. Raises UsageError for
-    tensors that do not fit together.
+    ``input`` is [rows, ins], ``codes`` [experts, outs, ins / 2] uint8. For integer weights, ``scales`` are floats
+    [experts, scale rows, groups], ``zeros`` are uint8 zero points of the same shape (None means 8), and ``rows`` [outs]
+    int32 maps outputs to scale rows. For MXFP4, ``scales`` are uint8 exponents [experts, outs, groups], and ``zeros``
+    and ``rows`` are None. A group has 32, 64, 128 or 256 features. ``ends`` [experts] int32 is read on the device. No
+    expert may have more than ``most`` rows; output rows from ends[-1] on are undefined. Raises UsageError for
+    inconsistent tensors.
     """
     check_same_device(input, codes, scales, zeros, rows, ends)
     if input.ndim != 2 or codes.ndim != 3 or scales.ndim != 3 or input.shape[1] != 2 * codes.shape[2]:
@@ -83,7 +86,7 @@ def grouped_int4_linear(
 
 
 def why_not_int4(ins: int, groups: int) -> str | None:
-    """Why the kernel does not compute ``groups`` groups of ``ins`` features, as a sentence; None if it does."""
+    """Return why the kernel does not support ``ins`` features in ``groups`` groups, as a sentence, or None."""
     size = ins // groups if groups and ins % groups == 0 else 0
     if size in _SIZES:
         return None
@@ -92,11 +95,11 @@ def why_not_int4(ins: int, groups: int) -> str | None:
 
 @triton.jit
 def _e2m1(code):
-    """The numbers of 4-bit floats: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives."""
+    """Decode 4-bit e2m1 floats: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives."""
     exponent, is_odd = (code >> 1) & 3, (code & 1).to(tl.float32)
     normal = (1.0 + 0.5 * is_odd) * tl.where(exponent == 3, 4.0, tl.where(exponent == 2, 2.0, 1.0))
-    size = tl.where(exponent == 0, 0.5 * is_odd, normal)
-    return tl.where(code >= 8, -size, size)
+    magnitude = tl.where(exponent == 0, 0.5 * is_odd, normal)
+    return tl.where(code >= 8, -magnitude, magnitude)
 
 
 @triton.jit
@@ -104,7 +107,7 @@ def _grouped_int4_kernel(
     input, codes, scales, zeros, scale_row, ends, output, outs, half, input_row, scale_rows, groups,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HALF: tl.constexpr, IS_FLOAT: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_N outputs of BLOCK_M rows of one expert, as [outputs, rows], a group of 2 HALF features at a time."""
+    """Compute a tile [BLOCK_N outputs, BLOCK_M rows] of one expert, one group of 2 * HALF features per iteration."""
     expert = tl.program_id(2).to(tl.int64)
     first = tl.load(ends + expert - 1, mask=expert > 0, other=0)
     m = first + tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -113,31 +116,31 @@ def _grouped_int4_kernel(
         return
     n, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, HALF)
     is_row, is_output = m < end, n < outs
-    by_row = n
+    scale_index = n
     if scale_row is not None:
-        by_row = tl.load(scale_row + n, mask=is_output, other=0)
-    scale_at = (expert * scale_rows + by_row) * groups
-    code_at = codes + (expert * outs + n)[:, None] * half + k[None, :]
-    x_at = input + m.to(tl.int64)[None, :] * input_row + 2 * k[:, None]
-    total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        scale_index = tl.load(scale_row + n, mask=is_output, other=0)
+    scale_offset = (expert * scale_rows + scale_index) * groups
+    code_ptrs = codes + (expert * outs + n)[:, None] * half + k[None, :]
+    x_ptrs = input + m.to(tl.int64)[None, :] * input_row + 2 * k[:, None]
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for group in tl.range(0, groups):
-        both = tl.load(code_at + group * HALF, mask=is_output[:, None], other=0).to(tl.int32)
-        scale = tl.load(scales + scale_at + group, mask=is_output, other=0)
+        packed = tl.load(code_ptrs + group * HALF, mask=is_output[:, None], other=0).to(tl.int32)
+        scale = tl.load(scales + scale_offset + group, mask=is_output, other=0)
         if IS_FLOAT:
-            by = tl.exp2(scale.to(tl.float32) - 127.0)[:, None]
-            low, high = _e2m1(both & 15), _e2m1(both >> 4)
+            factor = tl.exp2(scale.to(tl.float32) - 127.0)[:, None]
+            low, high = _e2m1(packed & 15), _e2m1(packed >> 4)
         else:
-            by = scale.to(tl.float32)[:, None]
+            factor = scale.to(tl.float32)[:, None]
             zero = tl.full([BLOCK_N], 8.0, tl.float32)
             if zeros is not None:
-                zero = tl.load(zeros + scale_at + group, mask=is_output, other=0).to(tl.float32)
-            low, high = (both & 15).to(tl.float32) - zero[:, None], (both >> 4).to(tl.float32) - zero[:, None]
-        even = tl.load(x_at + group * 2 * HALF, mask=is_row[None, :], other=0.0)
-        odd = tl.load(x_at + group * 2 * HALF + 1, mask=is_row[None, :], other=0.0)
-        total = tl.dot((low * by).to(even.dtype), even, total, input_precision="ieee")
-        total = tl.dot((high * by).to(even.dtype), odd, total, input_precision="ieee")
-    at = output + m.to(tl.int64)[None, :] * outs + n[:, None]
-    tl.store(at, total.to(output.dtype.element_ty), mask=is_row[None, :] & is_output[:, None])
+                zero = tl.load(zeros + scale_offset + group, mask=is_output, other=0).to(tl.float32)
+            low, high = (packed & 15).to(tl.float32) - zero[:, None], (packed >> 4).to(tl.float32) - zero[:, None]
+        even = tl.load(x_ptrs + group * 2 * HALF, mask=is_row[None, :], other=0.0)
+        odd = tl.load(x_ptrs + group * 2 * HALF + 1, mask=is_row[None, :], other=0.0)
+        acc = tl.dot((low * factor).to(even.dtype), even, acc, input_precision="ieee")
+        acc = tl.dot((high * factor).to(even.dtype), odd, acc, input_precision="ieee")
+    out_ptrs = output + m.to(tl.int64)[None, :] * outs + n[:, None]
+    tl.store(out_ptrs, acc.to(output.dtype.element_ty), mask=is_row[None, :] & is_output[:, None])
 
 
 _launch = Launcher(_grouped_int4_kernel)

@@ -1,10 +1,10 @@
-"""Linear layers whose rows do not know of one another: batch-invariant matrix products.
+"""Batch-invariant linear layers: each output row depends on its own input row alone, bit for bit.
 
     output[i] = input[i] . weight^T + bias          sums in float32, bias added before the result is rounded
 
-A library picks tiles and splits of the sum by the number of rows, so that a row's last bits change with the batch. Here
+GEMM libraries choose tile sizes and split-K by the number of rows, so a row's last bits change with the batch. Here
 both depend on the weight's shape alone (He et al., "Defeating Nondeterminism in LLM Inference", 2025): every program
-takes a tile of rows and outputs and sums over blocks of the inputs in their order.
+computes a tile of rows and outputs and accumulates over k in order.
 """
 
 import torch
@@ -20,15 +20,16 @@ _ROWS, _INPUTS = 64, 64
 
 
 def invariant_linear_reference(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """What :func:`invariant_linear` computes, but for the order of sums."""
+    """Compute :func:`invariant_linear` in plain PyTorch, up to summation order."""
     wide = functional.linear(input.float(), weight.float(), None if bias is None else bias.float())
     return wide.to(input.dtype)
 
 
 def invariant_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """[rows, ins], [outs, ins], [outs] -> [rows, outs], in the input's dtype; a row's bits depend on that row alone.
+    """Return ``input @ weight.T + bias``, batch-invariant: [rows, outs] in the input's dtype.
 
-    Input and weight may have any strides. Raises UsageError for tensors that do not fit together.
+    ``input`` is [rows, ins], ``weight`` [outs, ins], ``bias`` [outs]. Input and weight may have any strides. Raises
+    UsageError for inconsistent tensors.
     """
     check_same_device(input, weight, bias)
     if input.ndim != 2 or weight.ndim != 2 or input.shape[1] != weight.shape[1]:
@@ -39,16 +40,16 @@ def invariant_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) 
         raise UsageError(f"input, weight and bias must have one dtype; the input is {input.dtype}")
     output = input.new_empty(len(input), len(weight))
     if output.numel():
-        _run(input, weight, bias, output, None)
+        _launch_linear(input, weight, bias, output, None)
     return output
 
 
 def grouped_invariant_linear(input: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """[rows, ins], [experts, outs, ins] -> [rows, outs]: rows [ends[e-1], ends[e]) times weight[e], as
-    :func:`invariant_linear` computes them.
+    """Return the grouped product [rows, outs]: rows [ends[e-1], ends[e]) of ``input`` times ``weight[e].T``.
 
-    ``ends`` [experts] int32 is read on the device; rows from ends[-1] on are undefined. Raises UsageError for tensors
-    that do not fit together.
+    ``input`` is [rows, ins] and ``weight`` [experts, outs, ins]. Rows equal those of :func:`invariant_linear`.
+    ``ends`` [experts] int32 is read on the device; output rows from ends[-1] on are undefined. Raises UsageError for
+    inconsistent tensors.
     """
     check_same_device(input, weight, ends)
     if input.ndim != 2 or weight.ndim != 3 or input.shape[1] != weight.shape[2] or ends.shape != weight.shape[:1]:
@@ -58,13 +59,15 @@ def grouped_invariant_linear(input: Tensor, weight: Tensor, ends: Tensor) -> Ten
         raise UsageError(f"input is {input.dtype}, weight {weight.dtype}, ends {ends.dtype}; one dtype, and int32")
     output = input.new_empty(len(input), weight.shape[1])
     if output.numel() and len(ends):
-        _run(input, weight, None, output, ends)
+        _launch_linear(input, weight, None, output, ends)
     return output
 
 
-def _run(input: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor, ends: Tensor | None) -> None:
+def _launch_linear(input: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor, ends: Tensor | None) -> None:
     (rows, ins), outs = input.shape, output.shape[1]
-    columns = 128 if outs >= 16384 else 64 if outs >= 4096 else 32  # so that few rows still fill a device
+    columns = (
+        128 if outs >= 16384 else 64 if outs >= 4096 else 32
+    )  # narrow tiles, so that few rows still fill the device
     grid = -(-outs // columns), -(-rows // _ROWS), 1 if ends is None else len(ends)
     strides = *input.stride(), *weight.stride()[-2:], 0 if ends is None else weight.stride(0)
     args = input, weight, bias, output, ends, rows, outs, ins, *strides
@@ -77,7 +80,7 @@ def _linear_kernel(
     input, weight, bias, output, ends, rows, outs, ins, input_row, input_column, weight_row, weight_column, expert_step,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_M rows of BLOCK_N outputs; with ``ends`` of the rows of one expert."""
+    """Compute a tile of BLOCK_M rows and BLOCK_N outputs; with ``ends``, of the rows of one expert."""
     if ends is not None:
         expert = tl.program_id(2).to(tl.int64)
         first = tl.load(ends + expert - 1, mask=expert > 0, other=0).to(tl.int64)
@@ -89,20 +92,20 @@ def _linear_kernel(
         weight += expert * expert_step
     m, n = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
-    x_at = input + m.to(tl.int64)[:, None] * input_row + k[None, :] * input_column
-    w_at = weight + n.to(tl.int64)[:, None] * weight_row + k[None, :] * weight_column
-    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    x_ptrs = input + m.to(tl.int64)[:, None] * input_row + k[None, :] * input_column
+    w_ptrs = weight + n.to(tl.int64)[:, None] * weight_row + k[None, :] * weight_column
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in tl.range(0, ins, BLOCK_K):
-        real = (start + k < ins)[None, :]
-        x = tl.load(x_at, mask=(m < rows)[:, None] & real, other=0.0)
-        w = tl.load(w_at, mask=(n < outs)[:, None] & real, other=0.0)
-        total = tl.dot(x, tl.trans(w), total, input_precision="ieee")
-        x_at += BLOCK_K * input_column
-        w_at += BLOCK_K * weight_column
+        k_mask = (start + k < ins)[None, :]
+        x = tl.load(x_ptrs, mask=(m < rows)[:, None] & k_mask, other=0.0)
+        w = tl.load(w_ptrs, mask=(n < outs)[:, None] & k_mask, other=0.0)
+        acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
+        x_ptrs += BLOCK_K * input_column
+        w_ptrs += BLOCK_K * weight_column
     if bias is not None:
-        total += tl.load(bias + n, mask=n < outs, other=0.0).to(tl.float32)[None, :]
-    at = output + m.to(tl.int64)[:, None] * outs + n[None, :]
-    tl.store(at, total.to(output.dtype.element_ty), mask=(m < rows)[:, None] & (n < outs)[None, :])
+        acc += tl.load(bias + n, mask=n < outs, other=0.0).to(tl.float32)[None, :]
+    out_ptrs = output + m.to(tl.int64)[:, None] * outs + n[None, :]
+    tl.store(out_ptrs, acc.to(output.dtype.element_ty), mask=(m < rows)[:, None] & (n < outs)[None, :])
 
 
 _launch = Launcher(_linear_kernel)

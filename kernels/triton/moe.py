@@ -1,12 +1,12 @@
-"""Mixture of experts: pairs of token and expert brought into the experts' order, and a token's results added up.
+"""Mixture of experts: sort of (token, expert) pairs by expert, and weighted sum of each token's expert outputs.
 
-    order = pairs sorted by expert, then by their number; foreign pairs (of other ranks' experts) last
-    ends[e] = pairs of experts 0 .. e                              the runs that a grouped matrix product takes
+    order = pair indices sorted by expert, stable; pairs of other ranks' experts last
+    ends[e] = number of pairs of experts 0 .. e                    row ranges for a grouped matrix product
     output[t] = sum over j of weight[t, j] * down[place of pair (t, j)]
 
-Sorting is a count: each expert's program counts the pairs before its own and puts its own behind them, so that one
-launch does it and nothing is read on the host. Sums go over a token's pairs in their order, in float32; products are
-rounded to the type that torch would give them.
+The sort is a counting sort: each expert's program counts the pairs of lower experts and places its own pairs after
+them. It takes one launch and no host synchronization. Sums accumulate over a token's pairs in order, in float32;
+products are rounded to the dtype that PyTorch would give them.
 """
 
 import torch
@@ -21,7 +21,7 @@ _BLOCK = 1024
 
 
 def route_reference(experts: Tensor, first: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """What :func:`route` computes, by torch's sort."""
+    """Compute :func:`route` with ``torch.sort``."""
     local = experts - first
     local = local.masked_fill((local < 0) | (local >= count), count)
     ordered, order = torch.sort(local, stable=True)
@@ -30,9 +30,10 @@ def route_reference(experts: Tensor, first: int, count: int) -> tuple[Tensor, Te
 
 
 def route(experts: Tensor, first: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Experts [pairs] int64 -> (order [pairs] int64, each pair's place in it [pairs] int64, ends [count] int32).
+    """Sort the pairs of ``experts`` [pairs] int64 by expert.
 
-    The experts ``first`` .. ``first`` + ``count`` - 1 are this rank's. Raises UsageError for another type or shape.
+    Returns (order [pairs] int64, each pair's index in ``order`` [pairs] int64, ends [count] int32). The experts
+    ``first`` .. ``first`` + ``count`` - 1 belong to this rank. Raises UsageError for another dtype or shape.
     """
     check_same_device(experts)
     if experts.ndim != 1 or experts.dtype != torch.int64 or not experts.is_contiguous() or count < 0:
@@ -46,15 +47,16 @@ def route(experts: Tensor, first: int, count: int) -> tuple[Tensor, Tensor, Tens
 
 
 def combine_reference(down: Tensor, places: Tensor, weights: Tensor) -> Tensor:
-    """What :func:`combine` computes."""
+    """Compute :func:`combine` in plain PyTorch."""
     pairs = down[places].view(*weights.shape, down.shape[1])
     return (pairs * weights.unsqueeze(-1)).sum(dim=1).to(down.dtype)
 
 
 def combine(down: Tensor, places: Tensor, weights: Tensor) -> Tensor:
-    """[pairs, hidden] in the experts' order, places [pairs] int64, weights [tokens, k] -> [tokens, hidden].
+    """Return the weighted sum of each token's expert outputs, [tokens, hidden] in the dtype of ``down``.
 
-    In the dtype of ``down``; weights have that or float32. Raises UsageError for tensors that do not fit together.
+    ``down`` [pairs, hidden] is in expert order, ``places`` [pairs] int64 holds the row of each pair. ``weights``
+    [tokens, k] have the dtype of ``down`` or float32. Raises UsageError for inconsistent tensors.
     """
     check_same_device(down, places, weights)
     tokens, k = weights.shape
@@ -74,28 +76,28 @@ def combine(down: Tensor, places: Tensor, weights: Tensor) -> Tensor:
 
 
 @triton.jit
-def _experts(experts, at, pairs, first, count):
-    """This rank's numbers of the experts of pairs: ``count`` for foreign ones, more where there is no pair."""
-    local = tl.load(experts + at, mask=at < pairs, other=0) - first
+def _local_experts(experts, index, pairs, first, count):
+    """Load rank-local expert indices of pairs: ``count`` for other ranks' experts, ``count + 1`` past the last pair."""
+    local = tl.load(experts + index, mask=index < pairs, other=0) - first
     local = tl.where((local < 0) | (local >= count), count, local)
-    return tl.where(at < pairs, local, count + 1)
+    return tl.where(index < pairs, local, count + 1)
 
 
 @triton.jit(do_not_specialize=["pairs", "first"])
 def _route_kernel(experts, order, places, ends, pairs, first, BLOCK: tl.constexpr):
-    """The pairs of one expert, or the foreign ones."""
+    """Place the pairs of one expert, or in the last program those of other ranks' experts."""
     expert, count = tl.program_id(0), tl.num_programs(0) - 1
-    fewer = tl.zeros([BLOCK], tl.int32)
+    lower = tl.zeros([BLOCK], tl.int32)
     for start in range(0, pairs, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        fewer += (_experts(experts, at, pairs, first, count) < expert).to(tl.int32)
-    end = tl.sum(fewer, 0)
+        index = start + tl.arange(0, BLOCK)
+        lower += (_local_experts(experts, index, pairs, first, count) < expert).to(tl.int32)
+    end = tl.sum(lower, 0)
     for start in range(0, pairs, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        mine = _experts(experts, at, pairs, first, count) == expert
+        index = start + tl.arange(0, BLOCK)
+        mine = _local_experts(experts, index, pairs, first, count) == expert
         place = end + tl.cumsum(mine.to(tl.int32), 0) - 1
-        tl.store(order + place, at.to(tl.int64), mask=mine)
-        tl.store(places + at, place.to(tl.int64), mask=mine)
+        tl.store(order + place, index.to(tl.int64), mask=mine)
+        tl.store(places + index, place.to(tl.int64), mask=mine)
         end += tl.sum(mine.to(tl.int32), 0)
     if expert < count:
         tl.store(ends + expert, end)
@@ -103,14 +105,14 @@ def _route_kernel(experts, order, places, ends, pairs, first, BLOCK: tl.constexp
 
 @triton.jit
 def _combine_kernel(down, places, weights, output, hidden, K: tl.constexpr, BLOCK: tl.constexpr):
-    """BLOCK features of one token."""
+    """Compute BLOCK features of one token."""
     token, feature = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     for j in range(K):
         place = tl.load(places + token * K + j)
-        by = tl.load(weights + token * K + j).to(tl.float32)
+        weight = tl.load(weights + token * K + j).to(tl.float32)
         x = tl.load(down + place * hidden + feature, mask=feature < hidden, other=0.0).to(tl.float32)
-        total += (x * by).to(weights.dtype.element_ty).to(tl.float32)
+        total += (x * weight).to(weights.dtype.element_ty).to(tl.float32)
     tl.store(output + token * hidden + feature, total.to(output.dtype.element_ty), mask=feature < hidden)
 
 

@@ -1,12 +1,12 @@
-"""RMSNorm over the last axis, arXiv:1910.07467, alone or behind the addition to the residual stream.
+"""RMSNorm over the last axis, arXiv:1910.07467, alone or fused with the addition to the residual stream.
 
     summed = residual + states                             rounded to the dtype
     normed = round(summed / rms(summed)) * weight          Llama: transformers' LlamaRMSNorm
-    normed = summed / rms(summed) * (1 + weight)           Gemma: transformers' Gemma2RMSNorm, in float32 to the end
+    normed = summed / rms(summed) * (1 + weight)           Gemma: transformers' Gemma2RMSNorm, float32 until the end
 
-rms(x) = sqrt(mean(x^2) + eps) in float32. Gemma 2 norms what it adds, too (arXiv:2408.00118): with ``post_weight``,
-summed = residual + norm(states, post_weight). One program takes a row, or several where rows are short, as those of
-one head are; a row's result does not depend on the other rows.
+rms(x) = sqrt(mean(x^2) + eps) in float32. Gemma 2 also normalizes the states before the addition (arXiv:2408.00118):
+with ``post_weight``, summed = residual + norm(states, post_weight). A program processes one row, or several short rows
+(for example of single heads). A row's result does not depend on other rows.
 """
 
 import torch
@@ -19,14 +19,14 @@ from tapscope.kernels.triton.launch import Launcher, check_same_device, next_pow
 from tapscope.kernels.triton.quantize import Quantized, store_quantized
 
 _TILE = 1024
-"""Elements of a program that takes several rows."""
+"""Elements of a program that processes several rows."""
 
 
 def rms_norm_reference(states: Tensor, weight: Tensor, eps: float, *, is_gemma: bool = False) -> Tensor:
-    """What :func:`rms_norm` computes."""
-    wide = states.float()
-    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (wide * (1.0 + weight.float())).to(states.dtype) if is_gemma else weight * wide.to(states.dtype)
+    """Compute :func:`rms_norm` in plain PyTorch."""
+    x = states.float()
+    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    return (x * (1.0 + weight.float())).to(states.dtype) if is_gemma else weight * x.to(states.dtype)
 
 
 def add_rms_norm_reference(
@@ -38,7 +38,7 @@ def add_rms_norm_reference(
     is_gemma: bool = False,
     post_weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """What :func:`add_rms_norm` computes."""
+    """Compute :func:`add_rms_norm` in plain PyTorch."""
     if post_weight is not None:
         states = rms_norm_reference(states, post_weight, eps, is_gemma=is_gemma)
     summed = residual + states
@@ -46,9 +46,10 @@ def add_rms_norm_reference(
 
 
 def rms_norm(states: Tensor, weight: Tensor, eps: float, *, is_gemma: bool = False) -> Tensor:
-    """[..., size] -> [..., size], contiguous, in the dtype of ``states``; weight [size] of that dtype.
+    """Return the RMSNorm of ``states`` [..., size], contiguous and in the same dtype.
 
-    ``states`` may be a view of [tokens, heads, size] or [tokens, size] with the last axis contiguous.
+    ``weight`` is [size] of that dtype. ``states`` may be a strided view [tokens, heads, size] or [tokens, size]
+    with a contiguous last axis. Raises UsageError for inconsistent tensors.
     """
     return _norm(states, None, weight, None, eps, is_gemma)[0]
 
@@ -63,10 +64,10 @@ def add_rms_norm(
     post_weight: Tensor | None = None,
     quantized: Quantized | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(normed, summed) of ``residual`` + ``states``, both [..., size]; contiguous, in the dtype of ``states``.
+    """Return (normed, summed), the RMSNorm of ``residual + states`` and the sum, both [..., size] and contiguous.
 
-    ``residual`` has the shape and dtype of ``states``. ``quantized`` receives what :func:`.quantize.quantize` computes
-    from ``normed``, in groups. Raises UsageError for tensors that do not fit together.
+    ``residual`` has the shape and dtype of ``states``, as do the results. ``quantized`` receives ``normed`` quantized
+    in groups, see :func:`.quantize.quantize`. Raises UsageError for inconsistent tensors.
     """
     return _norm(states, residual, weight, post_weight, eps, is_gemma, quantized)
 
@@ -75,12 +76,12 @@ def _norm(
     states: Tensor,
     residual: Tensor | None,
     weight: Tensor,
-    post: Tensor | None,
+    post_weight: Tensor | None,
     eps: float,
     is_gemma: bool,
     quantized: Quantized | None = None,
 ) -> tuple[Tensor, Tensor]:
-    _check(states, residual, weight, post)
+    _check(states, residual, weight, post_weight)
     size = states.shape[-1]
     if quantized is not None:
         quantized.check(states.numel() // size, size)
@@ -92,17 +93,30 @@ def _norm(
     count, block = states.numel() // size, next_power(size)
     rows = max(1, _TILE // block)
     codes, scales = (None, None) if quantized is None else quantized[:2]
-    args = states, added, weight, post, normed, summed, codes, scales, count, eps, *_steps(states), *_steps(added)
+    args = (
+        states,
+        added,
+        weight,
+        post_weight,
+        normed,
+        summed,
+        codes,
+        scales,
+        count,
+        eps,
+        *_steps(states),
+        *_steps(added),
+    )
     constants = {"SIZE": size, "BLOCK": block, "ROWS": rows, "IS_GEMMA": is_gemma, "IS_ADDED": residual is not None}
-    given = constants | Quantized.constants(quantized)
-    _launch_norm(states.device, (-(-count // rows), 1, 1), args, given, num_warps=min(16, max(4, block // 512)))
+    all_constants = constants | Quantized.constants(quantized)
+    _launch_norm(states.device, (-(-count // rows), 1, 1), args, all_constants, num_warps=min(16, max(4, block // 512)))
     return normed, summed
 
 
-def _check(states: Tensor, residual: Tensor | None, weight: Tensor, post: Tensor | None) -> None:
-    """Raise UsageError for tensors that do not fit together."""
-    check_same_device(states, residual, weight, post)
-    for name, vector in (("weight", weight), ("post_weight", post)):
+def _check(states: Tensor, residual: Tensor | None, weight: Tensor, post_weight: Tensor | None) -> None:
+    """Raise UsageError for inconsistent shapes, dtypes, strides or devices."""
+    check_same_device(states, residual, weight, post_weight)
+    for name, vector in (("weight", weight), ("post_weight", post_weight)):
         if vector is not None and (vector.shape != states.shape[-1:] or vector.dtype != states.dtype):
             raise UsageError(
                 f"{name} is {vector.dtype} {list(vector.shape)}; states {states.dtype} {list(states.shape)}"
@@ -115,7 +129,7 @@ def _check(states: Tensor, residual: Tensor | None, weight: Tensor, post: Tensor
 
 
 def _steps(states: Tensor) -> tuple[int, int, int]:
-    """Rows of the second axis from the last, and how far apart rows of that axis and of the one before lie."""
+    """Return (size of the second-to-last axis, its stride, stride of the axis before); (1, 0, row stride) if not 3D."""
     if states.stride(-1) != 1 and states.shape[-1] > 1:
         raise UsageError("the last axis must be contiguous")
     if states.ndim == 3:
@@ -125,14 +139,14 @@ def _steps(states: Tensor) -> tuple[int, int, int]:
 
 
 @triton.jit
-def _normalised(wide, weight, eps, dtype: tl.constexpr, SIZE: tl.constexpr, IS_GEMMA: tl.constexpr):
-    """[rows, size] in float32, normalised and weighted, rounded to ``dtype`` and in float32 again."""
-    wide *= tl.rsqrt(tl.sum(wide * wide, 1) / SIZE + eps)[:, None]
+def _normalized(x, weight, eps, dtype: tl.constexpr, SIZE: tl.constexpr, IS_GEMMA: tl.constexpr):
+    """Normalize and weight [rows, size] in float32; the result is rounded to ``dtype`` and returned in float32."""
+    x *= tl.rsqrt(tl.sum(x * x, 1) / SIZE + eps)[:, None]
     if IS_GEMMA:
-        wide *= 1.0 + weight
+        x *= 1.0 + weight
     else:
-        wide = wide.to(dtype).to(tl.float32) * weight
-    return wide.to(dtype).to(tl.float32)
+        x = x.to(dtype).to(tl.float32) * weight
+    return x.to(dtype).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -142,33 +156,33 @@ def _norm_kernel(
     SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, IS_GEMMA: tl.constexpr, IS_ADDED: tl.constexpr,
     MOST: tl.constexpr, LEAST: tl.constexpr, IS_UE8M0: tl.constexpr, IS_OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows: [count, SIZE] -> normed, and summed where there is something to add; codes and scales, if any."""
+    """Normalize ROWS rows of [count, SIZE], with optional residual addition and quantization."""
     dtype: tl.constexpr = states.dtype.element_ty
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)
-    last = tl.load(weight + column, mask=column < SIZE, other=0.0)
+    norm_weight = tl.load(weight + column, mask=column < SIZE, other=0.0)
     wait_for_previous(IS_OVERLAPPED)
-    real = (row < count) & (column < SIZE)
-    at = row // inner * outer_step + row % inner * inner_step + column
-    wide = tl.load(states + at, mask=real, other=0.0).to(tl.float32)
+    valid = (row < count) & (column < SIZE)
+    offset = row // inner * outer_step + row % inner * inner_step + column
+    x = tl.load(states + offset, mask=valid, other=0.0).to(tl.float32)
     if post is not None:
-        by = tl.load(post + column, mask=column < SIZE, other=0.0).to(tl.float32)
-        wide = _normalised(wide, by, eps, dtype, SIZE, IS_GEMMA)
+        post_weight = tl.load(post + column, mask=column < SIZE, other=0.0).to(tl.float32)
+        x = _normalized(x, post_weight, eps, dtype, SIZE, IS_GEMMA)
     if IS_ADDED:
-        at = row // residual_inner * residual_outer_step + row % residual_inner * residual_inner_step + column
-        wide += tl.load(residual + at, mask=real, other=0.0).to(tl.float32)
-        tl.store(summed + row * SIZE + column, wide.to(dtype), mask=real)
-        wide = wide.to(dtype).to(tl.float32)
-    wide = _normalised(wide, last.to(tl.float32), eps, dtype, SIZE, IS_GEMMA)
-    tl.store(normed + row * SIZE + column, wide.to(dtype), mask=real)
+        offset = row // residual_inner * residual_outer_step + row % residual_inner * residual_inner_step + column
+        x += tl.load(residual + offset, mask=valid, other=0.0).to(tl.float32)
+        tl.store(summed + row * SIZE + column, x.to(dtype), mask=valid)
+        x = x.to(dtype).to(tl.float32)
+    x = _normalized(x, norm_weight.to(tl.float32), eps, dtype, SIZE, IS_GEMMA)
+    tl.store(normed + row * SIZE + column, x.to(dtype), mask=valid)
     if codes is not None:
-        part = tl.arange(0, ROWS * BLOCK // 128)[:, None]
-        row = tl.program_id(0).to(tl.int64) * ROWS + part // (BLOCK // 128)
-        group = part % (BLOCK // 128)
-        wide = tl.reshape(wide, (ROWS * BLOCK // 128, 128))
-        real = (row < count) & (group < SIZE // 128)
-        at = row * SIZE + group * 128 + tl.arange(0, 128)[None, :]
-        store_quantized(wide, codes + at, scales + row * (SIZE // 128) + group, real, MOST, LEAST, IS_UE8M0)
+        index = tl.arange(0, ROWS * BLOCK // 128)[:, None]
+        row = tl.program_id(0).to(tl.int64) * ROWS + index // (BLOCK // 128)
+        group = index % (BLOCK // 128)
+        x = tl.reshape(x, (ROWS * BLOCK // 128, 128))
+        valid = (row < count) & (group < SIZE // 128)
+        offset = row * SIZE + group * 128 + tl.arange(0, 128)[None, :]
+        store_quantized(x, codes + offset, scales + row * (SIZE // 128) + group, valid, MOST, LEAST, IS_UE8M0)
 
 
 _launch_norm = Launcher(_norm_kernel, overlaps=True)

@@ -1,9 +1,9 @@
-"""Copy of KV-cache pages between two pools, of all layers in one launch; either pool may be page-locked host memory.
+"""Copy of KV-cache pages of all layers between two pools in one launch; either pool may be in pinned host memory.
 
     target[layer, target_pages[i]] = source[layer, source_pages[i]]     for every layer and i
 
-cudaMemcpyAsync takes a call for each page and layer. A kernel that reads or writes mapped host memory takes one launch
-and reaches the bus's rate with a few programs; the rest of the GPU stays free for the model.
+cudaMemcpyAsync needs a call for each page and layer. A kernel that reads or writes mapped host memory needs one launch
+and saturates the bus with a few programs, which leaves most SMs to the model.
 """
 
 import torch
@@ -15,24 +15,24 @@ from tapscope.core.errors import UsageError
 from tapscope.kernels.triton.launch import Launcher, check_same_device
 
 _BLOCK = 2048
-"""Words that a program copies at a time."""
+"""Words that a program copies per iteration."""
 _HOST_PROGRAMS = 64
-"""Where a pool is in host memory: enough to fill the bus."""
+"""Maximum number of programs for transfers with host memory: enough to saturate the bus."""
 _DEVICE_PROGRAMS = 4096
 _WORDS = (torch.int64, 8), (torch.int32, 4), (torch.int16, 2), (torch.uint8, 1)
 
 
 def copy_pages_reference(source: Tensor, target: Tensor, source_pages: Tensor, target_pages: Tensor) -> None:
-    """What :func:`copy_pages` does."""
+    """Copy like :func:`copy_pages`, in plain PyTorch."""
     target[:, target_pages.to(target.device)] = source[:, source_pages.to(source.device)].to(target.device)
 
 
 def copy_pages(source: Tensor, target: Tensor, source_pages: Tensor, target_pages: Tensor) -> None:
     """Copy pages of ``source`` [layers, pages, ...] to ``target`` [layers, other pages, ...], both contiguous.
 
-    ``source_pages`` and ``target_pages`` [n] int64 are on the device. At most one pool is in host memory, page-locked.
-    The copy is asynchronous in the current stream. Target pages must be distinct, and none of them may be read.
-    Raises UsageError for tensors that do not fit together; page numbers are not checked.
+    ``source_pages`` and ``target_pages`` [n] int64 are on the device. At most one pool may be in (pinned) host
+    memory. The copy is asynchronous on the current stream. Target pages must be distinct and must not be among the
+    pages read. Raises UsageError for inconsistent tensors; page numbers are not checked.
     """
     check_same_device(source_pages, target_pages)
     device = source_pages.device
@@ -51,7 +51,7 @@ def copy_pages(source: Tensor, target: Tensor, source_pages: Tensor, target_page
 
 
 def _check(source: Tensor, target: Tensor, source_pages: Tensor, target_pages: Tensor) -> None:
-    """Raise UsageError for tensors that do not fit together."""
+    """Raise UsageError for inconsistent shapes, dtypes, strides or devices."""
     for name, pages in (("source_pages", source_pages), ("target_pages", target_pages)):
         if pages.dtype != torch.int64 or pages.ndim != 1 or not pages.is_contiguous():
             raise UsageError(f"copy_pages: {name} is {pages.dtype} {list(pages.shape)}; expected contiguous int64 [n]")
@@ -72,14 +72,16 @@ def _copy_pages_kernel(
     source, target, source_pages, target_pages, count, layers, num_source, num_target,
     WORDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Programs take blocks of pages of layers in turn."""
+    """Copy blocks of (layer, page) pairs in a grid-stride loop."""
     chunks: tl.constexpr = (WORDS + BLOCK - 1) // BLOCK
     for item in range(tl.program_id(0), count * layers * chunks, tl.num_programs(0)):
         page, layer = item // chunks % count, item // chunks // count
         word = item % chunks * BLOCK + tl.arange(0, BLOCK)
-        start = (layer.to(tl.int64) * num_source + tl.load(source_pages + page)) * WORDS
-        end = (layer.to(tl.int64) * num_target + tl.load(target_pages + page)) * WORDS
-        tl.store(target + end + word, tl.load(source + start + word, mask=word < WORDS), mask=word < WORDS)
+        source_offset = (layer.to(tl.int64) * num_source + tl.load(source_pages + page)) * WORDS
+        target_offset = (layer.to(tl.int64) * num_target + tl.load(target_pages + page)) * WORDS
+        tl.store(
+            target + target_offset + word, tl.load(source + source_offset + word, mask=word < WORDS), mask=word < WORDS
+        )
 
 
 _launch = Launcher(_copy_pages_kernel)

@@ -1,19 +1,18 @@
-"""Norm of heads, rotary embedding and store to the KV cache, between a layer's projections and its attention, in one
-kernel.
+"""QK norm, rotary embedding and KV-cache write, fused in one kernel between a layer's projections and its attention.
 
-    query, key = norm(query), norm(key)              each head by itself; Qwen3, Gemma 3; as kernels/triton/norm.py
+    query, key = norm(query), norm(key)              per head (Qwen3, Gemma 3), as in kernels/triton/norm.py
     query, key = rotate(query), rotate(key)          arXiv:2104.09864
-    pool[slot of the token] = key, value             as the KV cache stores them
+    pool[slot of the token] = key, value             in the KV cache's dtype
 
-cos and sin [tokens, rotary dim] are those of the step; they are equal in columns i and i + rotary dim / 2. Features
-outside of ``offset`` .. ``offset`` + rotary dim stay as they are (partial rotary embedding; MLA rotates the last ones).
-Which features are rotated together, and where they go:
+cos and sin [tokens, rotary dim] belong to the tokens of the step; columns i and i + rotary dim / 2 are equal. Features
+outside of ``offset`` .. ``offset`` + rotary dim are copied (partial rotary embedding; MLA rotates the last features).
+The styles pair features as follows:
 
     ``neox``                  i with i + half, in place; products rounded to the dtype: transformers' Llama
-    ``interleaved``           2i with 2i + 1, in place; float32 to the end: transformers' DeepseekV2
-    ``interleaved_to_neox``   2i with 2i + 1, left at i and i + half; products rounded: transformers' DeepseekV3
+    ``interleaved``           2i with 2i + 1, in place; float32 until the final rounding: transformers' DeepseekV2
+    ``interleaved_to_neox``   2i with 2i + 1, written to i and i + half; products rounded: transformers' DeepseekV3
 
-cos and sin themselves, of a step's positions, are made by :func:`angles`.
+:func:`angles` computes cos and sin from the positions of a step.
 A value x is stored as x / scale in FP8, clamped to the dtype's range (:mod:`tapscope.engine.kv_cache.kv_format`).
 """
 
@@ -34,28 +33,29 @@ _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 class HeadNorm(NamedTuple):
-    """RMSNorm of every head of queries and of keys."""
+    """RMSNorm parameters for each head of queries and keys (QK norm)."""
 
     query_weight: Tensor
     """[dim], in the dtype of the queries."""
     key_weight: Tensor
+    """[dim], in the same dtype."""
     eps: float
     is_gemma: bool = False
 
 
 class CachePool(NamedTuple):
-    """Where one layer's keys and values are kept."""
+    """KV-cache pools of one layer."""
 
     keys: Tensor
     """[pages, page_size, kv_heads, dim]."""
     values: Tensor | None
-    """[pages, page_size, kv_heads, value dim]; None where values are made from what is cached as keys."""
+    """[pages, page_size, kv_heads, value dim]; None if values are computed from the cached keys (MLA)."""
     scales: tuple[float, float] = (1.0, 1.0)
-    """What a stored 1 means, of keys and of values."""
+    """Dequantization scales of stored FP8 keys and values."""
 
 
 def rotate_reference(states: Tensor, cos: Tensor, sin: Tensor, style: str = "neox", offset: int = 0) -> Tensor:
-    """[tokens, heads, dim] with the features from ``offset`` on rotated."""
+    """Return ``states`` [tokens, heads, dim] with the features from ``offset`` on rotated, in plain PyTorch."""
     end = offset + cos.shape[1]
     rotated, half = states[..., offset:end], cos.shape[1] // 2
     cos, sin = cos[:, None, :half], sin[:, None, :half]
@@ -65,10 +65,10 @@ def rotate_reference(states: Tensor, cos: Tensor, sin: Tensor, style: str = "neo
         first, second = rotated[..., 0::2], rotated[..., 1::2]
     if style == "interleaved":
         first, second = first.float(), second.float()
-        both = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(-2)
+        pairs = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(-2)
     else:
-        both = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return torch.cat((states[..., :offset], both.to(states.dtype), states[..., end:]), dim=-1)
+        pairs = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return torch.cat((states[..., :offset], pairs.to(states.dtype), states[..., end:]), dim=-1)
 
 
 def rotate_and_store_reference(
@@ -83,18 +83,18 @@ def rotate_and_store_reference(
     style: str = "neox",
     offset: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """What :func:`rotate_and_store` computes and stores."""
+    """Compute and store like :func:`rotate_and_store`, in plain PyTorch; copies ``slots`` to the host."""
     if norm is not None:
         query = rms_norm_reference(query, norm.query_weight, norm.eps, is_gemma=norm.is_gemma)
         key = rms_norm_reference(key, norm.key_weight, norm.eps, is_gemma=norm.is_gemma)
     query, key = (rotate_reference(states, *rotation, style, offset) for states in (query, key))
-    for kept, states, scale in ((pool.keys, key, pool.scales[0]), (pool.values, value, pool.scales[1])):
-        if kept is not None and states is not None:
-            if kept.dtype != states.dtype:
-                most = torch.finfo(kept.dtype).max
-                states = (states.float() / scale if kept.dtype in _FP8 else states).clamp(-most, most)
-            for slot, row in zip(slots.tolist(), states.to(kept.dtype), strict=True):
-                kept[slot // kept.shape[1], slot % kept.shape[1]] = row
+    for cache, states, scale in ((pool.keys, key, pool.scales[0]), (pool.values, value, pool.scales[1])):
+        if cache is not None and states is not None:
+            if cache.dtype != states.dtype:
+                max_value = torch.finfo(cache.dtype).max
+                states = (states.float() / scale if cache.dtype in _FP8 else states).clamp(-max_value, max_value)
+            for slot, row in zip(slots.tolist(), states.to(cache.dtype), strict=True):
+                cache[slot // cache.shape[1], slot % cache.shape[1]] = row
     return query, key
 
 
@@ -110,11 +110,12 @@ def rotate_and_store(
     style: str = "neox",
     offset: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """[tokens, heads, dim], [tokens, kv_heads, dim] and [tokens, kv_heads, value dim] -> query and key, rotated.
+    """Rotate ``query`` and ``key``, after an optional QK norm, and write key and value to the KV cache.
 
-    The three may be views with the last axis contiguous; the results are new and contiguous, in the query's dtype.
-    Keys and values go to ``slots`` [tokens] int64 of the ``pool``: page * page_size + place. ``rotation`` is (cos,
-    sin). Raises UsageError for tensors that do not fit together.
+    ``query`` [tokens, heads, dim], ``key`` [tokens, kv_heads, dim] and ``value`` [tokens, kv_heads, value dim] may be
+    views with a contiguous last axis. Returns the rotated query and key as new contiguous tensors of the query's dtype.
+    Keys and values are stored in ``pool`` at ``slots`` [tokens] int64: page * page_size + offset. ``rotation`` is (cos,
+    sin). Raises UsageError for inconsistent tensors.
     """
     cos, sin = rotation
     _check(query, key, value, cos, sin, slots, pool, norm)
@@ -130,14 +131,14 @@ def rotate_and_store(
     if not tokens:
         return rotated, cached
     values = cached if value is None else value
-    kept = pool.keys if pool.values is None else pool.values
+    value_pool = pool.keys if pool.values is None else pool.values
     block = max(1, _TILE // next_power(dim))
     query_blocks, key_blocks = -(-heads // block), -(-kv_heads // block)
     weights = (None, None) if norm is None else norm[:2]
     args = (
-        query, key, values, cos, sin, slots, *weights, pool.keys, kept, rotated, cached,
+        query, key, values, cos, sin, slots, *weights, pool.keys, value_pool, rotated, cached,
         *query.stride()[:2], *key.stride()[:2], *values.stride()[:2], cos.stride(0), sin.stride(0),
-        *pool.keys.stride()[1:3], *kept.stride()[1:3], 0.0 if norm is None else norm.eps, *pool.scales,
+        *pool.keys.stride()[1:3], *value_pool.stride()[1:3], 0.0 if norm is None else norm.eps, *pool.scales,
     )  # fmt: skip
     constants = {
         "HEADS": heads, "KV_HEADS": kv_heads, "DIM": dim, "WIDTH": values.shape[2], "ROTARY": rotary,
@@ -162,7 +163,7 @@ def _check(
     pool: CachePool,
     norm: HeadNorm | None,
 ) -> None:
-    """Raise UsageError for tensors that do not fit together."""
+    """Raise UsageError for inconsistent shapes, dtypes, strides or devices."""
     weights = () if norm is None else norm[:2]
     check_same_device(query, key, value, cos, sin, slots, pool.keys, pool.values, *weights)
     check_stored(pool.keys.dtype, pool.keys.device)
@@ -189,16 +190,17 @@ def _check(
 
 
 def angles_reference(positions: Tensor, inv_freq: Tensor, scaling: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """What :func:`angles` computes."""
+    """Compute :func:`angles` in plain PyTorch."""
     angle = positions.float()[:, None] * inv_freq
     angle = torch.cat((angle, angle), dim=-1)
     return (angle.cos() * scaling).to(dtype), (angle.sin() * scaling).to(dtype)
 
 
 def angles(positions: Tensor, inv_freq: Tensor, scaling: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Positions [tokens] int64 and frequencies [dim / 2] float32 -> cos and sin [tokens, dim], times ``scaling``.
+    """Return cos and sin [tokens, dim], multiplied by ``scaling``, for ``positions`` [tokens] int64.
 
-    They are computed in float32 and rounded to ``dtype``. Raises UsageError for tensors that do not fit together.
+    ``inv_freq`` is [dim / 2] float32. The results are computed in float32 and rounded to ``dtype``. Raises UsageError
+    for other dtypes and shapes.
     """
     check_same_device(positions, inv_freq)
     if positions.ndim != 1 or positions.dtype != torch.int64 or inv_freq.ndim != 1 or inv_freq.dtype != torch.float32:
@@ -216,18 +218,18 @@ def angles(positions: Tensor, inv_freq: Tensor, scaling: float, dtype: torch.dty
 
 
 @triton.jit
-def _encoded(wide, scale, dtype: tl.constexpr, MOST: tl.constexpr, IS_PLAIN: tl.constexpr, IS_FP8: tl.constexpr):
-    """Float32 values as the cache stores them; NaN stays NaN."""
+def _encoded(x, scale, dtype: tl.constexpr, MOST: tl.constexpr, IS_PLAIN: tl.constexpr, IS_FP8: tl.constexpr):
+    """Convert float32 values to the cache's dtype, scaled and saturated; NaN stays NaN."""
     if IS_FP8:
-        wide = tl.div_rn(wide, scale)
+        x = tl.div_rn(x, scale)
     if not IS_PLAIN:
-        wide = tl.where(wide > MOST, MOST, tl.where(wide < -MOST, -MOST, wide))
-    return wide.to(dtype)
+        x = tl.where(x > MOST, MOST, tl.where(x < -MOST, -MOST, x))
+    return x.to(dtype)
 
 
 @triton.jit
 def _pair(j, ROTARY: tl.constexpr, OFFSET: tl.constexpr, IS_APART: tl.constexpr):
-    """Which two features are rotated together as pair ``j``."""
+    """Return the two feature indices of pair ``j``: ROTARY / 2 apart if IS_APART, else adjacent."""
     if IS_APART:
         return OFFSET + j, OFFSET + ROTARY // 2 + j
     else:
@@ -236,7 +238,7 @@ def _pair(j, ROTARY: tl.constexpr, OFFSET: tl.constexpr, IS_APART: tl.constexpr)
 
 @triton.jit
 def _rotated_pairs(first, second, cos, sin, dtype: tl.constexpr, STYLE: tl.constexpr):
-    """Pairs of float32 features, rotated; products are rounded to ``dtype`` unless the style is `interleaved`."""
+    """Rotate pairs of float32 features; products are rounded to ``dtype`` unless the style is `interleaved`."""
     a, b, c, d = first * cos, second * sin, second * cos, first * sin
     if STYLE != 1:
         a, b, c, d = a.to(dtype), b.to(dtype), c.to(dtype), d.to(dtype)
@@ -245,49 +247,49 @@ def _rotated_pairs(first, second, cos, sin, dtype: tl.constexpr, STYLE: tl.const
 
 @triton.jit
 def _rotate_heads(
-    states, weight, rotated, kept, cos, sin, head, step, kept_step, heads, eps, scale,
+    states, weight, rotated, cache, cos, sin, head, step, cache_step, heads, eps, scale,
     DIM: tl.constexpr, ROTARY: tl.constexpr, OFFSET: tl.constexpr, STYLE: tl.constexpr, IS_GEMMA: tl.constexpr,
     HALF: tl.constexpr, REST: tl.constexpr, MOST: tl.constexpr, IS_PLAIN: tl.constexpr, IS_FP8: tl.constexpr,
 ):  # fmt: skip
-    """Heads of one token: normed and rotated into ``rotated`` [heads, DIM], and stored where ``kept`` is given."""
+    """Norm and rotate heads of one token into ``rotated`` [heads, DIM], and write them to ``cache`` if given."""
     dtype: tl.constexpr = states.dtype.element_ty
-    j, i, real = tl.arange(0, HALF), tl.arange(0, REST if REST else 1), head < heads
-    pairs, others = real & (j < ROTARY // 2), real & (i < DIM - ROTARY)
+    j, i, valid = tl.arange(0, HALF), tl.arange(0, REST if REST else 1), head < heads
+    pair_mask, rest_mask = valid & (j < ROTARY // 2), valid & (i < DIM - ROTARY)
     one, two = _pair(j, ROTARY, OFFSET, STYLE == 0)
     rest = tl.where(i < OFFSET, i, i + ROTARY)
-    first = tl.load(states + head * step + one, mask=pairs, other=0.0).to(tl.float32)
-    second = tl.load(states + head * step + two, mask=pairs, other=0.0).to(tl.float32)
-    other = tl.load(states + head * step + rest, mask=others, other=0.0).to(tl.float32)
+    first = tl.load(states + head * step + one, mask=pair_mask, other=0.0).to(tl.float32)
+    second = tl.load(states + head * step + two, mask=pair_mask, other=0.0).to(tl.float32)
+    other = tl.load(states + head * step + rest, mask=rest_mask, other=0.0).to(tl.float32)
     if weight is not None:
         squares = tl.sum(first * first + second * second, 1) + tl.sum(other * other, 1)
-        by = tl.rsqrt(squares / DIM + eps)[:, None]
-        first = _weighted(first * by, weight + one, j < ROTARY // 2, dtype, IS_GEMMA)
-        second = _weighted(second * by, weight + two, j < ROTARY // 2, dtype, IS_GEMMA)
-        other = _weighted(other * by, weight + rest, i < DIM - ROTARY, dtype, IS_GEMMA)
+        inv_rms = tl.rsqrt(squares / DIM + eps)[:, None]
+        first = _weighted(first * inv_rms, weight + one, j < ROTARY // 2, dtype, IS_GEMMA)
+        second = _weighted(second * inv_rms, weight + two, j < ROTARY // 2, dtype, IS_GEMMA)
+        other = _weighted(other * inv_rms, weight + rest, i < DIM - ROTARY, dtype, IS_GEMMA)
     cosine = tl.load(cos + j, mask=j < ROTARY // 2, other=0.0).to(tl.float32)
     sine = tl.load(sin + j, mask=j < ROTARY // 2, other=0.0).to(tl.float32)
     first, second = _rotated_pairs(first, second, cosine, sine, dtype, STYLE)
     one, two = _pair(j, ROTARY, OFFSET, STYLE != 1)
-    tl.store(rotated + head * DIM + one, first, mask=pairs)
-    tl.store(rotated + head * DIM + two, second, mask=pairs)
-    tl.store(rotated + head * DIM + rest, other.to(dtype), mask=others)
-    if kept is not None:
-        stored: tl.constexpr = kept.dtype.element_ty
-        kept += head * kept_step
-        tl.store(kept + one, _encoded(first.to(tl.float32), scale, stored, MOST, IS_PLAIN, IS_FP8), mask=pairs)
-        tl.store(kept + two, _encoded(second.to(tl.float32), scale, stored, MOST, IS_PLAIN, IS_FP8), mask=pairs)
-        tl.store(kept + rest, _encoded(other, scale, stored, MOST, IS_PLAIN, IS_FP8), mask=others)
+    tl.store(rotated + head * DIM + one, first, mask=pair_mask)
+    tl.store(rotated + head * DIM + two, second, mask=pair_mask)
+    tl.store(rotated + head * DIM + rest, other.to(dtype), mask=rest_mask)
+    if cache is not None:
+        stored: tl.constexpr = cache.dtype.element_ty
+        cache += head * cache_step
+        tl.store(cache + one, _encoded(first.to(tl.float32), scale, stored, MOST, IS_PLAIN, IS_FP8), mask=pair_mask)
+        tl.store(cache + two, _encoded(second.to(tl.float32), scale, stored, MOST, IS_PLAIN, IS_FP8), mask=pair_mask)
+        tl.store(cache + rest, _encoded(other, scale, stored, MOST, IS_PLAIN, IS_FP8), mask=rest_mask)
 
 
 @triton.jit
-def _weighted(wide, weight, real, dtype: tl.constexpr, IS_GEMMA: tl.constexpr):
-    """Normalised float32 values times a norm's weight, rounded where the norm rounds."""
-    by = tl.load(weight, mask=real, other=0.0).to(tl.float32)
+def _weighted(x, weight, valid, dtype: tl.constexpr, IS_GEMMA: tl.constexpr):
+    """Multiply normalized float32 values by a norm's weight, with the rounding of the norm."""
+    scale = tl.load(weight, mask=valid, other=0.0).to(tl.float32)
     if IS_GEMMA:
-        wide *= 1.0 + by
+        x *= 1.0 + scale
     else:
-        wide = wide.to(dtype).to(tl.float32) * by
-    return wide.to(dtype).to(tl.float32)
+        x = x.to(dtype).to(tl.float32) * scale
+    return x.to(dtype).to(tl.float32)
 
 
 @triton.jit
@@ -300,7 +302,7 @@ def _rope_kernel(
     REST: tl.constexpr, BLOCK_V: tl.constexpr, QUERY_BLOCKS: tl.constexpr, KEY_BLOCKS: tl.constexpr,
     MOST: tl.constexpr, IS_PLAIN: tl.constexpr, IS_FP8: tl.constexpr, IS_OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_H heads of one token: of its queries, its keys or its values."""
+    """Process BLOCK_H heads of one token: of its query, its key or its value."""
     wait_for_previous(IS_OVERLAPPED)
     row, part, head = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, BLOCK_H)[:, None]
     cos += row * cos_row
@@ -312,27 +314,27 @@ def _rope_kernel(
             DIM, ROTARY, OFFSET, STYLE, IS_GEMMA, HALF, REST, MOST, IS_PLAIN, IS_FP8,
         )  # fmt: skip
     elif part < QUERY_BLOCKS + KEY_BLOCKS:
-        kept = key_pool + tl.load(slots + row) * key_slot
+        cache = key_pool + tl.load(slots + row) * key_slot
         _rotate_heads(
-            key + row * key_row, key_weight, cached + row * KV_HEADS * DIM, kept, cos, sin,
+            key + row * key_row, key_weight, cached + row * KV_HEADS * DIM, cache, cos, sin,
             (part - QUERY_BLOCKS) * BLOCK_H + head, key_head, key_pool_head, KV_HEADS, eps, key_scale,
             DIM, ROTARY, OFFSET, STYLE, IS_GEMMA, HALF, REST, MOST, IS_PLAIN, IS_FP8,
         )  # fmt: skip
     else:
         head += (part - QUERY_BLOCKS - KEY_BLOCKS) * BLOCK_H
         e = tl.arange(0, BLOCK_V)
-        real = (head < KV_HEADS) & (e < WIDTH)
-        wide = tl.load(value + row * value_row + head * value_head + e, mask=real, other=0.0).to(tl.float32)
-        at = value_pool + tl.load(slots + row) * value_slot + head * value_pool_head + e
+        valid = (head < KV_HEADS) & (e < WIDTH)
+        x = tl.load(value + row * value_row + head * value_head + e, mask=valid, other=0.0).to(tl.float32)
+        ptrs = value_pool + tl.load(slots + row) * value_slot + head * value_pool_head + e
         stored: tl.constexpr = value_pool.dtype.element_ty
-        tl.store(at, _encoded(wide, value_scale, stored, MOST, IS_PLAIN, IS_FP8), mask=real)
+        tl.store(ptrs, _encoded(x, value_scale, stored, MOST, IS_PLAIN, IS_FP8), mask=valid)
 
 
 @triton.jit(do_not_specialize_on_alignment=["positions"])
 def _angles_kernel(
     positions, inv_freq, cos, sin, scaling, position_step, freq_step, HALF: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Cosines and sines of one token."""
+    """Compute cos and sin of one token."""
     row, j = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     position = tl.load(positions + row * position_step).to(tl.float32)
     angle = position * tl.load(inv_freq + j * freq_step, mask=j < HALF, other=0.0)

@@ -1,10 +1,10 @@
-"""Linear layer of 17 to 32 rows: output[m, n] = sum_k input[m, k] * weight[n, k] + bias[n], as in decoding a batch.
+"""Split-K linear layer for 17 to 32 rows (batched decoding): output[m, n] = sum_k input[m, k] * weight[n, k] + bias[n].
 
-The weight is read once, and reading it takes less time than one kernel takes to start after another. So each program
-takes all of its part of the weight into shared memory before it waits for the previous kernel, and reads the input
-only then (programmatic dependent launch). Parts along k are added by the program of a tile that is done last, in the
-order of the parts: a sum has one order. Sums are in float32 and rounded once. The two linears of a gated MLP,
-arXiv:2002.05202, can be one kernel with act(gate) * up, with the roundings of kernels/triton/activation.py.
+The weight is read once, and reading it takes less time than the launch latency between two kernels. Each program
+therefore loads its whole part of the weight into shared memory before it waits for the previous kernel, and reads the
+input only afterwards (programmatic dependent launch, PDL). The last program of a tile to finish adds up the splits in
+order, so the summation order is fixed. Sums are accumulated in float32 and rounded once. The gate and up projections of
+a gated MLP (arXiv:2002.05202) can be fused with act(gate) * up, with the rounding of kernels/triton/activation.py.
 """
 
 import functools
@@ -23,16 +23,16 @@ from tapscope.kernels.triton.launch import Launcher, check_same_device, may_over
 
 LEAST_ROWS, MOST_ROWS = 17, 32
 MOST_BYTES = 16 << 20
-"""Of a weight: larger ones torch's library reads as fast."""
+"""Maximum size of a weight in bytes; larger weights are read as fast by cuBLAS."""
 _TILE = 64
-"""Rows of the weight that a program takes."""
-_PROGRAMS = 64
-"""More parts along k cost more than they bring: a layer of Qwen3-0.6B took 22.4 us with 128 programs, 20.1 with 64."""
-_MOST_SPLITS, _MOST_PART = 4, 1024
+"""Rows of the weight per program (BLOCK_N)."""
+_TARGET_PROGRAMS = 64
+"""Target number of programs. More splits do not pay off: a layer of Qwen3-0.6B took 22.4 us with 128, 20.1 with 64."""
+_MAX_SPLITS, _MAX_SPLIT_SIZE = 4, 1024
 
 
 class Parts(NamedTuple):
-    """How the features of the input are cut: ``splits`` programs take ``chunks`` blocks of ``block`` each."""
+    """Split-K configuration: each of ``splits`` programs processes ``chunks`` blocks of ``block`` features."""
 
     splits: int
     chunks: int
@@ -41,11 +41,11 @@ class Parts(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def parts_of(outs: int, ins: int) -> Parts | None:
-    """For a weight [outs, ins]; None if it cannot be cut."""
+    """Return the split-K configuration of a weight [outs, ins], or None if the shape is unsupported."""
     tiles, splits = outs // _TILE, 1
-    while splits < _MOST_SPLITS and 2 * splits * tiles <= _PROGRAMS:
+    while splits < _MAX_SPLITS and 2 * splits * tiles <= _TARGET_PROGRAMS:
         splits *= 2
-    if outs % _TILE or ins % (256 * splits) or ins // splits > _MOST_PART:
+    if outs % _TILE or ins % (256 * splits) or ins // splits > _MAX_SPLIT_SIZE:
         return None
     size = ins // splits
     return Parts(splits, size // 512, 512) if size % 512 == 0 else Parts(splits, size // 256, 256)
@@ -54,7 +54,7 @@ def parts_of(outs: int, ins: int) -> Parts | None:
 def split_linear_reference(
     input: Tensor, weight: Tensor, bias: Tensor | None = None, kind: str | None = None
 ) -> Tensor:
-    """What :func:`split_linear` computes."""
+    """Compute :func:`split_linear` in plain PyTorch."""
     output = functional.linear(input, weight, bias)
     if kind is None:
         return output
@@ -63,7 +63,10 @@ def split_linear_reference(
 
 
 def is_worth_it(input: Tensor, weight: Tensor) -> bool:
-    """Whether :func:`split_linear` takes these and is the faster way; told by device, dtypes and shapes alone."""
+    """Return whether :func:`split_linear` supports these tensors and is faster than cuBLAS.
+
+    The answer depends on device, dtypes, shapes and strides alone.
+    """
     return (
         input.ndim == 2
         and LEAST_ROWS <= len(input) <= MOST_ROWS
@@ -80,13 +83,14 @@ def is_worth_it(input: Tensor, weight: Tensor) -> bool:
 def split_linear(
     input: Tensor, weight: Tensor, bias: Tensor | None = None, kind: str | None = None, *, is_constant: bool = False
 ) -> Tensor:
-    """[rows, ins], [outs, ins], [outs] -> [rows, outs], of up to 32 rows, in the input's dtype, which all have.
+    """Return ``input @ weight.T + bias`` for up to 32 rows: [rows, outs] in the input's dtype.
 
-    Rows of the input may be apart; the weight and the bias are contiguous. ``kind``: an activation of
-    :data:`.activation.KINDS`; the output is then [rows, outs / 2], and the weight's first half makes the gate.
-    ``is_constant``: the kernel launched last does not write the weight, so that this one may read it early. Calls on
-    several streams of a device must not run at the same time: they share counters. Raises UsageError for another
-    activation, and for tensors that do not fit together.
+    ``input`` is [rows, ins], ``weight`` [outs, ins], ``bias`` [outs], all of one dtype. Rows of the input may have any
+    stride; weight and bias must be contiguous. With ``kind``, an activation of :data:`.activation.KINDS`, the output is
+    act(gate) * up, [rows, outs / 2]; the first half of the weight computes the gate. ``is_constant`` promises that the
+    previously launched kernel does not write the weight, so that this kernel may read it early (PDL). Calls on several
+    streams of a device must not run concurrently, because they share counters. Raises UsageError for an unknown
+    activation and for inconsistent tensors.
     """
     check_same_device(input, weight, bias)
     if input.ndim != 2 or weight.ndim != 2 or input.shape[1] != weight.shape[1] or len(input) > MOST_ROWS:
@@ -96,7 +100,7 @@ def split_linear(
         )
     parts = parts_of(*weight.shape)
     if parts is None:
-        raise UsageError(f"weight {list(weight.shape)} cannot be cut into parts of {_TILE} x {_MOST_PART} at most")
+        raise UsageError(f"weight {list(weight.shape)} cannot be cut into parts of {_TILE} x {_MAX_SPLIT_SIZE} at most")
     if any(each is not None and each.dtype != input.dtype for each in (weight, bias)):
         raise UsageError(f"input, weight and bias must have one dtype; the input is {input.dtype}")
     if bias is not None and bias.shape != weight.shape[:1]:
@@ -121,8 +125,8 @@ def split_linear(
 
 @functools.lru_cache(maxsize=64)
 def _counters(device: torch.device) -> Tensor:
-    """Parts of each tile that are done; zeros between launches."""
-    return torch.zeros(_PROGRAMS, dtype=torch.int32, device=device)
+    """Return the counters of finished splits per tile; zero between launches."""
+    return torch.zeros(_TARGET_PROGRAMS, dtype=torch.int32, device=device)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -131,7 +135,10 @@ def _split_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNKS: tl.constexpr, SPLITS: tl.constexpr,
     KIND: tl.constexpr, IS_CONSTANT: tl.constexpr, IS_OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_N outputs of all rows, of CHUNKS blocks of features; with a KIND the gates of one half and their others."""
+    """Compute one split (CHUNKS blocks of features) of BLOCK_N outputs, or of BLOCK_N / 2 gate/up pairs with a KIND.
+
+    The last split of a tile to finish reduces the splits and stores the output.
+    """
     if IS_OVERLAPPED:
         gdc_launch_dependents()
         if not IS_CONSTANT:
@@ -140,43 +147,43 @@ def _split_kernel(
     HALF: tl.constexpr = BLOCK_N // 2
     m, j, k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     n = tile * BLOCK_N + j if KIND < 0 else tile * HALF + j % HALF + j // HALF * (outs // 2)
-    at = weight + n.to(tl.int64)[:, None] * ins + split * (CHUNKS * BLOCK_K) + k[None, :]
-    first = tl.load(at)
+    w_ptrs = weight + n.to(tl.int64)[:, None] * ins + split * (CHUNKS * BLOCK_K) + k[None, :]
+    w0 = tl.load(w_ptrs)
     if CHUNKS > 1:
-        second = tl.load(at + BLOCK_K)
+        w1 = tl.load(w_ptrs + BLOCK_K)
     if CHUNKS > 2:
-        third = tl.load(at + 2 * BLOCK_K)
+        w2 = tl.load(w_ptrs + 2 * BLOCK_K)
     if IS_OVERLAPPED and IS_CONSTANT:
         gdc_wait()
-    x = input + m[None, :] * input_row + split * (CHUNKS * BLOCK_K) + k[:, None]
-    real = (m < rows)[None, :]
-    mixed = tl.dot(first, tl.load(x, mask=real, other=0.0), input_precision="ieee")
+    x_ptrs = input + m[None, :] * input_row + split * (CHUNKS * BLOCK_K) + k[:, None]
+    row_mask = (m < rows)[None, :]
+    acc = tl.dot(w0, tl.load(x_ptrs, mask=row_mask, other=0.0), input_precision="ieee")
     if CHUNKS > 1:
-        mixed = tl.dot(second, tl.load(x + BLOCK_K, mask=real, other=0.0), mixed, input_precision="ieee")
+        acc = tl.dot(w1, tl.load(x_ptrs + BLOCK_K, mask=row_mask, other=0.0), acc, input_precision="ieee")
     if CHUNKS > 2:
-        mixed = tl.dot(third, tl.load(x + 2 * BLOCK_K, mask=real, other=0.0), mixed, input_precision="ieee")
-    to = m[None, :] * outs + n[:, None]
+        acc = tl.dot(w2, tl.load(x_ptrs + 2 * BLOCK_K, mask=row_mask, other=0.0), acc, input_precision="ieee")
+    out_offset = m[None, :] * outs + n[:, None]
     is_last = True
     if SPLITS > 1:
-        tl.store(partial + split * (BLOCK_M * outs) + to, mixed)
+        tl.store(partial + split * (BLOCK_M * outs) + out_offset, acc)
         tl.debug_barrier()
         is_last = tl.atomic_add(counters + tile, 1, sem="acq_rel") == SPLITS - 1
     if is_last:
         if SPLITS > 1:
-            mixed = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+            acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
             for part in tl.static_range(SPLITS):
-                mixed += tl.load(partial + part * (BLOCK_M * outs) + to)
+                acc += tl.load(partial + part * (BLOCK_M * outs) + out_offset)
             tl.store(counters + tile, 0)
         if bias is not None:
-            mixed += tl.load(bias + n).to(tl.float32)[:, None]
+            acc += tl.load(bias + n).to(tl.float32)[:, None]
         dtype: tl.constexpr = output.dtype.element_ty
         if KIND < 0:
-            tl.store(output + to, mixed.to(dtype), mask=real)
+            tl.store(output + out_offset, acc.to(dtype), mask=row_mask)
         else:
-            halves = tl.reshape(mixed.to(dtype).to(tl.float32), (2, HALF, BLOCK_M))
+            halves = tl.reshape(acc.to(dtype).to(tl.float32), (2, HALF, BLOCK_M))
             gate, up = tl.split(tl.permute(halves, (1, 2, 0)))
-            into = output + m[None, :] * (outs // 2) + (tile * HALF + tl.arange(0, HALF))[:, None]
-            tl.store(into, (activated(gate, KIND).to(dtype).to(tl.float32) * up).to(dtype), mask=real)
+            out_ptrs = output + m[None, :] * (outs // 2) + (tile * HALF + tl.arange(0, HALF))[:, None]
+            tl.store(out_ptrs, (activated(gate, KIND).to(dtype).to(tl.float32) * up).to(dtype), mask=row_mask)
 
 
 _launch = Launcher(_split_kernel, overlaps=True)

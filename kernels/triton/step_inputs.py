@@ -1,11 +1,11 @@
-"""Inputs of a step from the vectors that the host has copied: token ids, places in the KV cache, and page tables.
+"""Step inputs computed on the device: token ids, KV-cache slots and page tables, from vectors prepared by the host.
 
-    id[t]    = ids[t], or last_tokens[-1 - ids[t], rows[t]] where ids[t] < 0     of the step before, on the device
+    id[t]    = ids[t], or if ids[t] < 0 last_tokens[-1 - ids[t], rows[t]]        sampled by the previous step
     slot[t]  = table[rows[t], place // page_size] * page_size + place % page_size         place = places[t]
     pages[r] = table[table_rows[r], :num_pages]
 
-One launch in the place of twelve of torch, which a short step waits for. It also waits when the stream changes from
-kernels to copies between host and device, some 5 us each time, so that kernels read and write pinned host memory.
+One launch replaces twelve PyTorch launches, whose latency a short step cannot hide. Each change of a stream from
+kernels to host/device copies also costs about 5 us, so kernels access pinned host memory directly instead.
 """
 
 import torch
@@ -20,28 +20,31 @@ _BLOCK = 1024
 
 
 Tokens = tuple[Tensor, Tensor, Tensor]
-"""(ids, rows, places), [tokens] int64 each, contiguous: token ids; each token's request, as a row of the page table and
-of the tokens sampled last; where in its request the token's key and value are stored."""
+"""(ids, rows, places), contiguous [tokens] int64 each.
+
+``ids`` are token ids. ``rows`` is each token's request, as a row of the page table and of the last sampled tokens.
+``places`` is the position in the request at which the token's key and value are stored.
+"""
 
 
 def step_inputs_reference(
     tokens: Tokens, table_rows: Tensor, table: Tensor, page_size: int, num_pages: int, last_tokens: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What :func:`step_inputs` computes."""
+    """Compute :func:`step_inputs` in plain PyTorch."""
     ids, rows, places = tokens
     slots = table[rows, places // page_size].to(torch.int64) * page_size + places % page_size
-    known = torch.where(ids < 0, last_tokens[(-1 - ids).clamp(min=0), rows], ids)
-    return known, slots, table[:, :num_pages].index_select(0, table_rows)
+    token_ids = torch.where(ids < 0, last_tokens[(-1 - ids).clamp(min=0), rows], ids)
+    return token_ids, slots, table[:, :num_pages].index_select(0, table_rows)
 
 
 def step_inputs(
     tokens: Tokens, table_rows: Tensor, table: Tensor, page_size: int, num_pages: int, last_tokens: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(ids [tokens] int64, slots [tokens] int64, pages [requests, num_pages] int32).
+    """Return (ids [tokens] int64, slots [tokens] int64, pages [requests, num_pages] int32) of a step.
 
-    ``table`` [rows, most pages] int32 holds each request's pages in order of position; ``table_rows`` [requests] int32
-    are the rows of the step's requests, and ``last_tokens`` [kinds, rows] int64 the tokens of each that the device
-    computed last. Raises UsageError for tensors that do not fit together.
+    ``table`` [rows, max pages] int32 holds each request's pages in order of position; ``table_rows`` [requests] int32
+    are the table rows of the step's requests. ``last_tokens`` [kinds, rows] int64 holds the last tokens of each kind
+    that the device computed for each row. Raises UsageError for inconsistent tensors.
     """
     _check(tokens, table_rows, table, num_pages, last_tokens)
     ids, slots = torch.empty_like(tokens[0]), torch.empty_like(tokens[0])
@@ -68,7 +71,7 @@ def step_inputs(
 
 
 def _check(tokens: Tokens, table_rows: Tensor, table: Tensor, num_pages: int, last_tokens: Tensor) -> None:
-    """Raise UsageError for tensors that do not fit together."""
+    """Raise UsageError for inconsistent shapes, dtypes, strides or devices."""
     check_same_device(*tokens, table_rows, table, last_tokens)
     wanted = [(name, vector, torch.int64) for name, vector in zip(("ids", "rows", "places"), tokens, strict=True)]
     wanted += [("table_rows", table_rows, torch.int32)]
@@ -86,7 +89,7 @@ def _check(tokens: Tokens, table_rows: Tensor, table: Tensor, num_pages: int, la
 
 
 _VIEWS = ["ids", "rows", "places", "table_rows"]
-"""Of a longer buffer, at any address: the kernel is compiled once for all."""
+"""Arguments that are views of larger buffers, at any address: not specialized on alignment, to avoid recompilation."""
 
 
 @triton.jit(
@@ -96,7 +99,7 @@ def _step_inputs_kernel(
     ids, rows, places, table_rows, table, last_tokens, chosen, slots, pages, tokens, requests, width, table_row,
     last_row, PAGE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One token, and BLOCK pages of one request."""
+    """Compute id and slot of one token, and copy BLOCK pages of one request."""
     number, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if (number < tokens) & (tl.program_id(1) == 0):
         row, token, place = tl.load(rows + number), tl.load(ids + number), tl.load(places + number)
@@ -106,18 +109,19 @@ def _step_inputs_kernel(
         tl.store(slots + number, page * PAGE + place % PAGE)
     if number < requests:
         row = tl.load(table_rows + number).to(tl.int64)
-        used = tl.load(table + row * table_row + column, mask=column < width, other=0)
-        tl.store(pages + number * width + column, used, mask=column < width)
+        page_ids = tl.load(table + row * table_row + column, mask=column < width, other=0)
+        tl.store(pages + number * width + column, page_ids, mask=column < width)
 
 
 def read_host(
     longs: tuple[Tensor, Tensor], ints: tuple[Tensor, Tensor], num_ids: int = 0, last_tokens: Tensor | None = None
 ) -> None:
-    """Copy (vector in pinned memory, vector on the device) of int64 and of int32, contiguous, in one launch.
+    """Copy an int64 and an int32 vector from pinned host memory to the device in one launch.
 
-    The first ``num_ids`` of int64 are token ids: those below 0 are replaced as by :func:`step_inputs`. As many other
-    numbers follow, then their rows. The pinned vectors must not change before the kernel has run. Raises UsageError for
-    vectors that do not fit.
+    ``longs`` and ``ints`` are pairs (pinned host vector, device vector), contiguous. The first ``num_ids`` int64 values
+    are token ids, of which negative ones are replaced as in :func:`step_inputs`. ``num_ids`` other values follow, then
+    the rows of the ids. The host vectors must not change before the kernel has run. Raises UsageError for inconsistent
+    vectors.
     """
     for (host, out), dtype in ((longs, torch.int64), (ints, torch.int32)):
         if host.dtype != dtype or out.dtype != dtype or host.shape != out.shape:
@@ -126,16 +130,16 @@ def read_host(
         raise UsageError(f"{num_ids} ids in {len(longs[0])} numbers: expected last_tokens, and a row for each id")
     device, counts = longs[1].device, (len(longs[1]), len(ints[1]), num_ids)
     check_device(device)
-    if most := max(counts):
+    if longest := max(counts):
         last = longs[1] if last_tokens is None else last_tokens
         args = *longs, *ints, last, *counts, last.stride(0)
-        _launch_read(device, (-(-most // _BLOCK), 1, 1), args, {"BLOCK": _BLOCK}, num_warps=4)
+        _launch_read(device, (-(-longest // _BLOCK), 1, 1), args, {"BLOCK": _BLOCK}, num_warps=4)
 
 
 def store_tokens(tokens: Tensor, rows: Tensor, last_tokens: Tensor, host: Tensor) -> None:
-    """``last_tokens[rows[i]] = host[i] = tokens[i]``, contiguous vectors of int64; ``host`` is in pinned memory.
+    """Store ``last_tokens[rows[i]] = host[i] = tokens[i]`` for contiguous int64 vectors; ``host`` is in pinned memory.
 
-    ``rows`` and ``host`` may be longer than ``tokens``. Raises UsageError where they are shorter.
+    ``rows`` and ``host`` may be longer than ``tokens``. Raises UsageError if one of them is shorter.
     """
     check_device(tokens.device)
     count = len(tokens)
@@ -153,18 +157,18 @@ def store_tokens(tokens: Tensor, rows: Tensor, last_tokens: Tensor, host: Tensor
 def _read_host_kernel(
     long_host, long_out, int_host, int_out, last_tokens, num_longs, num_ints, num_ids, last_row, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """BLOCK elements of each vector."""
+    """Copy BLOCK elements of each vector."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     number, row = tl.load(long_host + i, mask=i < num_longs), tl.load(long_host + 2 * num_ids + i, mask=i < num_ids)
     is_pending = (i < num_ids) & (number < 0)
-    known = tl.load(last_tokens + (-1 - number) * last_row + row, mask=is_pending)
-    tl.store(long_out + i, tl.where(is_pending, known, number), mask=i < num_longs)
+    last_token = tl.load(last_tokens + (-1 - number) * last_row + row, mask=is_pending)
+    tl.store(long_out + i, tl.where(is_pending, last_token, number), mask=i < num_longs)
     tl.store(int_out + i, tl.load(int_host + i, mask=i < num_ints), mask=i < num_ints)
 
 
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["rows", "tokens"])
 def _store_tokens_kernel(tokens, rows, last_tokens, host, count, BLOCK: tl.constexpr):
-    """BLOCK tokens."""
+    """Store BLOCK tokens."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     token = tl.load(tokens + i, mask=i < count)
     tl.store(last_tokens + tl.load(rows + i, mask=i < count), token, mask=i < count)
