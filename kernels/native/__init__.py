@@ -1,7 +1,7 @@
-"""Statistics, hash and comparison of tensor bytes, in C++ through ctypes or, without a compiler, in numpy.
+"""CPU kernels for tensor statistics, hashes and comparison: C++ or, where no compiler was available, numpy.
 
-Both backends give the same counts, extremes and digests bit for bit; sums agree to about 1e-6, the
-precision of a float32 block.
+Both backends return bit-identical counts, extremes and digests; sums agree to about 1e-6, the precision of a float32
+block.
 """
 
 from tapscope.kernels.native.aggregate import Overview, Overviews, overview, overviews

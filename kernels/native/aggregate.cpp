@@ -1,4 +1,4 @@
-// The rows of a pair as one: their sums, and how the errors of the rows are distributed. The plain references are in
+// Aggregation of row measures: sums over rows, and the distribution of row errors. The numpy references are in
 // aggregate.py and deviation.py.
 
 #include <algorithm>
@@ -17,11 +17,11 @@ constexpr double kSmallRow = 0.25;                      // SMALL_ROW in aggregat
 constexpr int64_t kNarrow = 8;                          // MIN_ROW_ELEMENTS
 constexpr double kQuantiles[] = {0.5, 0.9, 0.98, 1.0};  // QUANTILES
 
-// As RowMeasures has them: [field][row].
+// Fields of RowMeasures: [field][row].
 enum Float { kMaxAbs, kSumAbs, kDiff, kBaseline, kTarget, kDot, kFloats };
 enum Integer { kArgmax, kEqual, kOver, kFinite, kNonfiniteBaseline, kNonfiniteTarget, kMismatch, kWidth, kIntegers };
 
-// Some neighbouring rows of all that were compared, from the first of them on: the fields of a row are `stride` apart.
+// A range of adjacent rows; the pointers start at its first row, and the fields of a row are `stride` elements apart.
 struct Section {
     const double* floats;
     const int64_t* integers;
@@ -32,13 +32,13 @@ struct Section {
     const int64_t* operator[](Integer field) const { return integers + field * stride; }
 };
 
-struct Overview {               // in the order of _LAYOUT
-    double sums[kFloats] = {};  // the largest in place of a sum of kMaxAbs
+struct Overview {               // in the order of _LAYOUT in aggregate.py
+    double sums[kFloats] = {};  // kMaxAbs: the maximum instead of a sum
     double quantiles[4] = {}, element = 0, gain = 0, gain_sd = 0, peak = 0;
-    int64_t counts[kIntegers] = {};  // the column of the largest distance in place of kArgmax
-    int64_t row = -1;                // of the largest distance
-    int64_t worst = 0;               // the row whose error is largest
-    int64_t unequal = 0;             // rows
+    int64_t counts[kIntegers] = {};  // kArgmax: the column of the largest distance
+    int64_t row = -1;                // row of the largest distance
+    int64_t worst = 0;               // row with the largest error
+    int64_t unequal = 0;             // number of unequal rows
 };
 
 static_assert(sizeof(Overview) == kOverviewBytes, "the size is told apart in aggregate.h");
@@ -49,8 +49,8 @@ bool any_nan(const std::vector<double>& values) {
     return std::any_of(values.begin(), values.end(), [](double x) { return x != x; });
 }
 
-// The median without the `skipped` smallest values, of values without NaN. Puts them into another order: there may be
-// millions of rows, and a copy of each is what this takes.
+// Returns the median without the `skipped` smallest values; values must not be NaN. Reorders `values` instead of
+// copying, because there may be millions of rows.
 double middle_of(std::vector<double>& values, size_t skipped) {
     const size_t low = (values.size() + skipped - 1) / 2, high = (values.size() + skipped) / 2;
     const double lower = select_element(values, low);
@@ -59,16 +59,15 @@ double middle_of(std::vector<double>& values, size_t skipped) {
     return lower == upper ? lower : lower + (upper - lower) / 2;
 }
 
-// Reorders them too.
+// Returns the median, or NaN if a value is NaN. Reorders `values`.
 double median(std::vector<double>& values) { return any_nan(values) ? kNan : middle_of(values, 0); }
 
-// Of values without NaN.
+// Returns the quantile, rounded up to an element. Values must not be NaN; reorders them.
 double quantile(std::vector<double>& values, double share) {
     return select_element(values, static_cast<size_t>(std::ceil(share * static_cast<double>(values.size() - 1))));
 }
 
-// The quantile between the two elements that are next to it, as numpy interpolates it; see `between` in deviation.py.
-// Of values without NaN.
+// Returns the quantile, interpolated as in numpy; see `between` in deviation.py. Values must not be NaN; reorders them.
 double between(std::vector<double>& values, double share) {
     const double place = share * static_cast<double>(values.size() - 1);
     const size_t low = static_cast<size_t>(place);
@@ -99,7 +98,7 @@ void add_up(const Section& some, Overview* all) {
     }
 }
 
-// The size that a row counts as at least; least_size in aggregate.py. Reorders the sizes, among which zeros sort first.
+// Returns the lower bound on row sizes, see least_size in aggregate.py. Reorders `sizes`, in which zeros sort first.
 double least_size(const Section& some, std::vector<double>& sizes) {
     if (any_nan(sizes)) return kNan;
     const auto zeros = static_cast<size_t>(std::count(sizes.begin(), sizes.end(), 0.0));
@@ -109,7 +108,8 @@ double least_size(const Section& some, std::vector<double>& sizes) {
     return is_narrow ? std::max(least, middle_of(sizes, 0)) : least;
 }
 
-// Each row's error, and of which row it is the largest; a mismatch of non-finite values is larger than any.
+// Computes the error of each row and the row with the largest one; a mismatch of non-finite values ranks above any
+// error.
 void add_errors(const Section& some, double* errors, std::vector<double>& values, Overview* all) {
     for (int64_t i = 0; i < some.rows; ++i) values[static_cast<size_t>(i)] = std::sqrt(some[kBaseline][i]);
     const double least = least_size(some, values);
@@ -151,7 +151,8 @@ void add_gains(const Section& some, std::vector<double>& values, Overview* all) 
     all->gain_sd = 1.4826 * median(values);
 }
 
-// Memory that a thread keeps for the next tensor: fresh pages would cost more than the comparison of a small one.
+// Per-thread buffers, kept for the next tensor: page faults on fresh memory would cost more than comparing a small
+// tensor.
 struct DeviationRoom {
     std::vector<double> floats, at_worst, errors, values;
     std::vector<int64_t> integers, strip;
@@ -196,11 +197,11 @@ Deviation deviation_of(const std::vector<Strip>& strips, int64_t rows, double sh
 
 }  // namespace ts
 
-// The spread stays 0 where no row differs.
+// Errors and quantiles are left at 0 in a section without differences.
 void ts_overviews(const double* floats, const int64_t* integers, const double* at_worst, int64_t rows,
                   const int64_t* bounds, int64_t sections, double* errors, void* results) {
     using namespace ts;
-    std::vector<double> values;  // one number a row, of whatever is looked at: the largest section's is all this takes
+    std::vector<double> values;  // scratch, one number per row; grows to the largest section
     for (int64_t i = 0; i < sections; ++i) {
         const int64_t first = bounds[i];
         const Section some{floats + first, integers + first, at_worst + first, bounds[i + 1] - first, rows};

@@ -1,4 +1,4 @@
-"""The rows of a pair as one: their global numbers, and how the errors of the rows are distributed."""
+"""Aggregation of row measures: totals over all rows, and the distribution of row errors."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -16,13 +16,16 @@ Array = np.ndarray[Any, Any]
 QUANTILES = (0.5, 0.9, 0.98, 1.0)
 """Quantiles of the row errors, from the typical row to the worst."""
 SMALL_ROW = 0.25
-"""A row smaller than this share of the median row that is not all zero is measured against that share: its direction is
-noise."""
+"""Floor for the size of a row, as a share of the median nonzero row. The error of a smaller row is divided by that
+floor, because the direction of such a row is noise."""
 MIN_ROW_ELEMENTS = 8
-"""Rows of no more elements are measured against the median row at least: those that are small are so by accident, such
-as a router's logits whose sums cancel, and their rounding is as large as that of the others."""
+"""Rows of at most this many elements are never measured against less than the median row.
+
+Short rows, such as a router's logits, are small only because their sums cancel; their rounding error is as large as
+that of other rows.
+"""
 _ERROR_FIELDS = ("element", "gain", "gain_sd", "peak")
-_LAYOUT = np.dtype(  # struct Overview in overview.cpp
+_LAYOUT = np.dtype(  # struct Overview in aggregate.cpp
     [
         ("sums", "f8", len(FLOATS)),
         ("quantiles", "f8", len(QUANTILES)),
@@ -36,36 +39,36 @@ _LAYOUT = np.dtype(  # struct Overview in overview.cpp
 
 
 class Overview(Struct, frozen=True):
-    """The statistics of one section."""
+    """Statistics of one section of rows."""
 
     total: Measure
     errors: Array
-    """[rows] float64: norm of the row's difference / norm of its baseline; inf where only the target is not zero."""
+    """[rows] float64: norm of the row's difference / norm of the baseline row; inf where only the target is nonzero."""
     worst: int
-    """The first row whose error is largest; a mismatch of non-finite values is larger than any."""
+    """The first row with the largest error; a mismatch of non-finite values ranks above any error."""
     num_unequal: int
-    """Rows of which an element differs."""
+    """Number of rows with at least one unequal element."""
     is_zero: bool
-    """Whether the squares of all differences are 0; then what follows is 0 as well."""
+    """Whether the squares of all differences are 0; the fields below are then 0 as well."""
     quantiles: tuple[float, ...]
-    """Of the errors, at :data:`QUANTILES`."""
+    """Quantiles of :attr:`errors`, at :data:`QUANTILES`."""
     element: float
-    """Median over rows of the largest element's difference / the larger of that element and the row's rms."""
+    """Median over rows: largest difference in the row / max(baseline at that element, rms of the row)."""
     gain: float
-    """Median over rows of (baseline . target) / (baseline . baseline), minus 1: a common scale of the target."""
+    """Median over rows of (baseline . target) / (baseline . baseline) - 1: a common scale of the target."""
     gain_sd: float
-    """Its spread from row to row (1.4826 x median absolute deviation)."""
+    """Spread of the per-row gain (1.4826 x median absolute deviation)."""
     peak: float
-    """Largest over rows of what :attr:`element` is the median of."""
+    """Maximum over rows of the ratio whose median is :attr:`element`."""
 
 
 class Overviews(Struct, frozen=True, eq=False):
-    """The statistics of several sections, in columns: one element a section."""
+    """Statistics of several sections of rows, one array element per section."""
 
     columns: Array
-    """[sections]: the members of :class:`Overview`, and what its total is made of."""
+    """[sections]: the fields of :class:`Overview`, and the sums and counts of its total."""
     errors: Array
-    """[rows] float64, of all sections."""
+    """[rows] float64: row errors of all sections."""
     bounds: Sequence[int]
 
     def __len__(self) -> int:
@@ -89,7 +92,7 @@ class Overviews(Struct, frozen=True, eq=False):
         )
 
     def errors_of(self, section: int) -> Array:
-        """See :attr:`Overview.errors`."""
+        """Return :attr:`Overview.errors` of one section."""
         return self.errors[self.bounds[section] : self.bounds[section + 1]]
 
     @property
@@ -99,26 +102,29 @@ class Overviews(Struct, frozen=True, eq=False):
         return is_zero
 
     def means(self) -> tuple[Array, Array, Array, Array]:
-        """``mean_abs``, ``rel_l2``, ``rel`` and ``cosine`` of each :class:`Measure`."""
+        """Return ``mean_abs``, ``rel_l2``, ``rel`` and ``cosine`` of each section's :class:`Measure`."""
         _, sum_abs, *squares = self.columns["sums"].T
         return mean_abs(sum_abs, self.columns["counts"][:, 3]), *relative(*squares)
 
     def spreads(self) -> tuple[list[tuple[float, ...]], list[float], list[float], list[float], list[float]]:
-        """``quantiles``, ``element``, ``gain``, ``gain_sd`` and ``peak`` of each."""
+        """Return ``quantiles``, ``element``, ``gain``, ``gain_sd`` and ``peak`` of each section."""
         element, gain, gain_sd, peak = (self.columns[name].tolist() for name in _ERROR_FIELDS)
         return list(map(tuple, self.columns["quantiles"].tolist())), element, gain, gain_sd, peak
 
 
 def overview(rows: RowMeasures, at_worst: Array) -> Overview:
-    """Everything about rows, of which there is at least one, that does not depend on where they come from.
+    """Compute the statistics of all rows as one section; at least one row is required.
 
-    ``at_worst`` is the baseline's value where each row's largest difference is, [rows] float64.
+    ``at_worst`` is the baseline value at each row's largest difference, [rows] float64.
     """
     return overviews(rows, at_worst, [0, len(rows)])[0]
 
 
 def overviews(rows: RowMeasures, at_worst: Array, bounds: Sequence[int]) -> Overviews:
-    """The same of several sections of rows, each from one of the ``bounds`` to the next; of an empty one all is 0."""
+    """Compute the statistics of several sections; section i covers rows ``bounds[i]`` to ``bounds[i + 1]``.
+
+    All statistics of an empty section are 0.
+    """
     functions, errors = library.functions(), np.empty(len(rows))
     if functions is None:
         return _overviews_reference(rows, at_worst, bounds)
@@ -128,7 +134,7 @@ def overviews(rows: RowMeasures, at_worst: Array, bounds: Sequence[int]) -> Over
     return Overviews(np.frombuffer(buffer, _LAYOUT), errors, bounds)
 
 
-# ---- the plain reference, which also serves where no library was built
+# ---- numpy reference, also the fallback where no library was built
 
 
 def _overviews_reference(rows: RowMeasures, at_worst: Array, bounds: Sequence[int]) -> Overviews:
@@ -144,7 +150,7 @@ def _overviews_reference(rows: RowMeasures, at_worst: Array, bounds: Sequence[in
 
 @np.errstate(all="ignore")
 def overview_reference(rows: RowMeasures, at_worst: Array) -> Overview:
-    """The same in numpy."""
+    """Compute :func:`overview` in numpy."""
     errors = row_errors(rows)
     if not len(rows):
         return Overview(rows.total(), errors, 0, 0, True, (0.0,) * len(QUANTILES), 0.0, 0.0, 0.0, 0.0)
@@ -171,23 +177,27 @@ def overview_reference(rows: RowMeasures, at_worst: Array) -> Overview:
 
 
 def row_errors(rows: RowMeasures) -> Array:
-    """[rows] float64: relative error of each row; inf where only the target is not zero."""
+    """Return the relative error of each row, [rows] float64; inf where only the target is nonzero."""
     return ratio(np.sqrt(rows.sum_sq_diff), row_scales(rows))
 
 
 def row_scales(rows: RowMeasures) -> Array:
-    """[rows] float64: what :func:`row_errors` divides by, the norm of the baseline's row or :func:`least_size`."""
+    """Return the denominators of :func:`row_errors`, [rows] float64: the norm of the baseline row, at least
+    :func:`least_size`."""
     size = np.sqrt(rows.sum_sq_baseline)
     scales: Array = np.maximum(size, least_size(size, rows.width))
     return scales
 
 
 def least_size(sizes: Array, widths: Array) -> float:
-    """The size that a row counts as at least: :data:`SMALL_ROW` of the median row that is not all zero, and if no row
-    has more than :data:`MIN_ROW_ELEMENTS` elements, the median row. 0 if all rows are zero; NaN if a size is NaN.
+    """Return the lower bound on row sizes: :data:`SMALL_ROW` of the median nonzero row.
 
-    A row of zeros says nothing about how large rows are: a ReLU may clear more than half of the rows of an image, each
-    a few pixels wide. What it leaves in the others carries the rounding of the values that it received.
+    If no row has more than :data:`MIN_ROW_ELEMENTS` elements, the bound is at least the median over all rows. Returns 0
+    if all rows are zero, NaN if a size is NaN.
+
+    Zero rows are excluded because they carry no information about the scale of the others: a ReLU may zero more than
+    half of the rows of an image, each a few pixels wide. The remaining rows still carry the rounding error of the
+    ReLU's inputs.
     """
     nonzero = sizes[sizes != 0.0]
     if not len(nonzero):
@@ -197,14 +207,16 @@ def least_size(sizes: Array, widths: Array) -> float:
 
 
 def ratio(part: Array, whole: Array) -> Array:
-    """part / whole, 0 where both are 0 and inf where only the whole is."""
+    """Divide elementwise; 0 where both are 0 and inf where only ``whole`` is 0."""
     missing = np.where(part > 0, np.inf, 0.0)
     return np.divide(part, whole, out=missing, where=whole > 0)
 
 
 def median(values: Array) -> float:
-    """The median of a one-dimensional array that is not empty; NaN where a value is. Numpy's own prepares for 20 to 40
-    microseconds."""
+    """Return the median of a non-empty one-dimensional array; NaN if a value is NaN.
+
+    ``np.median`` has a fixed overhead of 20 to 40 microseconds.
+    """
     at = (len(values) - 1) // 2, len(values) // 2
     ordered = np.partition(values, (*at, len(values) - 1))
     if ordered[-1] != ordered[-1]:  # NaN comes last
@@ -214,7 +226,7 @@ def median(values: Array) -> float:
 
 
 def quantiles(values: Array, shares: Sequence[float]) -> tuple[float, ...]:
-    """The smallest values that are not below each share of an array that is not empty; NaN where a value is."""
+    """Return the quantiles of a non-empty array, rounded up to an element; NaN if a value is NaN."""
     ordered = np.sort(values)
     if ordered[-1] != ordered[-1]:
         return (math.nan,) * len(shares)

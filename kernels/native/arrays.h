@@ -1,4 +1,4 @@
-// Arrays of Python's as native code reads them: addresses that hold as long as the caller holds the arrays.
+// Python arrays as seen by native code: addresses are valid as long as the caller holds the arrays.
 #pragma once
 
 #define PY_SSIZE_T_CLEAN
@@ -9,7 +9,7 @@
 
 namespace ts {
 
-// The memory of an array, for as long as this lives.
+// Buffer of an array, held for the lifetime of this object.
 class Memory {
   public:
     Memory(PyObject* array, int flags) : held_(PyObject_GetBuffer(array, &view_, flags | PyBUF_C_CONTIGUOUS) == 0) {}
@@ -31,8 +31,8 @@ class Memory {
     bool held_;
 };
 
-// What an array's __array_struct__ points to (numpy's array interface, version 3). A buffer would not do: ml_dtypes'
-// types have none.
+// Target of an array's __array_struct__ (numpy's array interface, version 3). The buffer protocol would not work:
+// arrays of ml_dtypes types do not support it.
 struct ArrayStruct {
     int two, nd;
     char kind;
@@ -41,11 +41,11 @@ struct ArrayStruct {
     void* data;
     PyObject* descr;
 
-    static constexpr int kNative = 0x0200;  // in the byte order of the machine
+    static constexpr int kNative = 0x0200;  // native byte order
 };
 
-// Reads up to `axes` axes; false, with an exception set, where it is no such array of native elements next to each
-// other.
+// Reads data pointer, shape and row stride of an array with `axes` axes. Returns false with an exception set unless its
+// elements are native and contiguous along the last axis.
 inline bool read_array(PyObject* array, int axes, int64_t itemsize, const uint8_t** data, int64_t* shape,
                        int64_t* stride) {
     PyObject* capsule = PyObject_GetAttrString(array, "__array_struct__");
@@ -69,7 +69,7 @@ inline bool read_array(PyObject* array, int axes, int64_t itemsize, const uint8_
     return fits;
 }
 
-// One side: (matrix, dtype code, row index or None) -> its rows, how many of them, and their width.
+// Reads one side, (matrix, dtype code, row index or None), to its rows, their number and their width.
 inline bool read_rows(PyObject* matrix, int dtype, PyObject* index, Rows* rows, int64_t* count, int64_t* width) {
     if (dtype < 0 || dtype > kBool) return PyErr_Format(PyExc_ValueError, "invalid dtype %d", dtype) != nullptr;
     int64_t shape[2], stride;
@@ -90,7 +90,7 @@ inline bool read_rows(PyObject* matrix, int dtype, PyObject* index, Rows* rows, 
     return true;
 }
 
-// Both sides, see strips.py.
+// Reads both sides of a strip, see row_blocks.py. Returns false with an exception set on failure.
 inline bool read_matrices(PyObject* baseline, PyObject* target, const int* dtypes, PyObject* const* index,
                           Matrices* out) {
     int64_t rows = 0, width = 0;

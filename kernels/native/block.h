@@ -1,19 +1,19 @@
-// The fast way of comparing a block of a row, in the lanes that its formats are read into; checked afterwards, so that
-// the caller can redo the block in double where float32, or a fast sum, cannot be trusted.
+// Fast comparison of one block of a row, in vectors of the formats' common type. The result is checked afterwards: the
+// caller redoes the block in double where float32, or a fast sum, cannot be trusted.
 //
-// Included once for each length of the processor's vectors, after byte_lanes.h.
+// Included once per vector length, after int8_block.h.
 
 namespace ts {
 namespace TS_VECTORS {
 
-constexpr int64_t kStretch = 128;  // elements after which the place of the largest distance is noted
+constexpr int64_t kStretch = 128;  // elements after which the position of the largest distance is updated
 
-// The lanes that formats A and B meet in.
+// The lane type in which formats A and B are compared.
 template <class A, class B>
-using Meeting = std::conditional_t<sizeof(typename A::Value) == 8 || sizeof(typename B::Value) == 8, double, float>;
+using CommonReal = std::conditional_t<sizeof(typename A::Value) == 8 || sizeof(typename B::Value) == 8, double, float>;
 
 template <class A, class B>
-constexpr int64_t kPair = 2 * kLanes<Meeting<A, B>>;  // elements that are read together
+constexpr int64_t kPair = 2 * kLanes<CommonReal<A, B>>;  // elements read per iteration
 
 template <class A, class B, class L>
 TS_TARGET TS_INLINE void add_pair(const uint8_t* a, const uint8_t* b, const Tolerance& t, L* lanes) {
@@ -34,7 +34,7 @@ TS_TARGET TS_INLINE void add_pairs(const Sides& s, int64_t start, int64_t end, c
     for (int64_t i = start; i < end; i += kPair<A, B>) add_pair<A, B>(s.baseline + i * kA, s.target + i * kB, t, lanes);
 }
 
-// Elements that fill no pair of vectors; the zeros after them add nothing.
+// Adds the remaining elements, which fill less than a pair of vectors; zero padding adds nothing.
 template <class A, class B, class L>
 TS_TARGET TS_INLINE void add_rest(const Sides& s, int64_t start, const Tolerance& t, L* lanes) {
     constexpr size_t kA = sizeof(typename A::Bits), kB = sizeof(typename B::Bits), kRoom = kPair<A, B>;
@@ -73,15 +73,16 @@ TS_TARGET TS_INLINE bool are_finite(const uint8_t* bytes, int64_t n) {
     }
 }
 
-// Whether a sum of squares tells that its terms neither overflowed nor vanished; non-finite values spoil the sum.
+// Returns whether a sum of squares proves that no term overflowed or underflowed; non-finite values make the sum
+// non-finite.
 template <class F>
 TS_TARGET TS_INLINE bool is_safe(double squares, const uint8_t* bytes, int64_t n) {
     using Bits = typename F::Bits;
-    if constexpr (std::is_signed_v<Bits>) {  // an integer
+    if constexpr (std::is_signed_v<Bits>) {  // integers
         return true;
-    } else if constexpr (sizeof(Bits) == 1) {  // of a few powers of two
+    } else if constexpr (sizeof(Bits) == 1) {  // a range of few powers of two
         return are_finite<F>(bytes, n);
-    } else if constexpr (sizeof(Bits) == 8) {  // what vanishes in double does so however it is done there
+    } else if constexpr (sizeof(Bits) == 8) {  // underflow in double is the same on the slow path
         return (bit_cast<uint64_t>(squares) & kMagnitude<Float64>) < Float64::kNonfinite;
     } else {
         const bool is_large = TS_VECTOR == 16 && std::is_same_v<F, Float16> && squares >= 0x1p32;  // see widened
@@ -93,7 +94,8 @@ TS_TARGET TS_INLINE bool is_safe(double squares, const uint8_t* bytes, int64_t n
     }
 }
 
-// For a block with values too near their tolerance: 0.01 * 100 is common in 8-bit mantissas.
+// Recounts elements over the tolerance in double, for a block with values too close to it: 0.01 * 100 is common with
+// 8-bit mantissas.
 template <class A, class B>
 TS_INLINE int64_t count_over(const Sides& s, const Tolerance& t) {
     const double atol = t.atol, rtol = t.rtol;
@@ -111,8 +113,8 @@ TS_TARGET TS_INLINE uint64_t lanes_at(const uint8_t* a, const uint8_t* b, Real d
     return lanes_equal(magnitude(widened<A>(a) - widened<B>(b)), distance);
 }
 
-// The first element of a stretch at the given distance, where some element there has it. No branch depends on where: a
-// wrong guess would keep the processor from loading what comes next.
+// Returns the first element of a stretch with the given distance, which must occur there. No branch depends on the
+// data: a misprediction would keep the CPU from loading the next stretch.
 template <class A, class B, class Real>
 TS_TARGET TS_INLINE int64_t place_of(const Sides& s, int64_t start, Real distance) {
     constexpr int64_t kEach = kLanes<Real>, kA = sizeof(typename A::Bits), kB = sizeof(typename B::Bits);
@@ -140,10 +142,10 @@ TS_TARGET TS_INLINE int64_t place_of(const Sides& s, int64_t start, Real distanc
     return start + (found[0] ? 0 : 64) + __builtin_ctzll(found[0] ? found[0] : found[1]);
 }
 
-// Returns false, with the row untouched, where the block must be done in double.
+// Returns false and leaves `row` unchanged if the block must be compared in double.
 template <class A, class B, bool kTolerance>
 TS_TARGET TS_INLINE bool real_block(const Sides& sides, const Tolerance& tolerance, Row* row) {
-    using Real = Meeting<A, B>;
+    using Real = CommonReal<A, B>;
     const Sides s = sides;
     const Tolerance t = tolerance;
     Lanes<Real, kTolerance> lanes;

@@ -1,4 +1,4 @@
-// Elements of one byte: counting the 256 codes says everything, exactly.
+// One-byte elements: a histogram of the 256 codes determines all statistics exactly.
 #pragma once
 
 #include "multiset_hash.h"
@@ -9,10 +9,10 @@ namespace {
 
 struct Ones {
     int64_t count;
-    bool all;  // whether every byte is 0 or 1
+    bool all;  // every byte is 0 or 1
 };
 
-TS_CLONES Ones count_ones(const uint8_t* bytes, int64_t n) {  // at most a block
+TS_CLONES Ones count_ones(const uint8_t* bytes, int64_t n) {  // at most one block
     uint8_t high = 0;
     int32_t sum = 0;
     for (int64_t i = 0; i < n; ++i) high = bytes[i] > high ? bytes[i] : high;
@@ -21,11 +21,11 @@ TS_CLONES Ones count_ones(const uint8_t* bytes, int64_t n) {  // at most a block
 }
 
 struct Histogram {
-    uint64_t counts[4][256] = {};  // four, so that neighbours of equal value do not wait for each other
+    uint64_t counts[4][256] = {};  // four copies, so that adjacent equal values do not wait for each other's increment
 
     void add(const uint8_t* bytes, int64_t n) {
         const Ones ones = count_ones(bytes, n);
-        if (ones.all) {  // masks, whose neighbours are nearly always equal
+        if (ones.all) {  // masks: adjacent values are nearly always equal
             counts[0][0] += static_cast<uint64_t>(n - ones.count), counts[0][1] += static_cast<uint64_t>(ones.count);
             return;
         }

@@ -1,5 +1,5 @@
-// Sums of every channel over some rows of two matrices, in double, and the channel that has a scale of its own; the
-// plain reference is in channels.py.
+// Per-channel sums over rows of two matrices, in double, and detection of a channel with its own scale; the numpy
+// reference is in channels.py.
 
 #include <algorithm>
 #include <cmath>
@@ -13,17 +13,17 @@
 namespace ts {
 namespace {
 
-constexpr int64_t kKinds = 5;      // of sums, in the order of KINDS in channels.py
-constexpr int64_t kColumns = 256;  // at a time, so that all sums of both halves stay in the first cache
+constexpr int64_t kKinds = 5;      // kinds of sums, in the order of KINDS in channels.py
+constexpr int64_t kColumns = 256;  // columns processed at a time, so that all sums of both halves stay in the L1 cache
 
 TS_CLONES void widen(int dtype, const uint8_t* bytes, int64_t n, double* out) { decode_number(dtype, bytes, n, out); }
 
 constexpr double kInfinity = __builtin_inf();
-// As in channels.py.
+// The constants of channels.py.
 constexpr double kSigma = 7, kQuartile = 20, kLasting = 12, kLeast = 3, kDeviate = 4.9;
 constexpr float kTiny = 0x1p-126f;
 
-// Adds one row to the sums, which lie `stride` apart.
+// Adds one row to the sums; the kinds are `stride` elements apart.
 TS_CLONES void add_row(const double* baseline, const double* target, int64_t n, double* sums, int64_t stride) {
     double* __restrict energy = sums, * __restrict fourth = sums + stride, * __restrict product = sums + 2 * stride;
     double* __restrict squared = sums + 3 * stride, * __restrict cubic = sums + 4 * stride;
@@ -37,7 +37,7 @@ TS_CLONES void add_row(const double* baseline, const double* target, int64_t n, 
     }
 }
 
-// The element at `place` of `values` in order, and with `share` of the way to the next; reorders them.
+// Returns the element at `place` in ascending order, interpolated with `share` toward the next; reorders `values`.
 double between(std::vector<double>& values, size_t place, double share) {
     const double low = select_element(values, place);
     if (share == 0 || place + 1 == values.size()) return low;
@@ -49,23 +49,23 @@ double median(std::vector<double>& values) {
     return between(values, (values.size() - 1) / 2, values.size() % 2 ? 0 : 0.5);
 }
 
-// How many times its scatter over `rows` rows of equal size a gain may be off: _width of channels.py.
+// Returns the limit for a gain as a multiple of its scatter over `rows` rows of equal size: _width in channels.py.
 double width(double rows) {
     const double free = std::max(rows, kLeast) - 1, deviate = kDeviate * (8 * free + 3) / (8 * free + 1);
     const double student = std::sqrt(free * std::expm1(deviate * deviate / free)) / (1 - 1 / std::sqrt(free + 1));
     return student > kSigma ? student : kSigma;
 }
 
-// Five sums of every channel, and what becomes of them; one room serves all medians.
+// The five sums of every channel and their evaluation; one buffer serves all medians.
 class Channels {
   public:
     Channels(const double* sums, int64_t width) : sums_(sums), width_(width), room_(static_cast<size_t>(width)) {}
 
-    // find_channel_reference of channels.py; a noise of infinity where there is none, false where a number is not
-    // finite.
+    // As find_channel_reference in channels.py. Sets the noise to infinity if there is no channel; returns false if a
+    // number is not finite.
     bool find(ChannelFound* out) {
         double all = 0;
-        for (int64_t i = 0; i < 2 * kKinds * width_; ++i) all += sums_[i] * 0;  // 0, or NaN
+        for (int64_t i = 0; i < 2 * kKinds * width_; ++i) all += sums_[i] * 0;  // 0, or NaN if a sum is not finite
         if (all != all) return false;
         std::vector<double> gain(room_), scatter(room_), effective(room_);
         const double middle = median_of([&](int64_t i) { return both(kEnergy, i); });
@@ -113,7 +113,7 @@ class Channels {
         return between(room_, static_cast<size_t>(low), place - low);
     }
 
-    // The typical gain of a channel that is the same in two halves of the rows.
+    // Returns the typical persistent gain of a channel: the part that agrees in both halves of the rows.
     double lasting() {
         double middle[2];
         for (int half = 0; half < 2; ++half) middle[half] = median_of([&](int64_t i) { return one(half, kEnergy, i); });
@@ -135,7 +135,7 @@ class Channels {
 }  // namespace
 
 void add_channel_sums(const Strip& strip, double* sums, int64_t total) {
-    // A copy of the sums of some columns: kinds that lie a power of two apart would share a set of the cache.
+    // A copy of the sums of some columns: kinds at a distance of a power of two would map to the same cache set.
     constexpr int64_t kStride = kColumns + 8;
     alignas(64) double room[2][kColumns], here[2 * kKinds * kStride];
     const Rows &left = strip.sides.baseline, &right = strip.sides.target;

@@ -1,7 +1,7 @@
-// Element formats and how their bytes are read; shared by every source here.
+// Element formats and how to decode them; shared by every source file in this directory.
 //
-// Non-finite values are found by integer tests on the bits, because the sums are compiled with associative math.
-// Nothing here changes the floating environment: no flush-to-zero, no -ffast-math.
+// Non-finite values are detected by integer tests on the bits, because the sums are compiled with associative math. No
+// code here changes the floating-point environment: no flush-to-zero, no -ffast-math.
 #pragma once
 
 #include <cstdint>
@@ -9,17 +9,17 @@
 #include <cstring>
 #include <type_traits>
 
-#pragma GCC diagnostic ignored "-Wpsabi"  // no vector is passed to a function that is not inlined
+#pragma GCC diagnostic ignored "-Wpsabi"  // vectors are passed to inlined functions only
 
-#define TS_ABI 15  // equals ABI in library.py
+#define TS_ABI 15  // must equal ABI in library.py
 
 #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "the hash reads words in memory order and needs a little-endian machine"
 #endif
 
-// One build serves every x86-64: the loader picks the clone through an ifunc, which needs gcc and glibc.
-// TS_PORTABLE leaves it at what every compiler and processor has, TS_NARROW does without 64-byte vectors; the tests
-// compare all three.
+// One build runs on every x86-64 CPU: the loader picks a clone through an ifunc, which requires gcc and glibc.
+// TS_PORTABLE disables everything that is specific to a compiler or CPU, TS_NARROW disables 64-byte vectors; the tests
+// compare all three builds.
 #if defined(__x86_64__) && defined(__GNUC__) && __GNUC__ >= 12 && !defined(__clang__) && defined(__GLIBC__) && \
     !defined(TS_PORTABLE)
 #ifdef TS_NARROW
@@ -27,12 +27,12 @@
 #else
 #define TS_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #endif
-#define TS_AVX2 __attribute__((target("arch=x86-64-v3")))            // 32-byte vectors, where kAvx2
-#define TS_WIDE __attribute__((target("arch=x86-64-v4")))            // 64-byte vectors, where kWide
-#define TS_DOT __attribute__((target("arch=x86-64-v4,avx512vnni")))  // and sums of products, where kDot
-#define TS_CODES __attribute__((target("arch=x86-64-v4,avx512vbmi,avx512vbmi2,avx512bf16")))  // codes.h, where kCodes
+#define TS_AVX2 __attribute__((target("arch=x86-64-v3")))            // 32-byte vectors, if kAvx2
+#define TS_WIDE __attribute__((target("arch=x86-64-v4")))            // 64-byte vectors, if kWide
+#define TS_DOT __attribute__((target("arch=x86-64-v4,avx512vnni")))  // and dot products of integers, if kDot
+#define TS_CODES __attribute__((target("arch=x86-64-v4,avx512vbmi,avx512vbmi2,avx512bf16")))  // fp8_block.h, if kCodes
 #pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wuninitialized"  // gcc's own header reads a variable whose value does not matter
+#pragma GCC diagnostic ignored "-Wuninitialized"  // gcc's own header reads an uninitialized variable on purpose
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #include <immintrin.h>
 #pragma GCC diagnostic pop
@@ -45,7 +45,7 @@
 
 namespace ts {
 
-// Codes of the elements, in the order of CODES in library.py.
+// dtype codes, in the order of CODES in library.py.
 enum Dtype : int {
     kFloat64,
     kFloat32,
@@ -67,16 +67,16 @@ enum Dtype : int {
     kBool,
 };
 
-constexpr int64_t kBlock = 2048;  // elements whose sums are taken in float; then double takes over
+constexpr int64_t kBlock = 2048;  // elements summed in float32 before the sums are added to double accumulators
 
-// The same for a summary, in whole blocks of the hash: narrower elements come in more lanes (bytes are counted).
+// Elements per block of a summary, in whole hash blocks: narrower elements use more lanes (bytes are counted).
 constexpr int64_t block_of(int64_t width) { return width < 4 ? 4 * kBlock / width : kBlock; }
 
-// A float32 block is trusted while its largest magnitude is 0 or within these: squares neither overflow nor vanish.
+// A float32 block is trusted if its absmax is 0 or within this range: squares neither overflow nor underflow.
 constexpr float kSafeLow = 0x1p-48f, kSafeHigh = 0x1p55f;
 
 template <class T>
-TS_INLINE T load(const uint8_t* bytes, int64_t index) {  // any alignment
+TS_INLINE T load(const uint8_t* bytes, int64_t index) {  // for any alignment
     T value;
     std::memcpy(&value, bytes + index * static_cast<int64_t>(sizeof(T)), sizeof(T));
     return value;
@@ -87,7 +87,7 @@ inline const bool kAvx2 = (__builtin_cpu_init(), __builtin_cpu_supports("x86-64-
 #ifdef TS_NARROW
 constexpr bool kWide = false, kDot = false, kCodes = false;
 #else
-inline bool is_held_narrow() {  // see _VARIABLE in library.py; clones are the loader's choice, which nothing holds back
+inline bool is_held_narrow() {  // see _VARIABLE in library.py; the loader's choice of clones is not affected
     const char* setting = std::getenv("TAPSCOPE_NATIVE");
     return setting != nullptr && std::strcmp(setting, "avx2") == 0;
 }
@@ -106,7 +106,8 @@ TS_INLINE To bit_cast(From from) {
     return to;
 }
 
-// A floating format: its bits, the magnitudes where zero-exponent and non-finite values begin, its value.
+// A floating-point format: the type of its bits, the smallest non-finite and the smallest normal magnitude, and its
+// decoder.
 struct Float64 {
     using Bits = uint64_t;
     using Value = double;
@@ -148,12 +149,12 @@ struct Float16 {
 template <class F>
 constexpr typename F::Bits kMagnitude = static_cast<typename F::Bits>(~typename F::Bits(0)) >> 1;
 
-// The 256 values of an 8-bit format, worked out once by the compiler. OCP 8-bit Floating Point Specification 1.0; the
-// fnuz formats (Noune et al.: 8-bit numerical formats for deep neural networks, 2022) have one NaN in place of -0 and
-// no infinity; E8M0 is the exponent alone (OCP Microscaling Formats 1.0).
+// The 256 values of an 8-bit format, computed at compile time. OCP 8-bit Floating Point Specification 1.0; the fnuz
+// formats (Noune et al.: 8-bit numerical formats for deep neural networks, 2022) have one NaN in place of -0 and no
+// infinity; E8M0 has only an exponent (OCP Microscaling Formats 1.0).
 struct Table {
     float values[256];
-    int min_normal;  // smallest magnitude (the code without its sign) that is neither zero nor subnormal
+    int min_normal;  // smallest normal magnitude (the code without its sign)
 };
 
 constexpr float scale(float value, int power) {
@@ -192,7 +193,7 @@ constexpr Table kE4M3 = make_table(3, 7, Special::kOneNan), kE5M2 = make_table(2
 constexpr Table kE4M3Fnuz = make_table(3, 8, Special::kFnuz), kE5M2Fnuz = make_table(2, 16, Special::kFnuz);
 constexpr Table kE8M0 = make_exponents();
 
-// Null for whatever is not an 8-bit floating format.
+// Returns null if the dtype is not an 8-bit floating-point format.
 constexpr const Table* table_of(int dtype) {
     return dtype == kFloat8E4M3       ? &kE4M3
            : dtype == kFloat8E5M2     ? &kE5M2

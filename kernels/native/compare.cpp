@@ -1,7 +1,7 @@
-// Two matrices compared row by row in one pass; the plain reference is in compare.py.
+// Row-by-row comparison of two matrices in one pass; the numpy reference is in compare.py.
 //
-// Fast ways, chosen per pair of dtypes: sums in float32, in double, or of integers of eight bits; where such a block
-// cannot be trusted it is redone in double with care. Two integers of which one has 64 bits are compared exactly.
+// The fast path is chosen per pair of dtypes: sums in float32, in double, or of 8-bit integers. A block that it cannot
+// handle reliably is redone in double. Two integer dtypes of which one has 64 bits are compared exactly.
 
 #include "fast_blocks.h"
 #include "exact_block.h"
@@ -11,7 +11,7 @@
 namespace ts {
 namespace {
 
-// ---- widening, and what is exact
+// ---- widening and exact comparison
 
 TS_CLONES void to_float(int dtype, const uint8_t* bytes, int64_t n, float* out) {
     widen_to_float(dtype, bytes, n, out);
@@ -21,7 +21,7 @@ TS_CLONES void to_double(int dtype, const uint8_t* bytes, int64_t n, double* out
     decode_number(dtype, bytes, n, out);
 }
 
-// Whether every value of a block of integers is below kSmall: then float64 subtracts them exactly.
+// Returns whether every integer of a block is below kSmall in magnitude: float64 then subtracts exactly.
 TS_CLONES bool are_small(int dtype, const uint8_t* bytes, int64_t n) {
     if (!is_wide_integer(dtype)) return true;
     uint64_t any = 0;
@@ -32,7 +32,7 @@ TS_CLONES bool are_small(int dtype, const uint8_t* bytes, int64_t n) {
     return any < kSmall;
 }
 
-// Elements beyond the tolerance, both sides as float64.
+// Counts elements over the tolerance; both sides are float64.
 TS_CLONES int64_t count_beyond(const Sides& s, const Tolerance& t) {
     const double atol = t.atol, rtol = t.rtol;
     int64_t over = 0;
@@ -52,8 +52,8 @@ ExactBlock choose_exact(int a, int b) {
 
 // ---- dispatch
 
-// How one pair of dtypes is compared, and the room to widen a part of either side. A tolerance changes nothing but the
-// count of elements beyond it: where the fast way has no such count, elements are counted after it.
+// Comparison of one pair of dtypes, with buffers to widen part of either side. A tolerance affects only the count of
+// elements over it: if the fast path cannot count these, they are counted afterwards.
 class Comparison {
   public:
     Comparison(int a, int b, double atol, double rtol) : types_{a, b}, tolerance_(atol, rtol) {
@@ -73,9 +73,10 @@ class Comparison {
     }
 
   private:
-    static constexpr int64_t kRoom = 2048;  // elements that are widened together: both sides fit the nearest cache
+    static constexpr int64_t kRoom = 2048;  // elements widened at a time: both sides fit the L1 cache
 
-    // Whether there is a fast way for two dtypes, which counts by the tolerance itself where it can.
+    // Selects the fast path for two dtypes, with tolerance counts if `counts` and available. Returns false if there is
+    // none.
     bool choose(int a, int b, bool counts) {
         block_ = counts ? fast_block_of(a, b, true) : nullptr;
         counts_after_ = tolerance_.any && !block_;
@@ -90,7 +91,8 @@ class Comparison {
         }
         const int64_t before = row->over;
         if (block_(common_ < 0 ? s : widened(s, common_), tolerance_, row)) {
-            if (!counts_after_ || row->over == before) return;  // what it counted are the unequal elements
+            if (!counts_after_ || row->over == before)
+                return;  // without a tolerance, the fast path counts unequal elements
             row->over = before;
             return in_parts(s,
                             [&](const Sides& part) { row->over += count_beyond(widened(part, kFloat64), tolerance_); });
@@ -98,7 +100,7 @@ class Comparison {
         in_parts(s, [&](const Sides& part) { careful_block(widened(part, kFloat64), tolerance_, row); });
     }
 
-    // Parts that the room holds; in a short one the place of the largest distance is soon found again.
+    // Calls `work` for parts that fit the buffers; short parts also make the search for the largest distance cheap.
     template <class Work>
     void in_parts(const Sides& s, Work work) {
         constexpr int64_t kPart = 512;
@@ -109,7 +111,7 @@ class Comparison {
         }
     }
 
-    // Both sides as float32 or as float64.
+    // Returns both sides widened to float32 or float64.
     Sides widened(const Sides& s, int type) {
         return in_room(s, [=](int from, const uint8_t* bytes, void* out) {
             if (from == type) return false;
@@ -127,7 +129,7 @@ class Comparison {
         });
     }
 
-    // The sides, of which `put` says whether it put one into the room.
+    // Returns the sides, each replaced by its buffer if `put` filled the buffer.
     template <class Put>
     Sides in_room(Sides s, Put put) {
         if (put(types_[0], s.baseline, room_[0])) s.baseline = reinterpret_cast<const uint8_t*>(room_[0]);
@@ -135,7 +137,7 @@ class Comparison {
         return s;
     }
 
-    int types_[2], common_ = -1;  // common_: the type that both sides are widened to; -1: they are read as they lie
+    int types_[2], common_ = -1;  // common_: dtype to which both sides are widened; -1: read without conversion
     Tolerance tolerance_;
     bool exact_, counts_after_ = false;
     FastBlock block_ = nullptr;
@@ -149,7 +151,7 @@ double number_at(int dtype, const uint8_t* row, int64_t column) {
     return value;
 }
 
-// Adds n elements to `out`, or puts them there.
+// Adds n elements to `out`, or assigns them if `is_first`.
 template <class Out>
 TS_INLINE void put_or_add(int dtype, const uint8_t* bytes, int64_t n, bool is_first, Out* out) {
     const auto add = [&](auto format) {
@@ -185,10 +187,10 @@ TS_CLONES void sum_to_float(int dtype, const uint8_t* bytes, int64_t n, bool is_
     put_or_add(dtype, bytes, n, is_first, out);
 }
 TS_CLONES void sum_to_integer(int dtype, const uint8_t* bytes, int64_t n, bool is_first, uint64_t* out) {
-    put_or_add(dtype, bytes, n, is_first, out);  // wraps around, as numpy does
+    put_or_add(dtype, bytes, n, is_first, out);  // wraps around, as in numpy
 }
 
-// One row of each side, summed if it has several summands.
+// Rows of one side; the sum of its summands if there are several.
 class SideRow {
   public:
     SideRow(const Strip& strip, int side)

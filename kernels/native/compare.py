@@ -1,4 +1,4 @@
-"""Two matrices of any dtypes, compared row by row in one pass over their bytes, without gathering or casting copies."""
+"""Row-by-row comparison of two matrices of any dtypes, in one pass over their bytes, without gather or cast copies."""
 
 import math
 from collections.abc import Sequence
@@ -27,14 +27,14 @@ def compare_rows(
 ) -> RowMeasures:
     """Compare row i of ``baseline`` with row i of ``target``, or ``baseline_rows[i]`` with ``target_rows[i]``.
 
-    Both are [rows, width] views with unit stride along the last axis and any stride between rows; they are only
-    read. A complex number is taken as two neighbouring columns. The row arrays are integers, shape [pairs].
+    Both are [rows, width] views with unit stride along the last axis and any stride between rows; they are only read. A
+    complex element is compared as two adjacent columns. The row index arrays are integers, shape [pairs].
 
-    Values are compared as numbers: in float32 where both dtypes fit it, else in float64, and two integer dtypes one
-    of which has 64 bits exactly. A 64-bit integer compared with a float is rounded to float64.
+    Values are compared as numbers: in float32 if both dtypes fit into float32, else in float64. Two integer dtypes of
+    which one has 64 bits are compared exactly. A 64-bit integer compared with a float is rounded to float64.
 
-    Raises ValueError for shapes, strides or tolerances that cannot be meant, IndexError for a row that does not
-    exist, and RunCorruptError for a dtype that tapscope does not know.
+    Raises ValueError for invalid shapes, strides or tolerances, IndexError for a row that does not exist, and
+    RunCorruptError for a dtype that tapscope does not support.
     """
     if not (0.0 <= atol < math.inf and 0.0 <= rtol < math.inf):
         raise ValueError(f"atol={atol} and rtol={rtol} must be finite and not negative")
@@ -43,13 +43,13 @@ def compare_rows(
 
 
 class Compared(NamedTuple):
-    """The result of :func:`compare_strips`."""
+    """Result of :func:`compare_strips`."""
 
     rows: RowMeasures
     at_worst: Array
-    """[rows] float64: the baseline's value where the row's largest difference is; 0 where there is none."""
+    """[rows] float64: the baseline value at the row's largest difference; 0 if there is none."""
     strip: Array
-    """[rows] int64: index of the strip that holds it; the row's first where there is none."""
+    """[rows] int64: index of the strip with the row's largest difference; the row's first strip if there is none."""
 
     @staticmethod
     def empty(num_rows: int) -> "Compared":
@@ -58,17 +58,17 @@ class Compared(NamedTuple):
         return Compared(rows, np.empty(num_rows), np.empty(num_rows, np.int64))
 
     def put(self, start: int, part: "Compared") -> None:
-        """Copy the rows of ``part`` to the place from ``start`` on."""
+        """Copy the rows of ``part`` to this result, starting at row ``start``."""
         here = slice(start, start + len(part.strip))
         self.rows.floats[:, here], self.rows.integers[:, here] = part.rows.floats, part.rows.integers
         self.at_worst[here], self.strip[here] = part.at_worst, part.strip
 
 
 def compare_strips(strips: Sequence[Strip], num_rows: int, *, atol: float = 0.0, rtol: float = 0.0) -> Compared:
-    """Compare ``num_rows`` rows of row blocks, in one call.
+    """Compare ``num_rows`` rows, given as strips, in one call.
 
-    Together the strips hold each row; those of the same rows follow each other, from left to right. Values are compared
-    as :func:`compare_rows` does. Raises ValueError and IndexError for invalid row blocks.
+    Together the strips cover every row; strips of the same rows are adjacent, from left to right. Values are compared
+    as in :func:`compare_rows`. Raises ValueError and IndexError for invalid strips.
     """
     compared = Compared.empty(num_rows)
     functions = library.functions()
@@ -86,7 +86,7 @@ def _without_sums(strip: Strip) -> Strip:
     return strip._replace(baseline=one, target=two)
 
 
-# ---- the plain reference, which also serves where no library was built
+# ---- numpy reference, also the fallback where no library was built
 
 
 def _compare_strips_reference(strips: Sequence[Strip], out: Compared, atol: float, rtol: float) -> None:
@@ -120,7 +120,7 @@ def compare_reference(
     rtol: float = 0.0,
     chunk: int = CHUNK,
 ) -> RowMeasures:
-    """The same in numpy: float64 temporaries of at most ``chunk`` elements, or of one column."""
+    """Compute :func:`compare_rows` in numpy, with float64 temporaries of at most ``chunk`` elements or one column."""
     width = baseline.shape[1]
     if not pairs or not width:
         return empty(pairs, width)
@@ -139,7 +139,7 @@ def compare_reference(
     return RowMeasures.concat(parts)
 
 
-# float64 itself may overflow, and a signalling NaN warns when it is widened: both are counted, not warned about.
+# float64 itself may overflow, and widening a signaling NaN warns: both are counted, so the warnings are suppressed.
 @np.errstate(over="ignore", under="ignore", invalid="ignore")
 def _compare_block(baseline: Array, target: Array, atol: float, rtol: float) -> RowMeasures:
     a, b = baseline.astype(np.float64), target.astype(np.float64)
@@ -161,7 +161,7 @@ def _compare_block(baseline: Array, target: Array, atol: float, rtol: float) -> 
 
 
 def _class(values: Array) -> Array:
-    """0 finite, 1 NaN, 2 +inf, 3 -inf."""
+    """Classify values: 0 finite, 1 NaN, 2 +inf, 3 -inf."""
     infinite = np.where(values > 0, 2, 3)
     return np.where(np.isnan(values), 1, np.where(np.isinf(values), infinite, 0))
 
@@ -173,14 +173,14 @@ def _is_exact(baseline: Array, target: Array) -> bool:
 
 
 def _exact_distance(baseline: Array, target: Array) -> Array:
-    """abs(baseline - target) of two integer arrays, rounded to float64 only at the end."""
+    """Return abs(baseline - target) of two integer arrays, rounded to float64 only at the end."""
     if np.uint64 not in (baseline.dtype, target.dtype):
         a, b = baseline.astype(np.int64), target.astype(np.int64)
-        # Modulo 2^64, so that the larger minus the smaller is right.
+        # Subtract modulo 2^64: the larger minus the smaller is then exact.
         first, second = a.view(np.uint64), b.view(np.uint64)
         return np.where(a > b, first - second, second - first).astype(np.float64)
     a, b = baseline.astype(np.uint64), target.astype(np.uint64)
     exact = np.where(a > b, a - b, b - a).astype(np.float64)
-    # A negative number wrapped around; its distance to an unsigned one is the sum of both magnitudes.
+    # A negative number wrapped around; the distance to an unsigned number is the sum of both magnitudes.
     negative = (baseline < 0) | (target < 0)
     return np.where(negative, np.abs(baseline.astype(np.float64) - target.astype(np.float64)), exact)

@@ -1,4 +1,4 @@
-// Any element format widened into float, double or int64; used where no block reads the format itself.
+// Decoding of any element format to float, double or int64, for formats that the block kernels do not read directly.
 #pragma once
 
 #include "common.h"
@@ -10,7 +10,7 @@ constexpr int64_t kItemSize[] = {8, 4, 2, 2, 1, 1, 1, 1, 1, 8, 4, 2, 1, 8, 4, 2,
 constexpr bool is_integer(int dtype) { return dtype >= kInt64; }
 constexpr bool is_wide_integer(int dtype) { return dtype == kInt64 || dtype == kUint64; }
 
-// Whether float32 holds every value of the format.
+// Returns whether float32 represents every value of the format exactly.
 constexpr bool fits_float(int dtype) {
     return !(dtype == kFloat64 || is_wide_integer(dtype) || dtype == kInt32 || dtype == kUint32);
 }

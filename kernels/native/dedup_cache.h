@@ -1,6 +1,7 @@
-// What the open step has met already, so that the same tensor is read fast; as dumper/records/dedup_cache.py.
+// Cache of the tensors that the open step has summarized, so that a repeated tensor is fast; as
+// dumper/records/dedup_cache.py.
 //
-// Only a hash of the bytes says that they are the same, never an address.
+// Equality is decided by a hash of the bytes, never by the address.
 #pragma once
 
 #include <cstring>
@@ -14,23 +15,24 @@
 
 namespace ts {
 
-constexpr int64_t kSmall = 16 << 10;  // reading this few bytes again is as cheap as a lookup
-constexpr size_t kPlaces = 4096;      // memory of earlier steps is remembered to be used again, but not for ever
+constexpr int64_t kSmall = 16 << 10;  // rereading this few bytes is as cheap as a lookup
+constexpr size_t kPlaces = 4096;      // limit on addresses kept from earlier steps, whose memory is reused
 
 struct KnownBytes {
     uint8_t digest[16];
-    std::string text;  // the members `hash` to `stats` of a line
+    std::string text;  // the fields `hash` to `stats` of a line
 };
 
 class Memo {
   public:
-    // A new step: memory is used again for other values.
+    // Invalidates all entries at the start of a step: memory is reused for other values.
     void forget() {
         ++step_;
         if (places_.size() > kPlaces) places_.clear();
     }
 
-    // The entry at this address, if this step has met it there and the bytes, which are given, are still the same.
+    // Returns true and sets `found` if this step has summarized the tensor at this address and its bytes, which are
+    // given, are unchanged.
     bool recall(const RecordTemplate* record_template, uint64_t place, const uint8_t* bytes, KnownBytes* found) const {
         if (record_template->nbytes() < kSmall) return false;
         const auto seen = places_.find({place, record_template->count, record_template->code});
@@ -41,7 +43,7 @@ class Memo {
         return !std::memcmp(digest, found->digest, sizeof digest);
     }
 
-    // Record the bytes at this address; and a copy of the bytes where there is a target.
+    // Summarizes the bytes at this address, remembers the result, and copies the bytes unless `target` is null.
     KnownBytes read(const RecordTemplate* record_template, uint64_t place, const uint8_t* bytes, void* target) {
         RecordSummary taken;
         int64_t size = 0;
@@ -64,7 +66,7 @@ class Memo {
     }
 
   private:
-    using Place = std::tuple<uint64_t, int64_t, int>;  // address of the first element, elements, code
+    using Place = std::tuple<uint64_t, int64_t, int>;  // address of the first element, number of elements, dtype code
     struct Entry {
         KnownBytes seen;
         uint64_t step;

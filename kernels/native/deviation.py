@@ -1,4 +1,4 @@
-"""How far two sides are apart, in the few numbers that decide whether rounding explains it."""
+"""Deviation between two sides, reduced to the few numbers that decide whether rounding explains it."""
 
 import math
 from collections.abc import Sequence
@@ -16,12 +16,12 @@ Array = np.ndarray[Any, Any]
 
 
 class Deviation(NamedTuple):
-    """All rows of a comparison together. Without rows, every member is 0."""
+    """Deviation over all rows of a comparison. Without rows, every field is 0."""
 
     typical: float
-    """The median row error, see :func:`.row_errors`: the smallest that is not below half of them. NaN if one is."""
+    """Median row error, see :func:`.row_errors`, rounded up to an element. NaN if a row error is NaN."""
     worst: float
-    """The largest; a value that is finite on one side only does not count."""
+    """Largest row error; a value that is finite on one side only does not count."""
     power: float
     """Sum of the squares of the baseline."""
     dot: float
@@ -32,15 +32,15 @@ class Deviation(NamedTuple):
     num_unequal: int
     """Elements that differ."""
     num_mismatched: int
-    """Those of them where the sides are not both finite, both NaN, or the same infinity."""
+    """Elements where the sides are not both finite, both NaN, or the same infinity."""
 
 
 def deviation(strips: Sequence[Strip], num_rows: int, share: float | None = None) -> Deviation:
-    """Compare ``num_rows`` rows as :func:`.compare_strips` does, in one native call that allocates nothing.
+    """Compare ``num_rows`` rows as :func:`.compare_strips` does, in one native call that reuses its buffers.
 
-    With ``share``, :attr:`~Deviation.typical` is that quantile of the row errors, as numpy interpolates it, and
-    ``power`` and ``dot`` are sums over the rows that have no larger error. Raises ValueError and IndexError for invalid
-    row blocks.
+    With ``share``, :attr:`~Deviation.typical` is that quantile of the row errors, interpolated as in numpy, and
+    ``power`` and ``dot`` are sums over the rows whose error is not larger. Raises ValueError and IndexError for invalid
+    strips.
     """
     if sum({strip.row: strip.num_rows for strip in strips}.values()) != num_rows:
         raise ValueError(f"the strips do not fill {num_rows} rows")
@@ -53,7 +53,7 @@ def deviation(strips: Sequence[Strip], num_rows: int, share: float | None = None
 
 @np.errstate(all="ignore")
 def deviation_reference(rows: RowMeasures, share: float | None = None) -> Deviation:
-    """The same in numpy, from rows that were measured."""
+    """Compute :func:`deviation` in numpy, from row measures."""
     if not len(rows):
         return Deviation(0.0, 0.0, 0.0, 0.0, 0, 0, 0, 0)
     errors = row_errors(rows)
@@ -66,7 +66,7 @@ def deviation_reference(rows: RowMeasures, share: float | None = None) -> Deviat
 
 
 def between(values: Array, share: float) -> float:
-    """A quantile of an array without NaN, as numpy interpolates it; of equal infinities it is that infinity."""
+    """Return a quantile of an array without NaN, interpolated as in numpy; between equal infinities, that infinity."""
     place = share * (len(values) - 1)
     low = int(place)
     lower, upper = np.sort(values)[[low, math.ceil(place)]].tolist()

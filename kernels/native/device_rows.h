@@ -1,5 +1,6 @@
-// Statistics and sketches that a CUDA device computes for a writer: the launch of the kernels of kernels/triton/tap.py
-// and sketch.py through the driver, the memory that they write to, and the lines that wait for them.
+// Statistics and sketches that a CUDA device computes for a record writer: launches of the kernels of
+// kernels/triton/tap.py and sketch.py through the driver, their output buffers, and the record lines that wait for
+// them.
 #pragma once
 
 #define PY_SSIZE_T_CLEAN
@@ -15,22 +16,22 @@
 
 namespace ts {
 
-// How the row of statistics of the tensors of one template is computed.
+// Launch of the kernel that computes the row of statistics for tensors of one template.
 struct DeviceLaunch {
-    void* function = nullptr;  // CUfunction; null where no device computes it
+    void* function = nullptr;  // CUfunction; null if the device does not compute the statistics
     long long device = 0;
     unsigned programs = 0, threads = 0, shared = 0;
-    int overlaps = 0;  // whether it may start while the previous kernel of its stream still runs, see launch.py
+    int overlaps = 0;  // the kernel may start while its predecessor on the stream still runs, see launch.py
 };
 
-// How the sketch of such a tensor is computed, besides its statistics.
+// Launch of the kernel that computes the sketch of the same tensors.
 struct DeviceSketch {
     DeviceLaunch launch;
-    long long part[5];  // rows, width, first column, its column in the whole tensor, columns
-    long long slot;     // of its first row among the keys of the step's rows; -1 where it is one row with key 0
+    long long part[5];  // rows, width, first column, its column in the full tensor, columns
+    long long slot;  // index of the first row's key among the keys of the step's rows; -1 for a single row with key 0
 };
 
-// CUlaunchAttribute, whose value is a union of 64 bytes, and CUlaunchConfig.
+// CUlaunchAttribute, whose value is a 64-byte union, and CUlaunchConfig.
 struct LaunchAttribute {
     int id, pad, value, rest[15];
 };
@@ -42,7 +43,7 @@ struct LaunchConfig {
 };
 constexpr LaunchAttribute kOverlap = {6, 0, 1, {}};  // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
-// The functions of the driver, which return a CUresult, 0 for success; null where there is none.
+// CUDA driver functions, which return a CUresult (0 for success); null without a driver.
 struct Driver {
     using Launch = int (*)(const LaunchConfig*, void*, void**, void**);
     using Device = int (*)(int*);
@@ -52,9 +53,9 @@ struct Driver {
     using Wait = int (*)(void*, void*, unsigned);
     using ErrorName = int (*)(int, const char**);
     Launch launch = nullptr;
-    Device device = nullptr;        // that of the current context
-    Capturing capturing = nullptr;  // whether a graph is captured on a stream
-    Copy copy = nullptr;            // to, from, bytes, stream: of any two addresses
+    Device device = nullptr;        // device of the current context
+    Capturing capturing = nullptr;  // capture status of a stream
+    Copy copy = nullptr;            // destination, source, bytes, stream; any kind of address
     Record record = nullptr;        // event, stream
     Wait wait = nullptr;            // stream, event, flags
     ErrorName error_name = nullptr;
@@ -79,43 +80,43 @@ struct Driver {
 };
 
 constexpr long long kRowBytes = 128;
-constexpr long long kPartBytes = 96;                        // of a program's partial result
-constexpr long long kCounterBytes = 1024, kSpanBytes = 32;  // of a sketch
+constexpr long long kPartBytes = 96;                        // per partial result of a program
+constexpr long long kCounterBytes = 1024, kSpanBytes = 32;  // per sketch
 
-// Rows of statistics in the memory of one device, which kernels of one stream write.
+// Rows of statistics in device memory, written by kernels of one stream.
 struct DeviceRows {
     long long device = -1;
     void* stream = nullptr;
-    uint64_t rows = 0, partial = 0, keys = 0;  // addresses: of the rows, of room for partial results, of the hash's key
+    uint64_t rows = 0, partial = 0, keys = 0;  // addresses: rows, partial results, hash key
     long long capacity = 0, used = 0;
-    long long parts = 0, parts_used = 0;  // partial results that fit in, and that are taken
-    // Of sketches: addresses of the counters (0 where these rows have none), of partial ones, and of what says where
-    // these are; how many partial ones fit in, and are taken
+    long long parts = 0, parts_used = 0;  // capacity for partial results, and number in use
+    // Sketches: addresses of the counters (0 if these rows have none), of the partial counters, and of the spans that
+    // locate the partial counters; capacity for partial counters, and number in use.
     uint64_t counters = 0, partial_counters = 0, spans = 0;
     long long sketch_parts = 0, sketch_parts_used = 0;
 
-    bool has_room(const DeviceLaunch& how, const DeviceLaunch& sketch) const {
+    bool has_room(const DeviceLaunch& spec, const DeviceLaunch& sketch) const {
         const bool has_counters = !sketch.function || (counters && sketch_parts_used + sketch.programs <= sketch_parts);
-        return used < capacity && parts_used + how.programs <= parts && has_counters;
+        return used < capacity && parts_used + spec.programs <= parts && has_counters;
     }
 };
 
-// The keys of the open step's rows, for sketches on one stream of one device.
+// Keys of the open step's rows, for sketches on one stream of one device.
 struct StepKeys {
     long long device = -1;
     void* stream = nullptr;
-    Owned about{nullptr};         // (the step's info, its grid, ...): holds the memory
-    uint64_t keys = 0, zero = 0;  // addresses: of the keys, 0 where they are unknown, and of one key that is 0
+    Owned about{nullptr};         // (step info, grid, ...): owns the memory
+    uint64_t keys = 0, zero = 0;  // addresses of the keys (0 if unknown) and of a single zero key
 };
 
-// The line of a record whose statistics are being computed.
+// A record line whose statistics are still being computed.
 struct WaitingLine {
     Owned record_template;
-    long long offset;  // of its row; -1 for a plain value
-    Owned sketch;      // what the template says of the sketch; null without
+    long long offset;  // byte offset of its row; -1 for a plain value
+    Owned sketch;      // the template's sketch description; null without a sketch
 };
 
-// Lines with consecutive numbers.
+// Waiting lines with consecutive sequence numbers.
 struct WaitingLines {
     long long first = 0;
     std::vector<WaitingLine> lines;
@@ -125,37 +126,37 @@ struct WaitingLines {
     }
 };
 
-// The driver's error, 0 once the kernel was launched.
-inline int launch(const DeviceLaunch& how, void* stream, void** parameters) {
-    const LaunchConfig config = {{how.programs, 1, 1},       {how.threads, 1, 1}, how.shared, stream, &kOverlap,
-                                 unsigned(how.overlaps != 0)};
-    return Driver::get().launch(&config, how.function, parameters, nullptr);
+// Launches a kernel; returns the driver's error code, 0 on success.
+inline int launch(const DeviceLaunch& spec, void* stream, void** parameters) {
+    const LaunchConfig config = {{spec.programs, 1, 1},       {spec.threads, 1, 1}, spec.shared, stream, &kOverlap,
+                                 unsigned(spec.overlaps != 0)};
+    return Driver::get().launch(&config, spec.function, parameters, nullptr);
 }
 
-// That of what completes rows, see tap.py: a program for each.
-inline int launch_merge(const DeviceLaunch& how, void* stream, uint64_t rows) {
+// Launches the kernel that completes rows, one program per row, see tap.py.
+inline int launch_merge(const DeviceLaunch& spec, void* stream, uint64_t rows) {
     uint64_t scratch = 0;
     void* parameters[] = {&rows, &scratch, &scratch};
-    return launch(how, stream, parameters);
+    return launch(spec, stream, parameters);
 }
 
-// That of a row of statistics.
-inline int launch_summary(const DeviceLaunch& how, const DeviceRows& to, uint64_t address, long long count) {
+// Launches the kernel that computes the next row of statistics.
+inline int launch_summary(const DeviceLaunch& spec, const DeviceRows& to, uint64_t address, long long count) {
     uint64_t row = to.rows + uint64_t(kRowBytes * to.used), keys = to.keys, scratch = 0;
     uint64_t partial = to.partial + uint64_t(kPartBytes * to.parts_used);
     void* parameters[] = {&address, &count, &keys, &partial, &row, &scratch, &scratch};
-    return launch(how, to.stream, parameters);
+    return launch(spec, to.stream, parameters);
 }
 
-// That of a sketch, next to that row.
-inline int launch_sketch(DeviceSketch how, const DeviceRows& to, const StepKeys& step, uint64_t address) {
-    uint64_t keys = how.slot < 0 ? step.zero : step.keys + uint64_t(8 * how.slot), scratch = 0;
+// Launches the kernel that computes the sketch of the same tensor.
+inline int launch_sketch(DeviceSketch spec, const DeviceRows& to, const StepKeys& step, uint64_t address) {
+    uint64_t keys = spec.slot < 0 ? step.zero : step.keys + uint64_t(8 * spec.slot), scratch = 0;
     uint64_t partial = to.partial_counters + uint64_t(kCounterBytes * to.sketch_parts_used);
     uint64_t span = to.spans + uint64_t(kSpanBytes * to.used), out = to.counters + uint64_t(kCounterBytes * to.used);
-    long long* part = how.part;
+    long long* part = spec.part;
     void* parameters[] = {&address, part,     part + 1, part + 2, part + 3, part + 4,
                           &keys,    &partial, &span,    &out,     &scratch, &scratch};
-    return launch(how.launch, to.stream, parameters);
+    return launch(spec.launch, to.stream, parameters);
 }
 
 }  // namespace ts

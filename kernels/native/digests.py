@@ -1,6 +1,6 @@
 """The two digests of the run format, defined here and computed in numpy: ``hash`` over bytes, ``bag`` over elements.
 
-**The hash** is defined on the tensor's bytes in C order, whatever its dtype and shape. They are read as 64-bit
+**The hash** is defined on the tensor's bytes in C order, whatever its dtype and shape. The bytes are read as 64-bit
 little-endian words ``w[0..n)``, the last one zero-extended. All arithmetic is modulo 2^64::
 
     mix64(z):  z ^= z >> 30;  z *= 0xBF58476D1CE4E5B9;  z ^= z >> 27;  z *= 0x94D049BB133111EB;  z ^= z >> 31
@@ -13,16 +13,17 @@ little-endian words ``w[0..n)``, the last one zero-extended. All arithmetic is m
     hash = h1 as 16 hex digits, then h2 as 16 hex digits, lower case
 
 The sums of products are NH (Black, Halevi, Krawczyk, Krovetz, Rogaway: UMAC: fast and secure message authentication,
-1999): under a random key two different blocks share one such sum with a probability of at most 2^-32, and both, the
-key of the second being the first's moved on by 8 words, with 2^-64. The key here is fixed, and ``mix64`` and the
-increment are those of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014): the hash
-finds accidents, it does not resist an attacker. Only all 128 bits together are that strong; do not cut them.
+1999). Under a random key, two different blocks collide in one sum with a probability of at most 2^-32; the second sum
+uses the same key shifted by 8 words, and both sums collide with at most 2^-64. The key here is fixed, and ``mix64`` and
+the increment are those of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014). The
+hash therefore detects accidental changes but does not resist an attacker. This strength needs all 128 bits; do not
+truncate them.
 
-Blocks may come in any order and on any device, and a tensor may be cut wherever a block begins: sums over the parts
-add up to sums over the whole.
+Blocks may be hashed in any order and on any device. A tensor may be split at any block boundary: sums over the parts
+add up to the sums over the whole.
 
-**The bag** is a sum over the elements, modulo 2^64, of a number that depends on the element's bits alone; a complex
-number is two elements. For an element ``x`` of ``b`` bits::
+**The bag** is a sum over the elements, modulo 2^64, of a number that depends only on the element's bits; a complex
+element counts as two. For an element ``x`` of ``b`` bits::
 
     b = 8:        item(x) = mix64((x + 1) * 0x9E3779B97F4A7C15)
     b = 16:       z = x * 0x9E3B              mod 2^16;  z ^= z >> 5
@@ -32,9 +33,9 @@ number is two elements. For an element ``x`` of ``b`` bits::
                   over the b / 16 pieces s of z, read as signed 16-bit integers
     bag  = (sum of item(x)) as 16 hex digits, lower case
 
-Any order of the elements gives the same bag, and the bag of a whole is the sum of the bags of its parts, however it
-was cut. Bits are bits: -0 differs from 0, and one NaN from another. It only proposes: equal bags with different
-hashes mean that the elements were permuted, never that two tensors are the same.
+Any order of the elements gives the same bag, and the bag of a tensor is the sum of the bags of its parts, however it is
+split. Elements are compared by bits: -0 differs from 0, and NaNs with different payloads differ. Equal bags with
+different hashes mean that the elements were permuted; equal bags alone never prove that two tensors are equal.
 """
 
 from typing import Any
@@ -46,17 +47,17 @@ Array = np.ndarray[Any, Any]
 MASK = (1 << 64) - 1
 STEP = 0x9E3779B97F4A7C15
 BLOCK = 8192
-"""Bytes of a block of the hash."""
+"""Bytes per hash block."""
 
-_WORDS, _KEY_SHIFT = BLOCK // 8, 8  # of a block; by which the second sum is ahead in the key
-_CHUNK_WORDS = 64 * _WORDS  # words that are worked on at a time, so that temporaries stay small
+_WORDS, _KEY_SHIFT = BLOCK // 8, 8  # words per block; words by which the key of the second sum is shifted
+_CHUNK_WORDS = 64 * _WORDS  # words processed at a time, to bound temporaries
 _STEP_2 = 0xD6E8FEB86659FD93
 _MIX_A, _MIX_B = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _MULTIPLIERS = {2: (np.uint16, 0x9E3B, 5), 4: (np.uint32, 0x9E3779B1, 7), 8: (np.uint64, STEP, 7)}
 
 
 def mix64(value: int) -> int:
-    """The finaliser of splitmix64."""
+    """Apply the finalizer of splitmix64."""
     value &= MASK
     value = ((value ^ (value >> 30)) * _MIX_A) & MASK
     value = ((value ^ (value >> 27)) * _MIX_B) & MASK
@@ -64,7 +65,7 @@ def mix64(value: int) -> int:
 
 
 def _key_halves() -> Array:
-    """The key as 32-bit halves of shape [words, 2], low half first."""
+    """Return the key as 32-bit halves, [words, 2], low half first."""
     whole = np.array([mix64((i + 1) * STEP) for i in range(_WORDS + _KEY_SHIFT)], np.uint64)
     return np.stack([whole & np.uint64(0xFFFFFFFF), whole >> np.uint64(32)], axis=1).astype(np.uint32)
 
@@ -73,7 +74,10 @@ _KEY = _key_halves()
 
 
 def partial_hash(words: Array, first: int) -> tuple[int, int]:
-    """Both sums over ``words`` (uint64), which begin with block ``first`` of their tensor; mod 2^64."""
+    """Return both hash sums over ``words`` (uint64), modulo 2^64.
+
+    ``first`` is the index of the block of the tensor in which ``words`` starts.
+    """
     one = two = 0
     for start in range(0, words.size, _CHUNK_WORDS):
         chunk, number = words[start : start + _CHUNK_WORDS], first + start // _WORDS
@@ -87,7 +91,7 @@ def partial_hash(words: Array, first: int) -> tuple[int, int]:
 
 
 def _mixed_blocks(blocks: Array, first: int) -> tuple[int, int]:
-    """Both sums over blocks of shape [blocks, words], ``first`` being the number of the first of them."""
+    """Return both hash sums over blocks of shape [blocks, words]; ``first`` is the index of the first block."""
     halves = blocks.view("<u4").reshape(*blocks.shape, 2)  # low half first
     numbers = np.arange(first + 1, first + 1 + len(blocks), dtype=np.uint64)
     sums = []
@@ -106,7 +110,7 @@ def _mix64_of(values: Array) -> Array:
 
 
 def finish_hash(h1: int, h2: int, nbytes: int) -> bytes:
-    """The 16 bytes of the hash, from the sums over all words."""
+    """Return the 16 bytes of the hash, from the sums over all blocks."""
     return mix64(h1 + nbytes).to_bytes(8) + mix64(h2 + nbytes).to_bytes(8)
 
 
@@ -114,7 +118,7 @@ _BYTE_ITEMS = np.array([mix64((code + 1) * STEP) for code in range(256)], np.uin
 
 
 def partial_bag(block: Array) -> int:
-    """The bag of the elements of ``block``, which must not be complex; an integer mod 2^64."""
+    """Return the bag of ``block``, which must not be complex, as an integer modulo 2^64."""
     if block.itemsize == 1:
         return int(_BYTE_ITEMS[block.view(np.uint8)].sum(dtype=np.uint64))
     kind, factor, shift = _MULTIPLIERS[block.itemsize]

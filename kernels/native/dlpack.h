@@ -1,5 +1,5 @@
-// How another library lays a tensor out in memory, told without a word of Python: the part of DLPack's exchange
-// interface (version 1, https://dmlc.github.io/dlpack/latest/c_api.html) that a writer asks of torch.
+// Memory layout of a torch tensor without calling Python: the part of DLPack's exchange API (version 1,
+// https://dmlc.github.io/dlpack/latest/c_api.html) that a record writer uses.
 #pragma once
 
 #define PY_SSIZE_T_CLEAN
@@ -29,8 +29,8 @@ struct Tensor {
     uint64_t byte_offset;
 };
 
-using View = int (*)(void* object, Tensor* out);                             // borrows; -1 with an exception set
-using Stream = int (*)(int32_t device_type, int32_t device_id, void** out);  // of the calling thread
+using View = int (*)(void* object, Tensor* out);  // borrows the tensor; -1 with an exception set
+using Stream = int (*)(int32_t device_type, int32_t device_id, void** out);  // stream of the calling thread
 
 struct ExchangeApi {
     uint32_t major, minor;
@@ -40,7 +40,7 @@ struct ExchangeApi {
     Stream current_stream;
 };
 
-// A type's `__dlpack_c_exchange_api__`; null where it has none, or another version.
+// Returns the API in a type's `__dlpack_c_exchange_api__` capsule; null if it is missing or has another version.
 inline const ExchangeApi* api_of(PyObject* capsule) {
     if (!PyCapsule_IsValid(capsule, "dlpack_exchange_api")) return nullptr;
     const auto* api = static_cast<const ExchangeApi*>(PyCapsule_GetPointer(capsule, "dlpack_exchange_api"));

@@ -1,11 +1,11 @@
-// How lanes are read from each format.
+// Loads of vectors from each element format.
 //
-// Included once for each length of the processor's vectors, after vectors.h.
+// Included once per vector length, after vectors.h.
 
 namespace ts {
 namespace TS_VECTORS {
 
-// Values of a format of sixteen bits.
+// Loads values of a 16-bit format.
 template <class F>
 TS_TARGET TS_INLINE Floats from_halves(const uint8_t* bytes) {
     typedef int16_t Halves __attribute__((vector_size(TS_VECTOR / 2)));
@@ -27,7 +27,7 @@ TS_TARGET TS_INLINE Floats from_halves(const uint8_t* bytes) {
 #endif
 }
 
-// Below 2^51 an integer fits the mantissa of 1.5 * 2^52, also where it is negative.
+// An integer below 2^51 in magnitude, also a negative one, fits the mantissa of 1.5 * 2^52.
 TS_TARGET TS_INLINE Doubles from_longs(Longs small) {
     constexpr double kMiddle = 0x1.8p52;
     return reinterpret_cast<Doubles>(small + bit_cast<int64_t>(kMiddle)) - kMiddle;
@@ -68,8 +68,8 @@ TS_TARGET TS_INLINE Ints from_bytes(const uint8_t* bytes) {
 #endif
 }
 
-// A format's values, one a lane, from an address that may have any alignment. Where no instruction widens it, a float16
-// that is not finite comes out as 2^16 or more, which no finite one reaches; see is_safe.
+// Loads one value per lane from an address of any alignment. Without a conversion instruction, a non-finite float16
+// becomes 2^16 or more, which exceeds every finite float16; see is_safe.
 template <class F>
 TS_TARGET TS_INLINE Reals<typename F::Value> widened(const uint8_t* bytes) {
     if constexpr (std::is_same_v<F, Float32>) {
@@ -89,13 +89,14 @@ TS_TARGET TS_INLINE Reals<typename F::Value> widened(const uint8_t* bytes) {
     }
 }
 
-// Two vectors of neighbouring values, in any order, which is the same for each format that meets another.
+// Two vectors of adjacent values. Their order is unspecified, but is the same for all formats that are compared with
+// each other.
 template <class F>
 struct Two {
     Reals<typename F::Value> first, second;
 };
 
-// FP8 values are decoded to bfloat16, two to a word.
+// Decodes FP8 values to bfloat16, two per word.
 template <class F>
 TS_TARGET TS_INLINE Two<F> read_narrow(const uint8_t* bytes) {
     typedef int16_t Places __attribute__((vector_size(TS_VECTOR)));
@@ -122,13 +123,13 @@ TS_TARGET TS_INLINE Two<F> read_two(const uint8_t* bytes) {
     }
 }
 
-// Two neighbouring bfloat16 values share one 32-bit word, which is cheaper than widening each.
+// Decodes two adjacent bfloat16 values from one 32-bit word, which is cheaper than widening each.
 TS_TARGET TS_INLINE Two<BFloat16> read_words(const uint8_t* bytes) {
     const Words words = load<Words>(bytes, 0);
     return {reinterpret_cast<Floats>(words << 16), reinterpret_cast<Floats>(words & 0xFFFF0000u)};
 }
 
-// A copy of a few bytes, filled up with zeros.
+// A zero-padded copy of a few bytes.
 template <size_t kSize>
 struct Padded {
     alignas(64) uint8_t bytes[kSize < 64 ? 64 : kSize];

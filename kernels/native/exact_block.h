@@ -1,4 +1,4 @@
-// The slow ways of comparing a block, which can be trusted with any values: in double, and exactly.
+// Slow comparison of a block, reliable for any values: in double, and with exact integers.
 #pragma once
 
 #include "rows.h"
@@ -8,7 +8,7 @@ namespace {
 
 __extension__ typedef __int128 Wide;
 
-struct Item {     // one pair of float64 values, by its bits
+struct Item {     // one pair of float64 values, classified by bits
     double a, b;  // 0 unless both are finite
     uint64_t distance;
     bool finite_a, finite_b, same_class;
@@ -18,7 +18,7 @@ struct Item {     // one pair of float64 values, by its bits
         const uint64_t bits_a = load<uint64_t>(s.baseline, i), bits_b = load<uint64_t>(s.target, i);
         const uint64_t size_a = bits_a & kMagnitude<Float64>, size_b = bits_b & kMagnitude<Float64>;
         finite_a = size_a < kInfinity, finite_b = size_b < kInfinity;
-        // Read where neither is finite.
+        // Used only if neither side is finite.
         same_class = (bits_a == bits_b) | ((size_a > kInfinity) & (size_b > kInfinity));
         const uint64_t keep = finite_a & finite_b ? ~uint64_t(0) : 0;
         a = bit_cast<double>(bits_a & keep), b = bit_cast<double>(bits_b & keep);
@@ -71,7 +71,7 @@ TS_CLONES void careful_block(const Sides& sides, const Tolerance& tolerance, Row
     }
 }
 
-// Integers, exactly: float64 holds no neighbours above 2^53.
+// Compares integers exactly: float64 does not represent all integers above 2^53.
 template <class A, class B>
 void exact_block(const Sides& s, const Tolerance& t, Row* row) {
     for (int64_t i = 0; i < s.count; ++i) {

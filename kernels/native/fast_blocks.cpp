@@ -1,4 +1,4 @@
-// The fast ways of comparing a block: for each pair of formats that is read as it lies, and each length of vectors.
+// Fast comparison kernels: one for each pair of formats that is read without conversion, and each vector length.
 
 #include "fast_blocks.h"
 
@@ -41,7 +41,8 @@
 namespace ts {
 namespace {
 
-// A target is written out rather than cloned, because a clone is made too late to keep such wide vectors in registers.
+// Targets are explicit rather than cloned, because clones are created too late in compilation to keep such wide vectors
+// in registers.
 #ifdef TS_WIDE
 template <class A, class B, bool kTolerance>
 TS_WIDE bool wide_block(const Sides& sides, const Tolerance& t, Row* row) {
@@ -78,7 +79,7 @@ FastBlock fast_block_of(bool any_tolerance) {
     return any_tolerance ? for_this_processor<A, B, true>() : for_this_processor<A, B, false>();
 }
 
-// Formats that are widened first where there is a tolerance, so that there is less to compile.
+// Selects a kernel for formats that are widened first if there is a tolerance; this reduces compile time.
 template <class F>
 FastBlock block_without_tolerance(bool any_tolerance) {
     return any_tolerance ? nullptr : for_this_processor<F, F, false>();

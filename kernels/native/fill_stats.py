@@ -1,4 +1,4 @@
-"""Filled: statistics and digests of records whose source keeps the values alone."""
+"""Statistics and digests computed from payloads, for records whose source stores only values."""
 
 import os
 from functools import partial
@@ -20,9 +20,10 @@ _MAX_THREADS = 4
 
 
 def filled(run: "Run", records: Records) -> Records:
-    """The records, with what their bytes tell where they have a payload and no hash: each such payload is read once.
+    """Return ``records`` with statistics and digests computed from each payload that has no hash; each payload is read
+    once.
 
-    One that cannot be read stays as it is; reading its values raises the error.
+    A record whose payload cannot be read is returned unchanged; reading its values raises the error.
     """
     if not len(records.which(_is_bare)):
         return records
@@ -32,7 +33,7 @@ def filled(run: "Run", records: Records) -> Records:
         return Records(fill(run, record) for record in records)
     from concurrent.futures import ThreadPoolExecutor
 
-    with ThreadPoolExecutor(min(threads, _MAX_THREADS), "tapscope-fill") as pool:  # which sum without the GIL
+    with ThreadPoolExecutor(min(threads, _MAX_THREADS), "tapscope-fill") as pool:  # the kernels release the GIL
         done = dict(zip((record.key for record in large), pool.map(partial(fill, run), large), strict=True))
     return Records(done.get(record.key) or fill(run, record) for record in records)
 
@@ -42,7 +43,7 @@ def _is_bare(kind: Kind) -> bool:
 
 
 def fill(run: "Run", record: Record) -> Record:
-    """As :func:`filled`, of one."""
+    """Return ``record`` with statistics and digests computed from its payload, as :func:`filled`."""
     if record.hash is not None or record.entry is None:
         return record
     try:

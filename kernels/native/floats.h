@@ -1,4 +1,4 @@
-// Statistics of one block of a floating format: the fast sums and extremes, and what is done where they cannot be
+// Statistics of one block of a floating-point format: fast sums and extremes, and the fallback where these cannot be
 // trusted.
 #pragma once
 
@@ -6,8 +6,9 @@
 
 namespace ts {
 
-// The four extremes of a block's bits as integers, which need no look at a sign: as unsigned numbers the negative
-// values come last and the largest magnitude of them is the greatest; as signed ones they come first.
+// Extremes of a block, computed on the bits as integers without looking at the sign. As unsigned integers, negative
+// values come last and the one with the largest magnitude is the maximum; as signed integers, negative values come
+// first.
 template <class F>
 struct Extremes {
     using Bits = typename F::Bits;
@@ -36,7 +37,7 @@ struct Extremes {
     }
 };
 
-// A block with non-finite values, or with squares that float32 cannot hold: everything masked, in double.
+// Handles a block with non-finite values or with squares that overflow float32: masked, in double.
 template <class F>
 TS_INLINE void careful_block(const uint8_t* bytes, int64_t n, Summary* out) {
     using Bits = typename F::Bits;
@@ -66,7 +67,7 @@ TS_INLINE void careful_block(const uint8_t* bytes, int64_t n, Summary* out) {
 template <class F>
 TS_INLINE void count_tiny(const uint8_t* bytes, int64_t n, Summary* out) {
     using Bits = typename F::Bits;
-    Bits tiny = 0, zeros = 0;  // a block fits 16 bits
+    Bits tiny = 0, zeros = 0;  // counts of one block fit 16 bits
     for (int64_t i = 0; i < n; ++i) {
         const Bits magnitude = load<Bits>(bytes, i) & kMagnitude<F>;
         tiny = static_cast<Bits>(tiny + (magnitude < F::kMinNormal));
@@ -83,7 +84,7 @@ struct Sums {
     TS_INLINE void add(Value value) { sum += value, squares += value * value; }
 };
 
-// What a block of `n` elements adds to the summary, from its fast sums.
+// Adds a block of `n` elements to the summary, from its fast sums.
 template <class F>
 TS_INLINE void conclude(const Extremes<F>& extremes, const Sums<typename F::Value>& sums, const uint8_t* bytes,
                         int64_t n, Summary* out) {

@@ -1,15 +1,15 @@
-// FP8 values compared 64 at a time, where the processor looks up bytes and multiplies bfloat16 (TS_CODES).
+// Comparison of FP8 values, 64 at a time, on CPUs with byte permutes and bfloat16 dot products (TS_CODES).
 //
-// Every value is looked up as a bfloat16. Products of those are added up in float32, two at a time; differences are
-// taken, in float32, of those pairs alone whose codes differ, which are packed first: where rounding is the cause, they
-// are few.
+// Every value is converted to bfloat16 by table lookup. Products are accumulated in float32, two at a time. Differences
+// are computed in float32 only for pairs whose codes differ; those pairs are compressed first, and are few if rounding
+// is the cause.
 //
-// Included once, for vectors of 64 bytes, after block.h.
+// Included once, for 64-byte vectors, after block.h.
 
 namespace ts {
 namespace TS_VECTORS {
 
-struct CodeBytes {  // of the bfloat16 of each magnitude
+struct CodeBytes {  // low and high byte of the bfloat16 of each magnitude
     alignas(64) uint8_t low[128], high[128];
 
     explicit CodeBytes(const Table& table) {
@@ -23,7 +23,7 @@ struct CodeBytes {  // of the bfloat16 of each magnitude
 template <class F>
 inline const CodeBytes kCodeBytes{F::kTable};
 
-// 64 values as bfloat16, in an order that is the same for both sides.
+// 64 values as bfloat16. Their order is unspecified, but the same for both sides.
 struct CodeValues {
     __m512i first, second;
 };
@@ -49,7 +49,7 @@ class CodeReader {
     __m512i low_[2], high_[2];
 };
 
-// sum + the products of neighbouring bfloat16s, two to a lane.
+// Returns sum + products of adjacent bfloat16 values, two per lane.
 TS_CODES TS_INLINE Floats add_products(Floats sum, __m512i a, __m512i b) {
     return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
 }
@@ -60,20 +60,21 @@ TS_CODES TS_INLINE void add_codes(__m512i a, __m512i b, Products<float>* sums) {
     sums->dot.recent = add_products(sums->dot.recent, a, b);
 }
 
-// Differences of values that are put side by side, as a product with 1 and one with -1; each is rounded once.
+// Adds the differences of two vectors: the values are interleaved and multiplied by (1, -1) in a dot product, so that
+// each difference is rounded once.
 TS_CODES TS_INLINE void add_differences(__m512i a, __m512i b, Distances<float>* distances) {
     const __m512i signs = _mm512_set1_epi32(static_cast<int32_t>(0xBF803F80));
     distances->add(add_products(Floats{}, _mm512_unpacklo_epi16(a, b), signs));
     distances->add(add_products(Floats{}, _mm512_unpackhi_epi16(a, b), signs));
 }
 
-// 64 codes, or as many as there are and zeros.
+// Loads 64 codes, or `count` codes padded with zeros.
 TS_CODES TS_INLINE __m512i load_codes(const uint8_t* bytes, int64_t count) {
     if (count >= 64) return _mm512_loadu_si512(bytes);
     return _mm512_maskz_loadu_epi8(_bzhi_u64(~uint64_t(0), static_cast<unsigned>(count)), bytes);
 }
 
-// The pairs of a block whose codes differ, in their order.
+// The pairs of a block whose codes differ, in order.
 class DifferingCodes {
   public:
     TS_CODES TS_INLINE void add(int64_t start, __m512i a, __m512i b, int64_t* count) {
@@ -84,7 +85,7 @@ class DifferingCodes {
         *count += __builtin_popcountll(differ);
     }
 
-    // Adds how far `count` of them are apart; returns how many are the same number, zero, after all.
+    // Adds the distances of `count` pairs; returns how many pairs are equal numbers after all (0 and -0).
     TS_CODES TS_INLINE int64_t add_to(const CodeReader& read, int64_t count, Distances<float>* distances) const {
         int64_t zeros = 0;
         for (int64_t start = 0; start < count; start += kStretch) {
@@ -101,7 +102,7 @@ class DifferingCodes {
         return zeros;
     }
 
-    // The first element at the largest distance.
+    // Returns the first element with the largest distance.
     template <class F>
     TS_CODES TS_INLINE int64_t place(const Distances<float>& distances, float most, int64_t count) const {
         if (most == 0) return 0;
@@ -112,14 +113,14 @@ class DifferingCodes {
 
   private:
     alignas(64) uint8_t baseline_[kPiece + 64], target_[kPiece + 64];
-    uint64_t differ_[kPiece / 64];  // which elements, a bit each
+    uint64_t differ_[kPiece / 64];  // bit mask of the unequal elements
 };
 
 TS_INLINE bool is_finite(double value) {
     return (bit_cast<uint64_t>(value) & kMagnitude<Float64>) < Float64::kNonfinite;
 }
 
-// Returns false, with the row untouched, where a value is not finite.
+// Returns false and leaves `row` unchanged if a value is not finite.
 template <class F>
 TS_CODES TS_INLINE bool code_block(const Sides& sides, Row* row) {
     const Sides s = sides;

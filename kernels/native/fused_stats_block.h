@@ -1,5 +1,5 @@
-// One block of a floating format in 64-byte vectors: hash, statistics and bag from a single load of each vector, so
-// that the two vector ports of the processor are evenly used. What it finds is exactly what the plain blocks find.
+// One block of a floating-point format in 64-byte vectors: hash, statistics and bag from a single load of each vector,
+// which balances the two vector ports of the CPU. The results are identical to those of the separate blocks.
 #pragma once
 
 #include "multiset_hash.h"
@@ -12,7 +12,7 @@ namespace ts {
 template <class F>
 class WideExtremes {
   public:
-    TS_WIDE TS_INLINE WideExtremes() {}  // a default one would be made for any x86-64
+    TS_WIDE TS_INLINE WideExtremes() {}  // a defaulted constructor would be compiled for baseline x86-64
 
     TS_WIDE TS_INLINE void add(__m512i words) {
         if constexpr (k32) {
@@ -43,7 +43,7 @@ class WideExtremes {
     static constexpr int kLargest = k32 ? 0x7FFFFFFF : 0x7FFF7FFF;
     static constexpr int kLeast = k32 ? ~kLargest : static_cast<int>(0x80008000u);
 
-    // The least lane as an unsigned number.
+    // Returns the minimum over the lanes as unsigned numbers.
     TS_WIDE static TS_INLINE Bits least(__m512i lanes) {
         if constexpr (k32) {
             return _mm512_reduce_min_epu32(lanes);
@@ -116,7 +116,7 @@ class WidePieces {
     }
 
   private:
-    TS_DOT TS_INLINE void advance() {  // with the product of the call before, which has been made meanwhile
+    TS_DOT TS_INLINE void advance() {  // adds the previous call's product, which is ready by now
         constexpr int kShift = Spread<Bits>::kShift;
         const __m512i z = product_;
         const __m512i shifted = sizeof(Bits) == 2 ? _mm512_srli_epi16(z, kShift) : _mm512_srli_epi32(z, kShift);
@@ -129,7 +129,7 @@ class WidePieces {
     __m512i low_ = _mm512_setzero_si512(), high_ = _mm512_setzero_si512();
 };
 
-// A block that starts at byte `offset` of its tensor; it is also one of the hash.
+// Processes a block that starts at byte `offset` of its tensor; it is also one hash block.
 template <class F, bool kBag>
 TS_DOT void wide_block(const uint8_t* bytes, int64_t n, int64_t offset, Summary* out) {
     using Bits = typename F::Bits;

@@ -1,5 +1,5 @@
-// The hash of digests.py: sums of products over blocks of 8 KiB, each mixed with the index of its block, so that blocks
-// come in any order.
+// The hash defined in digests.py: sums of products over blocks of 8 KiB, each mixed with the index of its block, so
+// that blocks can be hashed in any order.
 #pragma once
 
 #include "common.h"
@@ -15,27 +15,27 @@ constexpr uint64_t mix64(uint64_t z) {
     return z ^ (z >> 31);
 }
 
-constexpr int64_t kHashWords = 1024, kHashBlock = 8 * kHashWords;  // of a block: words, bytes
-constexpr int64_t kTurn = 8;                                       // words by which the second sum is ahead in the keys
+constexpr int64_t kHashWords = 1024, kHashBlock = 8 * kHashWords;  // words and bytes per block
+constexpr int64_t kKeyShift = 8;  // words by which the key of the second sum is shifted
 
 struct Keys {
-    alignas(64) uint64_t words[kHashWords + kTurn];
+    alignas(64) uint64_t words[kHashWords + kKeyShift];
 };
 
 constexpr Keys make_keys() {
     Keys keys{};
-    for (uint64_t i = 0; i < kHashWords + kTurn; ++i) keys.words[i] = mix64((i + 1) * kStep);
+    for (uint64_t i = 0; i < kHashWords + kKeyShift; ++i) keys.words[i] = mix64((i + 1) * kStep);
     return keys;
 }
 
 inline constexpr Keys kKeys = make_keys();
 
-// The two sums over the words of one block.
+// The two sums of products over the words of one block.
 struct Products {
     uint64_t one = 0, two = 0;
 
     TS_INLINE void add(uint64_t word, int64_t index) {
-        one += of(word, kKeys.words[index]), two += of(word, kKeys.words[index + kTurn]);
+        one += of(word, kKeys.words[index]), two += of(word, kKeys.words[index + kKeyShift]);
     }
 
   private:
@@ -57,14 +57,14 @@ struct Hash {
 };
 
 #ifdef TS_WIDE
-// Eight words at a time, from the start of a block.
+// As Products, eight words at a time, starting at a block boundary.
 class WideProducts {
   public:
-    TS_WIDE TS_INLINE WideProducts() {}  // a default one would be made for any x86-64
+    TS_WIDE TS_INLINE WideProducts() {}  // a defaulted constructor would be compiled for baseline x86-64
 
     TS_WIDE TS_INLINE void add(__m512i words, int64_t index) {
         one_ = _mm512_add_epi64(one_, of(words, index));
-        two_ = _mm512_add_epi64(two_, of(words, index + kTurn));
+        two_ = _mm512_add_epi64(two_, of(words, index + kKeyShift));
     }
 
     TS_WIDE TS_INLINE Products total() const {
@@ -77,7 +77,8 @@ class WideProducts {
   private:
     TS_WIDE static TS_INLINE __m512i of(__m512i words, int64_t index) {
         const __m512i halves = _mm512_add_epi32(words, _mm512_load_si512(kKeys.words + index));
-        return _mm512_mul_epu32(halves, _mm512_shuffle_epi32(halves, _MM_PERM_DDBB));  // shifts have one port, of two
+        return _mm512_mul_epu32(
+            halves, _mm512_shuffle_epi32(halves, _MM_PERM_DDBB));  // a shift could use only one of the two vector ports
     }
 
     __m512i one_ = _mm512_setzero_si512(), two_ = _mm512_setzero_si512();
@@ -105,7 +106,7 @@ TS_AVX2 inline Products multiply_by_fours(const uint8_t* bytes, int64_t words) {
     for (int64_t i = 0; i < words; i += 4) {
         const __m256i four = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(bytes + 8 * i));
         one = _mm256_add_epi64(one, four_products(four, i));
-        two = _mm256_add_epi64(two, four_products(four, i + kTurn));
+        two = _mm256_add_epi64(two, four_products(four, i + kKeyShift));
     }
     Products sums;
     sums.one = reduce(one), sums.two = reduce(two);
@@ -113,7 +114,7 @@ TS_AVX2 inline Products multiply_by_fours(const uint8_t* bytes, int64_t words) {
 }
 #endif
 
-// The words of a block from `done` on; less than a word at its end is filled up with zeros.
+// Adds the words of a block from index `done` on; a partial last word is zero-extended.
 inline void add_rest(const uint8_t* bytes, int64_t nbytes, int64_t done, Products* sums) {
     const int64_t words = nbytes / 8, tail = nbytes % 8;
     Products rest = *sums;
@@ -126,7 +127,7 @@ inline void add_rest(const uint8_t* bytes, int64_t nbytes, int64_t done, Product
     *sums = rest;
 }
 
-// At most a block.
+// Returns the two sums of at most one block.
 inline Products products_of(const uint8_t* bytes, int64_t nbytes) {
     Products sums;
     int64_t done = 0;
@@ -139,7 +140,7 @@ inline Products products_of(const uint8_t* bytes, int64_t nbytes) {
     return sums;
 }
 
-// A stretch that starts at byte `offset` of its tensor, where a block begins.
+// Hashes bytes that start at byte `offset` of their tensor, which must be a block boundary.
 inline void hash_bytes(const uint8_t* bytes, int64_t nbytes, int64_t offset, Hash* hash) {
     int64_t block = offset / kHashBlock;
     for (int64_t done = 0; done < nbytes; done += kHashBlock, ++block) {

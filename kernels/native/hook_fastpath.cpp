@@ -1,8 +1,8 @@
-// What a hook asks first: a firing of which a writer can take everything never reaches the dumper's Python.
+// Fast path of a hook: a firing that the record writer can handle completely never reaches the dumper's Python code.
 //
-// A FastPath answers True when it has taken the firing, and False, having done nothing, for any other: one that is not
-// the first here in its step, whose value is not as one of the last was, in a step of which anything is unusual. Then
-// dumper/taps/collector.py takes it, and the records are the same.
+// A FastPath returns True when it has recorded the firing. It returns False, without side effects, if the firing is not
+// the first of this hook in its step, if the value matches none of the known patterns, or if the step is not ordinary.
+// dumper/taps/collector.py then records the firing, with the same records.
 
 #include "record_writer.h"
 
@@ -21,16 +21,16 @@ PyObject* name_row_ranges;
 struct FastPath {
     PyObject_HEAD
     RecordWriter* writer;
-    PyObject* patterns;  // tuple: how the last values lay, see dumper/taps/firing_pattern.py
-    long long serial;    // of the last step in which something fired here in the first micro-batch
+    PyObject* patterns;  // tuple: structure of the last values, see dumper/taps/firing_pattern.py
+    long long serial;    // serial of the last step in which this hook fired in the first microbatch
     vectorcallfunc call;
 };
 
-// One leaf that is to be recorded.
+// One leaf to record.
 struct Leaf {
     RecordTemplate* record_template;
-    PyObject* where;  // where the whole tensor is kept: (port, layout); else null
-    Owned value;      // a property may create a new object at each access
+    PyObject* where;  // (port, layout) if the full tensor is kept; else null
+    Owned value;      // owned: a property may create a new object at each access
     StridedView view;
 };
 using Leaves = std::vector<Leaf>;
@@ -42,7 +42,7 @@ bool is_as_known(const RecordTemplate* record_template, PyObject* value) {
            PyObject_RichCompareBool(record_template->kind, value, Py_EQ) == 1;
 }
 
-// Whether the tensors of a row set hold these rows (a tuple, or None) in the open step.
+// Returns whether the tensors of a row set hold these rows (a tuple, or None) in the open step.
 bool holds_rows(const RecordWriter* writer, PyObject* row_set, PyObject* rows) {
     const Owned ranges(PyObject_GetAttr(writer->open.step, name_row_ranges));
     if (!ranges || !PyDict_Check(ranges.get())) return false;
@@ -67,7 +67,7 @@ bool match_leaf(const RecordWriter* writer, PyObject* known, PyObject* where, Py
 
 bool match(const RecordWriter* writer, PyObject* pattern, PyObject* value, Leaves* found);
 
-// As match, for a dict: the pattern, a tuple or list, is from `first` on name, pattern, name, pattern, ...
+// As match, for a dict: from index `first` on, the pattern (a tuple or list) is name, pattern, name, pattern, ...
 bool match_items(const RecordWriter* writer, PyObject* pattern, Py_ssize_t first, PyObject* items, Leaves* found) {
     PyObject* const* known = PySequence_Fast_ITEMS(pattern) + first;
     Py_ssize_t place = 0;
@@ -80,14 +80,14 @@ bool match_items(const RecordWriter* writer, PyObject* pattern, Py_ssize_t first
     return true;
 }
 
-// A tensor that is kept whole or holds the rows of a row set.
+// Matches a tensor that is kept in full or holds the rows of a row set.
 bool match_tensor(const RecordWriter* writer, PyObject* pattern, PyObject* value, Leaves* found) {
     PyObject *where = PyList_GET_ITEM(pattern, 1), *row_set = PyList_GET_ITEM(pattern, 2);
     return (row_set == Py_None || holds_rows(writer, row_set, PyList_GET_ITEM(pattern, 3))) &&
            match_leaf(writer, PyList_GET_ITEM(pattern, 0), where == Py_None ? nullptr : where, value, found);
 }
 
-// A mapping or dataclass.
+// Matches a mapping or dataclass.
 bool match_object(const RecordWriter* writer, PyObject* pattern, PyObject* value, Leaves* found) {
     const Py_ssize_t size = PyList_GET_SIZE(pattern);
     if (PyList_GET_ITEM(pattern, 0) != reinterpret_cast<PyObject*>(Py_TYPE(value))) return false;
@@ -99,7 +99,7 @@ bool match_object(const RecordWriter* writer, PyObject* pattern, PyObject* value
     return true;
 }
 
-// Whether the value lies as the pattern says; an exception may be set if not.
+// Returns whether the value has the structure of the pattern, and collects its leaves; if not, an exception may be set.
 bool match(const RecordWriter* writer, PyObject* pattern, PyObject* value, Leaves* found) {
     if (Py_TYPE(pattern) == template_type) return match_leaf(writer, pattern, nullptr, value, found);
     if (PyList_CheckExact(pattern)) {
@@ -116,7 +116,7 @@ bool match(const RecordWriter* writer, PyObject* pattern, PyObject* value, Leave
     return true;
 }
 
-// The leaves of (output) or (args, kwargs).
+// Matches (output) or (args, kwargs) and collects the leaves.
 bool match_call(const RecordWriter* writer, PyObject* pattern, PyObject* const* args, Py_ssize_t count, Leaves* found) {
     if (count == 1) return match(writer, pattern, args[0], found);
     return count == 2 && PyTuple_CheckExact(pattern) && PyTuple_GET_SIZE(pattern) == 2 && PyDict_Check(args[1]) &&
@@ -124,10 +124,10 @@ bool match_call(const RecordWriter* writer, PyObject* pattern, PyObject* const* 
            match_items(writer, PyTuple_GET_ITEM(pattern, 1), 0, args[1], found);
 }
 
-// Whether the step with this number is still open: another thread may end it.
+// Returns whether the step with this serial is still open: another thread may end it.
 bool is_open(const RecordWriter* writer, long long serial) { return writer->open.step && writer->serial == serial; }
 
-// Whether the leaf was taken; an exception may be set either way.
+// Returns whether the leaf was recorded; an exception may be set either way.
 bool take(RecordWriter* writer, const Leaf& leaf, long long serial) {
     if (leaf.record_template->launch.function) return summarize(writer, leaf.record_template, leaf.view);
     if (!leaf.where) return write(writer, leaf.record_template, leaf.view);
@@ -149,7 +149,7 @@ bool take_all(RecordWriter* writer, const Leaves& leaves) {
     return true;
 }
 
-// Whether the value lies as one of the patterns says; false with an exception set where it is not for us to catch.
+// Returns whether the value matches one of the patterns. If false, an exception is set only if it must propagate.
 bool match_any(const RecordWriter* writer, PyObject* patterns, PyObject* const* args, Py_ssize_t count, Leaves* found) {
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(patterns); ++i) {
         if (match_call(writer, PyTuple_GET_ITEM(patterns, i), args, count, found)) return true;
@@ -159,7 +159,7 @@ bool match_any(const RecordWriter* writer, PyObject* patterns, PyObject* const* 
     return false;
 }
 
-// (output) or (args, kwargs) -> whether the firing is taken
+// (output) or (args, kwargs) -> whether the firing was recorded
 PyObject* call_hook(PyObject* object, PyObject* const* args, size_t flags, PyObject*) {
     auto* self = reinterpret_cast<FastPath*>(object);
     if (self->serial == self->writer->serial || !PyTuple_CheckExact(self->patterns)) Py_RETURN_FALSE;
@@ -171,7 +171,7 @@ PyObject* call_hook(PyObject* object, PyObject* const* args, size_t flags, PyObj
         self->serial = self->writer->serial;
         is_taken = take_all(self->writer, leaves);
     }
-    return clear_exception() ? PyBool_FromLong(is_taken) : nullptr;  // the Python path reports what is wrong
+    return clear_exception() ? PyBool_FromLong(is_taken) : nullptr;  // the Python path reports the error
 }
 
 // FastPath(writer)

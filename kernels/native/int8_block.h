@@ -1,6 +1,6 @@
-// 8-bit integers compared exactly: distances fit eight bits without a sign, products sixteen. Bools.
+// Exact comparison of 8-bit integers, whose distances fit 8 unsigned bits and products 16 bits, and of bools.
 //
-// Included once for each length of the processor's vectors, after lanes.h.
+// Included once per vector length, after lanes.h.
 
 namespace ts {
 namespace TS_VECTORS {
@@ -10,7 +10,7 @@ typedef int8_t Chars __attribute__((vector_size(TS_VECTOR)));
 typedef int16_t Shorts __attribute__((vector_size(TS_VECTOR)));
 typedef uint16_t Ushorts __attribute__((vector_size(TS_VECTOR)));
 
-// Which bytes are equal, one bit each.
+// Returns a bit mask of the equal bytes.
 TS_TARGET TS_INLINE uint64_t same_bytes(Bytes a, Bytes b) {
 #if TS_VECTOR == 64
     return _mm512_cmpeq_epi8_mask(reinterpret_cast<__m512i>(a), reinterpret_cast<__m512i>(b));
@@ -27,7 +27,7 @@ TS_TARGET TS_INLINE uint64_t same_bytes(Bytes a, Bytes b) {
 
 constexpr uint64_t kAllBytes = ~uint64_t(0) >> (64 - TS_VECTOR);
 
-// Bytes added up in groups of eight.
+// Sums bytes in groups of eight.
 TS_TARGET TS_INLINE Longs sums_of(Bytes bytes) {
 #if TS_VECTOR == 64
     return reinterpret_cast<Longs>(_mm512_sad_epu8(reinterpret_cast<__m512i>(bytes), _mm512_setzero_si512()));
@@ -43,7 +43,7 @@ TS_TARGET TS_INLINE Longs sums_of(Bytes bytes) {
 #endif
 }
 
-// Squares of neighbours added up in twos.
+// Sums squares of adjacent elements in pairs.
 TS_TARGET TS_INLINE Ints squares_of(Shorts x) {
 #if TS_VECTOR == 64
     return reinterpret_cast<Ints>(_mm512_madd_epi16(reinterpret_cast<__m512i>(x), reinterpret_cast<__m512i>(x)));
@@ -57,7 +57,7 @@ TS_TARGET TS_INLINE Ints squares_of(Shorts x) {
 #endif
 }
 
-// Every other byte as an integer of sixteen bits.
+// Widens every other byte to a 16-bit integer.
 template <class T>
 TS_TARGET TS_INLINE Shorts widened_bytes(Bytes bytes, int odd) {
     if constexpr (std::is_signed_v<T>) {
@@ -80,9 +80,9 @@ TS_TARGET TS_INLINE Bytes distance_of(Bytes a, Bytes b) {
 }
 
 struct ByteLanes {
-    Ints base = Ints{}, target = Ints{}, diff = Ints{};  // squares; those of a piece fit 31 bits
+    Ints base = Ints{}, target = Ints{}, diff = Ints{};  // sums of squares; those of one piece fit 31 bits
     Longs sum_abs = Longs{};
-    Bytes recent = Bytes{};  // the largest distances of this stretch
+    Bytes recent = Bytes{};  // largest distances of the current stretch
     int64_t equal = 0;
 
     template <class T>
@@ -118,7 +118,7 @@ TS_TARGET TS_INLINE void add_bytes(const Sides& s, int64_t start, int64_t end, B
     lanes->equal -= TS_VECTOR - static_cast<int64_t>(rest);
 }
 
-// The first element from `start` on at the given distance, where some element there has it.
+// Returns the first element from `start` on with the given distance, which must occur there.
 template <class T>
 TS_TARGET TS_INLINE int64_t place_of_byte(const Sides& s, int64_t start, uint8_t distance) {
     int64_t i = start;
@@ -140,7 +140,7 @@ constexpr bool is_byte_integer<Byte<T>> = true;
 
 template <class T>
 TS_TARGET TS_INLINE bool byte_block_of(Byte<T>, const Sides& sides, Row* row) {
-    constexpr int64_t kByteStretch = 512;  // elements after which a larger distance is looked for
+    constexpr int64_t kByteStretch = 512;  // elements between checks for a larger distance
     const Sides s = sides;
     ByteLanes lanes;
     int64_t where = 0;
@@ -159,7 +159,7 @@ TS_TARGET TS_INLINE bool byte_block_of(Byte<T>, const Sides& sides, Row* row) {
     row->sum_sq_diff += diff;
     row->sum_sq_baseline += base;
     row->sum_sq_target += target;
-    row->dot += (base + target - diff) / 2;  // integers all of them
+    row->dot += (base + target - diff) / 2;  // all terms are integers
     row->finite += s.count;
     row->equal += lanes.equal;
     row->over += s.count - lanes.equal;
@@ -170,9 +170,9 @@ TS_TARGET TS_INLINE bool byte_block_of(Byte<T>, const Sides& sides, Row* row) {
     return true;
 }
 
-// Bools as bits: any byte that is not zero is one.
+// Counts of bools: any nonzero byte is true.
 struct BitCounts {
-    int64_t base = 0, target = 0, both = 0, first = -1;  // first: element that differs; -1: none
+    int64_t base = 0, target = 0, both = 0, first = -1;  // first: first unequal element, or -1
 
     TS_TARGET TS_INLINE void add(int64_t start, Bytes a, Bytes b) {
         const uint64_t x = kAllBytes ^ same_bytes(a, Bytes{}), y = kAllBytes ^ same_bytes(b, Bytes{});

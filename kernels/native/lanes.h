@@ -1,11 +1,11 @@
-// What a fast block adds up, lane by lane.
+// Per-lane accumulators of a fast block.
 //
-// Included once for each length of the processor's vectors, after elements.h.
+// Included once per vector length, after elements.h.
 
 namespace ts {
 namespace TS_VECTORS {
 
-// A sum lane by lane; one of float32 only until it is carried over.
+// Per-lane sum; a float32 sum is moved to double by carry().
 template <class Real>
 struct Sum {
     Doubles all = Doubles{};
@@ -27,14 +27,14 @@ struct Sum<float> {
     TS_TARGET TS_INLINE double total() const { return folded<double>(before + doubled(recent), Plus{}); }
 };
 
-// How far two sides are apart, and where they are furthest.
+// Per-lane distances between two sides, and the position of the largest.
 template <class Real>
 struct Distances {
     using V = Reals<Real>;
     using I = Wholes<Real>;
     Sum<Real> sum_abs, diff;
-    V most = V{}, recent = V{};  // largest distances: of all before this stretch, of this one
-    I where = I{};               // where the stretch of `most` starts
+    V most = V{}, recent = V{};  // largest distances: of all stretches before this one, of this one
+    I where = I{};               // start of the stretch with `most`
 
     TS_TARGET TS_INLINE V add(V difference) {
         const V distance = magnitude(difference);
@@ -55,7 +55,7 @@ struct Distances {
 
     TS_TARGET TS_INLINE Real largest() const { return folded<Real>(most, Larger{}); }
 
-    // The first stretch that holds the distance; `none` where none does.
+    // Returns the start of the first stretch with the distance, or `none`.
     TS_TARGET TS_INLINE int64_t first_at(Real distance, int64_t none) const {
         using Place = std::decay_t<decltype(where[0])>;
         const I starts = most == distance ? where : I{} + static_cast<Place>(none);
@@ -86,11 +86,11 @@ struct Lanes {
     TS_TARGET TS_INLINE void add(V a, V b, const Tolerance& t) {
         products.add(a, b);
         const V distance = distances.add(a - b);
-        unequal.add(distance);  // without flush-to-zero only equal numbers have no distance
+        unequal.add(distance);  // without flush-to-zero, only equal numbers have distance 0
         if constexpr (kTolerance) add_over(distance, magnitude(a), t);
     }
 
-    // In float32 with both bounds, see Tolerance.
+    // Counts elements over the tolerance; in float32 with both bounds, see Tolerance.
     TS_TARGET TS_INLINE void add_over(V distance, V size, const Tolerance& t) {
         if constexpr (sizeof(Real) == 4) {
             low.add_larger(distance, t.atol_low + t.rtol_low * size);

@@ -1,4 +1,4 @@
-"""Which backend is used, and why: the compiled library next to this file, or numpy."""
+"""Backend selection: the compiled extension in this directory, or numpy."""
 
 import ctypes
 import os
@@ -15,13 +15,13 @@ from tapscope.core import dtypes
 from tapscope.core.errors import ConfigError
 
 ABI = 15
-"""Must equal ``TS_ABI`` in common.h: a library left over from another version is not called."""
+"""Must equal ``TS_ABI`` in common.h: a library built for another version is not called."""
 
 CODES: dict[str, int] = {name: code for code, name in enumerate(n for n in dtypes.NAMES if n not in dtypes.COMPLEX)}
-"""Element type -> the number common.h gives it; a complex number is two of its parts."""
+"""dtype name -> dtype code in common.h. A complex dtype has no code: each element counts as two of its real dtype."""
 
 CODES_BY_TYPE: dict[np.dtype[Any], int] = {dtypes.numpy_dtype(name): code for name, code in CODES.items()}
-"""The same by numpy type, because ``dtype.name`` takes longer than the rest of a small call."""
+"""numpy dtype -> dtype code. Looking up ``dtype.name`` would take longer than the rest of a small call."""
 
 _VARIABLE = "TAPSCOPE_NATIVE"
 _SETTINGS = {
@@ -33,61 +33,62 @@ _ADDRESS, _INT64 = ctypes.c_void_p, ctypes.c_int64
 
 
 class Functions(NamedTuple):
-    """The C++ entry points; each takes addresses as integers."""
+    """The C++ entry points. Addresses are passed as integers."""
 
     take: Callable[[int, int, int, bool, int, int], tuple[bytes, bytes]]
-    """(data, count, dtype code, with bag, copy to or 0, bytes of an element) -> (text, digest)"""
+    """(data, count, dtype code, with bag, copy destination or 0, bytes per element) -> (text, digest)"""
     digest_of: Callable[[int, int], bytes]
-    """(data, number of bytes) -> digest"""
+    """(data, nbytes) -> digest"""
     summarize: Any
-    """(data, count, dtype code, with bag, copy to or 0, out)"""
+    """(data, count, dtype code, with bag, copy destination or 0, struct Summary to fill)"""
     compare: Callable[[list[tuple[Any, ...]], float, float, Any, Any, Any, Any], None]
-    """(strips, atol, rtol, floats out, integers out, at worst out, strip out), see :mod:`.strips`; a side of a strip
-    may be a tuple (dtype code of the sum, its summands…)"""
+    """(strips, atol, rtol, floats out, integers out, baseline at worst out, strip out), see :mod:`.row_blocks`; a side
+    of a strip may be a tuple (dtype code of the sum, summands…)"""
     channel_sums: Callable[..., None]
-    """(baseline, target, dtype codes x2, row indices x2 or None, first row, first column, sums to add to)"""
+    """(baseline, target, dtype codes x2, row indices x2 or None, first row, first column, accumulators)"""
     find_channel: Callable[[Any], bytes | None]
-    """(sums) -> index, gain, noise; None where sums are not finite"""
+    """(sums) -> packed (index, gain, noise); None where sums are not finite"""
     overviews: Callable[[Any, Any, Any, Any, Any], bytes]
-    """(floats, integers, at worst, bounds of sections, errors out) -> a struct Overview for each section"""
+    """(floats, integers, baseline at worst, section bounds, errors out) -> one struct Overview per section"""
     deviation: Callable[[list[tuple[Any, ...]], int, float], tuple[Any, ...]]
-    """(strips as for ``compare``, their rows, share or -1) -> the members of a :class:`.Deviation`"""
+    """(strips as for ``compare``, number of rows, share or -1) -> the fields of a :class:`.Deviation`"""
     record_template: Callable[..., Any]
     """(head, tail, torch.dtype, torch.Size, elements, element size, dtype code) -> RecordTemplate"""
     record_writer: Callable[..., Any]
-    """(exact types of plain tensors, their DLPack interface or None, tensor -> dispatch keys, set of plain ones, () ->
-    number of the autograd engine's task, ContextVar of tags, its value where there are none) -> RecordWriter"""
+    """(exact types of plain tensors, DLPack exchange API or None, tensor -> dispatch keys, set of plain key sets, () ->
+    id of the running autograd graph task, ContextVar of tags, value of that variable without tags) -> RecordWriter"""
     fast_path: Callable[[Any], Any]
     """RecordWriter -> FastPath, see hook_fastpath.cpp"""
     tell: Callable[[int], tuple[bytes, bytes]]
-    """(struct Summary) -> (text, digest)"""
+    """(address of a struct Summary) -> (text, digest)"""
     compose_rows: Callable[..., bytes]
-    """(address, heads, tails, offsets of structs Summary as int64 or -1, step, number of the first, ends or nothing) ->
-    record lines; heads, tails and ends are tuples of bytes"""
+    """(base address, heads, tails, offsets of the structs Summary as int64 or -1, step, first sequence number, optional
+    ends) -> record lines; heads, tails and ends are tuples of bytes"""
     linear: Callable[..., bool]
-    """(x, w, bias or 0, y, rows, row stride of x, outs, ins, dtype code, threads) -> whether y was computed, which some
-    processors cannot"""
+    """(x, w, bias or 0, y, rows, row stride of x, outs, ins, dtype code, threads) -> whether y was computed; False if
+    the CPU lacks the instructions"""
     grouped_linear: Callable[..., bool]
-    """(x, w, ends, y, rows, groups, outs, ins, most rows of a group, dtype code, threads) -> whether y was computed"""
+    """(x, w, group ends, y, rows, groups, outs, ins, maximum rows per group, dtype code, threads) -> whether y was
+    computed"""
     paged: Callable[..., bool]
-    """(query, keys, values, table, lengths, out, requests, heads, kv heads, key dim, value dim, value stride, page
-    size, table stride, window or 0, dtype code, dtype code of keys and values, threads, scale, scales of keys and of
-    values) -> whether it was computed"""
+    """(query, keys, values, block table, lengths, out, requests, heads, kv heads, key dim, value dim, value stride,
+    page size, table stride, window or 0, dtype code, dtype code of the KV cache, threads, scale, key scale, value
+    scale) -> whether the output was computed"""
     sketch: Callable[..., None]
-    """(data, dtype code, columns of a row, rows, keys, runs, counters to add to), see :mod:`.sketch`"""
+    """(data, dtype code, row width, rows, keys, runs, counters to add to), see :mod:`.sketch`"""
     set_captures: Callable[[int], None]
-    """Tells fast paths how many captures of CUDA graphs are under way: what fires in them is not for these."""
+    """Set the number of CUDA graph captures in progress: fast paths decline firings during capture."""
     copy_async: Callable[..., bool]
-    """(device, stream, event, copies as int64: to, from, bytes of each, None or what completes rows of statistics
-    first, None or (side stream, copies on it after those)) -> whether they were started, and then the event recorded,
-    see dumper/device/driver_copies.py"""
+    """(device, stream, event, copies as int64 triples (destination, source, nbytes), None or the merge kernel to launch
+    first, None or (side stream, copies to run there afterwards)) -> whether the copies were started and the event
+    recorded, see dumper/device/driver_copies.py"""
     module_call: Any
-    """What stands in the ``_call_impl`` of a module with taps, see module_call.cpp"""
+    """Replacement for the ``_call_impl`` of a module with taps, see module_call.cpp"""
     launch_kernel: Callable[..., int | None]
-    """(CUfunction, grid of three, threads, bytes of shared memory, whether it overlaps, stream, parameters of 64 bits
-    each) -> the CUDA driver's code, 0 if the kernel was launched; None without a driver"""
+    """(CUfunction, 3 grid dimensions, threads, shared memory bytes, whether the launch may overlap its predecessor,
+    stream, 64-bit parameters...) -> the CUDA driver's error code, 0 on success; None without a driver"""
     numbers: Callable[[], Any]
-    """() -> an iterator from 0, whose ``take(N)`` gives the first of N numbers in a row"""
+    """() -> an iterator that counts from 0; its ``take(N)`` reserves N consecutive numbers and returns the first"""
 
 
 class _Choice(NamedTuple):
@@ -100,7 +101,7 @@ _choice: _Choice | None = None
 
 
 def backend() -> tuple[str, str]:
-    """``("c++", path of the library)`` or ``("numpy", why there is no library)``.
+    """Return ``("c++", path of the library)`` or ``("numpy", reason why no library is used)``.
 
     Raises ConfigError when TAPSCOPE_NATIVE is set to anything but 0, 1 or avx2.
     """
@@ -109,15 +110,15 @@ def backend() -> tuple[str, str]:
 
 
 def functions() -> Functions | None:
-    """The C++ entry points, or None where numpy serves; raises as :func:`backend`."""
+    """Return the C++ entry points, or None if numpy is the backend; raises as :func:`backend`."""
     return (_choice or _chosen()).functions
 
 
 @contextmanager
 def use_backend(kind: Literal["c++", "numpy"]) -> Iterator[None]:
-    """Serve with this backend inside the ``with`` block, in every thread; for tests and for measuring.
+    """Context manager: use this backend in every thread; for tests and measurements.
 
-    Raises ConfigError when ``c++`` is asked for and no library can be loaded; the message says why.
+    Raises ConfigError when ``c++`` is requested but no library can be loaded; the message gives the reason.
     """
     global _choice
     before = _choice
@@ -162,7 +163,8 @@ def _load() -> _Choice:
 
 
 def _typed(library: ctypes.CDLL, module: Any) -> Functions:
-    """The same file is a library and a module: calls at every hook are the module's, the others need no haste."""
+    """Bind the entry points: frequent calls go through the extension module, the others through ctypes on the same
+    file."""
     summary = [_ADDRESS, _INT64, ctypes.c_int, ctypes.c_int, _ADDRESS, _ADDRESS]
     return Functions(
         take=module.take,

@@ -1,7 +1,7 @@
-// y = x w' + b, for a decoding step: few rows of x, and every weight is needed once. Libraries pack w first, each time,
-// to be fast for many rows, and that takes longer than the product of few. Here w is read as it lies, once, at the pace
-// of the memory, and the sums of 4 of its rows by up to 6 of x stay in registers. What stands in a row of y depends on
-// that row of x alone, to the last bit.
+// y = x w' + b for a decode step: x has few rows, and every weight is used once. Libraries repack w on each call to be
+// fast for many rows, which takes longer than the product with few. Here w is read in place, once, at memory bandwidth,
+// and the sums of 4 of its rows by up to 6 rows of x stay in registers. Each row of y depends only on the corresponding
+// row of x, bit for bit.
 
 #include "linear.h"
 
@@ -17,8 +17,8 @@ namespace ts {
 namespace {
 
 constexpr int kOuts = 4;
-constexpr int64_t kRowBlock = 96;    // of x, which a core's own cache holds while all of w goes by
-constexpr int64_t kWorth = 1 << 17;  // products that a thread must have to do before it is asked
+constexpr int64_t kRowBlock = 96;    // rows of x, which stay in a core's private cache while all of w streams through
+constexpr int64_t kWorth = 1 << 17;  // minimum number of products per thread
 
 TS_AVX2 inline __m128 load_four(const float* p) { return _mm_loadu_ps(p); }
 TS_AVX2 inline void store_four(float* p, __m128 values) { _mm_storeu_ps(p, values); }
@@ -27,7 +27,7 @@ TS_AVX2 inline __m128 load_four(const uint16_t* p) {
         _mm_slli_epi32(_mm_cvtepu16_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))), 16));
 }
 
-// Each lane of the result is the sum of one vector's: 4 vectors of 4 lanes, the lanes of `sums` folded into them.
+// Returns the horizontal sums of four vectors, one per lane.
 TS_AVX2 TS_INLINE __m128 total_of_four(__m256 a, __m256 b, __m256 c, __m256 d) {
     const __m256 ab = _mm256_hadd_ps(a, b), cd = _mm256_hadd_ps(c, d), all = _mm256_hadd_ps(ab, cd);
     return _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1));
@@ -38,7 +38,7 @@ namespace avx2 {
 using Element = float;
 using Vector = __m256;
 using Sum = __m256;
-constexpr int kCount = 8, kMostRows = 2;  // 16 registers
+constexpr int kCount = 8, kMostRows = 2;  // limited by 16 registers
 
 TS_TILE TS_INLINE Vector load(const Element* p) { return _mm256_loadu_ps(p); }
 TS_TILE TS_INLINE Vector load_some(const Element* p, int64_t n) {
@@ -88,7 +88,7 @@ TS_TILE TS_INLINE Sum add_product(Sum sum, Vector a, Vector b) {
     return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
 }
 TS_TILE TS_INLINE __m128 total(const Sum* s) { return total_of_four(half(s[0]), half(s[1]), half(s[2]), half(s[3])); }
-TS_TILE TS_INLINE void store_four(Element* p, __m128 values) {  // rounded to even
+TS_TILE TS_INLINE void store_four(Element* p, __m128 values) {  // rounds to nearest even
     const __m128bh narrow = _mm_cvtneps_pbh(values);
     std::memcpy(p, &narrow, 4 * sizeof(Element));
 }
@@ -133,7 +133,7 @@ bool ts_grouped_linear(const Linear& call, const int32_t* ends, int64_t groups, 
     for (int64_t group = 0; group < groups; start = ends[group++]) {
         if (ends[group] < start || ends[group] - start > most || ends[group] > call.rows) return false;
     }
-    const int64_t width = dtype == kFloat32 ? 4 : 2;  // bytes of an element
+    const int64_t width = dtype == kFloat32 ? 4 : 2;  // bytes per element
     const auto* x = static_cast<const char*>(call.x);
     const auto* w = static_cast<const char*>(call.w);
     auto* y = static_cast<char*>(call.y);

@@ -6,18 +6,18 @@
 namespace ts {
 
 struct Linear {
-    const void* x;     // [rows, ins], rows `stride` elements apart
+    const void* x;     // [rows, ins], with a row stride of `stride` elements
     const void* w;     // [outs, ins]
     const void* bias;  // [outs], or null
     void* y;           // [rows, outs]
     int64_t rows, stride, outs, ins;
 };
 
-// False where this processor or this build has no kernel for the dtype; nothing is written then.
+// Computes y. Returns false and writes nothing if this CPU or this build has no kernel for the dtype.
 bool ts_linear(const Linear& call, int dtype, int64_t threads);
 
-// Rows [ends[g - 1], ends[g]) of x by the g-th of `groups` matrices w, without a bias. Also false, and nothing is
-// written, where ends are not in order or a group has more than `most` rows.
+// Multiplies rows [ends[g - 1], ends[g]) of x by the g-th of `groups` matrices w, without a bias. Also returns false
+// and writes nothing if `ends` is not ascending or a group has more than `most` rows.
 bool ts_grouped_linear(const Linear& call, const int32_t* ends, int64_t groups, int64_t most, int dtype,
                        int64_t threads);
 

@@ -1,8 +1,8 @@
-// The loops of linear.cpp for one kind of processor. Included once for each, in a namespace that has its `Lanes`, with
-// TS_TILE as the attribute of functions for it; hence no include guard.
+// The loops of linear.cpp for one CPU type. Included once per type, in a namespace that defines its vector types and
+// with TS_TILE as the target attribute; hence no include guard.
 
-// kRows rows of x by kOuts rows of w. `ahead`, or null: where the rows of w begin that come up next but one. They are
-// asked for in memory order: no processor sees by itself that kOuts streams are one.
+// Multiplies kRows rows of x by kOuts rows of w. `ahead`, if not null, is the start of the rows of w after the next
+// ones. They are prefetched in memory order: no hardware prefetcher recognizes that the kOuts streams are adjacent.
 template <int kRows>
 TS_TILE void tile(const Linear& call, int64_t row, int64_t out, const Element* ahead) {
     const Element* x = static_cast<const Element*>(call.x) + row * call.stride;
@@ -46,8 +46,8 @@ TS_TILE void few_rows(const Linear& call, int64_t rows, int64_t row, int64_t out
     }
 }
 
-// Rows [first, end) of x by rows [out, stop) of w. Of w only the last kOuts may overlap others: they give equal bits
-// again.
+// Multiplies rows [first, end) of x by rows [out, stop) of w. Only the last kOuts rows of w may overlap earlier ones;
+// they recompute the same bits.
 TS_TILE void block(const Linear& call, int64_t first, int64_t end, int64_t out, int64_t stop) {
     for (; out < stop; out += kOuts) {
         const int64_t start = out + kOuts <= call.outs ? out : call.outs - kOuts;

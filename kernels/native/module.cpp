@@ -1,5 +1,5 @@
-// What the dumper calls at every hook and the comparator at every site, as functions of Python's: through ctypes the
-// call would cost more than the work.
+// Extension module functions that the dumper calls in every hook and the comparator at every site: a call through
+// ctypes would cost more than the work itself.
 
 #include <algorithm>
 #include <string>
@@ -37,7 +37,7 @@ T* at(int64_t address) {
     return reinterpret_cast<T*>(static_cast<uintptr_t>(address));
 }
 
-// (data, count, dtype code, with bag, copy to or 0, element width) -> (text, digest)
+// (data, count, dtype code, with bag, copy destination or 0, bytes per element) -> (text, digest)
 PyObject* take(PyObject*, PyObject* const* args, Py_ssize_t count) {
     int64_t n[6];
     if (!read(args, count, n, 6)) return nullptr;
@@ -48,7 +48,7 @@ PyObject* take(PyObject*, PyObject* const* args, Py_ssize_t count) {
     return Py_BuildValue("y#y#", found.text, Py_ssize_t(size), found.digest, Py_ssize_t(sizeof found.digest));
 }
 
-// (struct Summary) -> (text, digest)
+// (address of a struct Summary) -> (text, digest)
 PyObject* tell(PyObject*, PyObject* const* args, Py_ssize_t count) {
     int64_t address;
     if (!read(args, count, &address, 1)) return nullptr;
@@ -57,7 +57,7 @@ PyObject* tell(PyObject*, PyObject* const* args, Py_ssize_t count) {
     return Py_BuildValue("y#y#", found.text, Py_ssize_t(size), found.digest, Py_ssize_t(sizeof found.digest));
 }
 
-// The bytes objects of a tuple; false with an exception set.
+// Reads a tuple of bytes objects; returns false with an exception set on failure.
 bool read_pieces(PyObject* tuple, std::vector<std::string_view>* found) {
     if (!PyTuple_Check(tuple)) return PyErr_SetString(PyExc_TypeError, "a tuple of bytes is needed"), false;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tuple); ++i) {
@@ -69,9 +69,9 @@ bool read_pieces(PyObject* tuple, std::vector<std::string_view>* found) {
     return true;
 }
 
-// (address, heads, tails, offsets as int64, step, number of the first, ends or nothing) -> record lines, without the
-// last newline. A line is its head, the step, its tail, what the struct Summary at its offset says (nothing where the
-// offset is -1), and its end.
+// (base address, heads, tails, offsets as int64, step, first sequence number, optional ends) -> record lines, without
+// the last newline. A line consists of its head, the step, its tail, the text of the struct Summary at its offset
+// (omitted if the offset is -1), and its end.
 PyObject* compose_rows(PyObject*, PyObject* args) {
     unsigned long long address;
     long long number;
@@ -117,7 +117,8 @@ PyObject* driver_failed(const char* what, int error) {
                         what, name, error);
 }
 
-// Starts copies, which are int64 (to, from, bytes of each), on a stream and then records the event; the driver's error.
+// Starts copies on a stream, given as int64 triples (destination, source, nbytes), then records the event. Returns the
+// driver's error code.
 int copy_all(const char* copies, Py_ssize_t size, void* stream, void* event) {
     const ts::Driver& driver = ts::Driver::get();
     const auto* numbers = reinterpret_cast<const int64_t*>(copies);
@@ -129,9 +130,10 @@ int copy_all(const char* copies, Py_ssize_t size, void* stream, void* event) {
 }
 
 // (device, stream, event, copies, merge or None, aside or None) -> whether the copies were started on the stream and
-// then the event recorded; False, and nothing was done, where there is no driver or another device is the current one.
-// Copies are as above. merge is (function, rows, threads, shared, overlaps, address of the rows), launched first. aside
-// is (side stream, more copies): that stream waits for the first ones, and the event is recorded after its own.
+// the event recorded. Returns False and does nothing without a driver or if another device is current. Copies are as in
+// copy_all. `merge` is (function, rows, threads, shared memory, overlaps, address of the rows), a kernel launched
+// first. `aside` is (side stream, more copies): the side stream waits for the first copies, and the event is recorded
+// after its own.
 PyObject* copy_async(PyObject*, PyObject* args) {
     long long device;
     unsigned long long stream_bits, event_bits, side_bits, function, rows;
@@ -142,9 +144,9 @@ PyObject* copy_async(PyObject*, PyObject* args) {
         return nullptr;
     }
     const ts::Driver& driver = ts::Driver::get();
-    ts::DeviceLaunch how;
-    if (merge != Py_None &&
-        !PyArg_ParseTuple(merge, "KIIIpK", &function, &how.programs, &how.threads, &how.shared, &how.overlaps, &rows)) {
+    ts::DeviceLaunch merge_spec;
+    if (merge != Py_None && !PyArg_ParseTuple(merge, "KIIIpK", &function, &merge_spec.programs, &merge_spec.threads,
+                                              &merge_spec.shared, &merge_spec.overlaps, &rows)) {
         return nullptr;
     }
     if (aside != Py_None && !PyArg_ParseTuple(aside, "Ky#", &side_bits, &more, &more_size)) return nullptr;
@@ -152,8 +154,9 @@ PyObject* copy_async(PyObject*, PyObject* args) {
     if (!driver || !event_bits || driver.device(&current) || current != device) Py_RETURN_FALSE;
     void *stream = at<void>(int64_t(stream_bits)), *event = at<void>(int64_t(event_bits));
     if (merge != Py_None) {
-        how.function = at<void>(int64_t(function));
-        if (const int error = ts::launch_merge(how, stream, rows)) return driver_failed("a merge of statistics", error);
+        merge_spec.function = at<void>(int64_t(function));
+        if (const int error = ts::launch_merge(merge_spec, stream, rows))
+            return driver_failed("a merge of statistics", error);
     }
     int error = copy_all(copies, size, stream, event);
     if (aside != Py_None) {
@@ -165,8 +168,8 @@ PyObject* copy_async(PyObject*, PyObject* args) {
     Py_RETURN_TRUE;
 }
 
-// (function, grid of three, threads, shared, overlaps, stream, parameters of 64 bits...) -> the driver's code, 0 if the
-// kernel was launched; None without a driver
+// (function, 3 grid dimensions, threads, shared memory, overlaps, stream, 64-bit parameters...) -> the driver's error
+// code, 0 on success; None without a driver
 PyObject* launch_kernel(PyObject*, PyObject* const* args, Py_ssize_t count) {
     constexpr Py_ssize_t kFixed = 8, kMost = 64;
     if (count < kFixed || count > kFixed + kMost) return PyErr_Format(PyExc_TypeError, "%zd arguments", count);
@@ -187,7 +190,7 @@ PyObject* launch_kernel(PyObject*, PyObject* const* args, Py_ssize_t count) {
     return PyLong_FromLong(ts::Driver::get().launch(&config, at<void>(int64_t(n[0])), parameters, nullptr));
 }
 
-// (data, number of bytes) -> digest
+// (data, nbytes) -> digest
 PyObject* digest_of(PyObject*, PyObject* const* args, Py_ssize_t count) {
     int64_t n[2];
     if (!read(args, count, n, 2)) return nullptr;
@@ -196,8 +199,8 @@ PyObject* digest_of(PyObject*, PyObject* const* args, Py_ssize_t count) {
     return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(digest), sizeof digest);
 }
 
-// (floats [6, rows], integers [8, rows], at worst [rows], bounds of sections of rows, room for the errors [rows]) -> a
-// struct Overview for each section, as bytes
+// (floats [6, rows], integers [8, rows], baseline at worst [rows], section bounds, errors out [rows]) -> one struct
+// Overview per section, as bytes
 PyObject* overviews(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (count != 5) return PyErr_Format(PyExc_TypeError, "5 arguments are needed, not %zd", count);
     const ts::Memory floats(args[0], 0), integers(args[1], 0), at_worst(args[2], 0), bounds(args[3], 0);
@@ -229,7 +232,7 @@ PyObject* linear(PyObject*, PyObject* const* args, Py_ssize_t count) {
     return PyBool_FromLong(done);
 }
 
-// (x, w, ends, y, rows, groups, outs, ins, most rows of a group, dtype code, threads) -> whether y was computed
+// (x, w, group ends, y, rows, groups, outs, ins, maximum rows per group, dtype code, threads) -> whether y was computed
 PyObject* grouped_linear(PyObject*, PyObject* const* args, Py_ssize_t count) {
     int64_t n[11];
     if (!read(args, count, n, 11)) return nullptr;
@@ -240,9 +243,9 @@ PyObject* grouped_linear(PyObject*, PyObject* const* args, Py_ssize_t count) {
     return PyBool_FromLong(done);
 }
 
-// (query, keys, values, table, lengths, out, requests, heads, kv heads, key dim, value dim, value stride, page size,
-// table stride, window or 0, dtype code, dtype code of keys and values, threads, scale, scales of keys and of values)
-// -> whether it was computed
+// (query, keys, values, block table, lengths, out, requests, heads, kv heads, key dim, value dim, value stride, page
+// size, table stride, window or 0, dtype code, dtype code of the KV cache, threads, scale, key scale, value scale) ->
+// whether the output was computed
 PyObject* paged(PyObject*, PyObject* const* args, Py_ssize_t count) {
     int64_t n[18];
     if (!read(args, count - 3, n, 18)) return nullptr;
@@ -273,8 +276,8 @@ PyObject* paged(PyObject*, PyObject* const* args, Py_ssize_t count) {
     return PyBool_FromLong(done);
 }
 
-// A side that is a sum: (dtype code of the sum, its summands...), all of one dtype and shape. `*side` becomes the
-// first.
+// Reads a side that is a sum: (dtype code of the sum, summands...), all of one dtype and shape. `*given` becomes the
+// first summand, the others are appended to `strip->more`.
 bool read_summands(PyObject** given, int dtype, PyObject* index, int side, ts::Strip* strip) {
     PyObject* summands = *given;
     const Py_ssize_t count = PyTuple_GET_SIZE(summands);
@@ -322,7 +325,7 @@ int64_t bytes_of(const ts::Matrices& sides) {
     return sides.rows * sides.width * (ts::kItemSize[sides.baseline.dtype] + ts::kItemSize[sides.target.dtype]);
 }
 
-// A list of strips, whose rows are within those of the results.
+// Reads a list of strips, whose rows must be within the results' rows.
 bool read_strips(PyObject* given, int64_t rows, std::vector<ts::Strip>* strips, int64_t* nbytes) {
     strips->resize(static_cast<size_t>(PyList_GET_SIZE(given)));
     bool fits = true;
@@ -335,9 +338,9 @@ bool read_strips(PyObject* given, int64_t rows, std::vector<ts::Strip>* strips, 
     return fits || PyErr_Format(PyExc_ValueError, "the strips do not fit into %lld rows", static_cast<long long>(rows));
 }
 
-// (list of strips, each a tuple (baseline, target, dtype codes x2, row indices x2 or None, first row, first column),
-// where a side may be a sum, see read_summands,
-// atol, rtol, room for the floats [6, rows], integers [8, rows], baseline at worst [rows], strip [rows])
+// (strips, atol, rtol, floats out [6, rows], integers out [8, rows], baseline at worst out [rows], strip out [rows]).
+// Each strip is a tuple (baseline, target, dtype codes x2, row indices x2 or None, first row, first column), where a
+// side may be a sum, see read_summands.
 PyObject* compare(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (count != 7 || !PyList_Check(args[0])) return PyErr_Format(PyExc_TypeError, "a list and 6 more are needed");
     const double atol = PyFloat_AsDouble(args[1]), rtol = PyFloat_AsDouble(args[2]);
@@ -364,7 +367,7 @@ PyObject* compare(PyObject*, PyObject* const* args, Py_ssize_t count) {
     Py_RETURN_NONE;
 }
 
-// (list of strips as above, their rows, share or -1) -> the members of a Deviation
+// (strips as for compare, number of rows, share or -1) -> the fields of a Deviation
 PyObject* deviation(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (count != 3 || !PyList_Check(args[0])) return PyErr_Format(PyExc_TypeError, "a list and 2 numbers are needed");
     const int64_t rows = PyLong_AsLongLong(args[1]);
@@ -385,7 +388,7 @@ PyObject* deviation(PyObject*, PyObject* const* args, Py_ssize_t count) {
                          static_cast<long long>(found.unequal), static_cast<long long>(found.mismatched));
 }
 
-// (a strip's members one by one, sums to add to [2, 5, columns])
+// (the fields of a strip, accumulators [2, 5, columns])
 PyObject* channel_sums(PyObject*, PyObject* args) {
     ts::Strip strip;
     PyObject* given = PyTuple_GetSlice(args, 0, 8);
@@ -404,7 +407,7 @@ PyObject* channel_sums(PyObject*, PyObject* args) {
     Py_RETURN_NONE;
 }
 
-// (sums [2, 5, columns], of two columns at least) -> struct ChannelFound as bytes, or None where they are not finite
+// (sums [2, 5, columns], at least two columns) -> struct ChannelFound as bytes, or None if the sums are not finite
 PyObject* find_channel(PyObject*, PyObject* given) {
     const ts::Memory sums(given, 0);
     if (!sums) return nullptr;
@@ -416,8 +419,7 @@ PyObject* find_channel(PyObject*, PyObject* given) {
     return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(&found), sizeof found);
 }
 
-// (data, dtype code, columns of a row, rows [n] int64, keys [n] uint32, runs [m, 3] int64, counters [256] float64 to
-// add to)
+// (data, dtype code, row width, rows [n] int64, keys [n] uint32, runs [m, 3] int64, counters [256] float64 to add to)
 PyObject* sketch(PyObject*, PyObject* const* args, Py_ssize_t count) {
     int64_t n[3];
     if (count != 7) return PyErr_Format(PyExc_TypeError, "7 arguments are needed, not %zd", count);
@@ -434,7 +436,7 @@ PyObject* sketch(PyObject*, PyObject* const* args, Py_ssize_t count) {
     Py_RETURN_NONE;
 }
 
-// (N) -> None: N captures of CUDA graphs are under way
+// (N) -> None; sets the number of CUDA graph captures in progress
 PyObject* set_captures(PyObject*, PyObject* number) {
     ts::num_captures = PyLong_AsLongLong(number);
     if (PyErr_Occurred()) return nullptr;

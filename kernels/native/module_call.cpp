@@ -1,8 +1,9 @@
-// A call of a module with taps: what torch's Module._call_impl does where a module has no hooks but these taps, without
-// the Python that serves hooks of any kind.
+// Call of a module with taps: equivalent to torch's Module._call_impl for a module whose only hooks are taps, without
+// the Python code that handles arbitrary hooks.
 //
-// A ModuleCall stands in a module's `_call_impl`. Any other hook, of the module or of all modules, a trace by torch.jit
-// and a subclass's or a patched `_call_impl` make it call that instead, in which the taps are hooks like any other.
+// A ModuleCall replaces a module's `_call_impl`. If there is any other hook (on the module or global), a torch.jit
+// trace, or a subclass's or patched `_call_impl`, the ModuleCall delegates to the original, in which the taps run as
+// ordinary hooks.
 
 #include "record_writer.h"
 
@@ -21,12 +22,12 @@ PyObject *name_forward, *name_call, *name_hooks, *name_pre_hooks, *name_backward
 
 struct ModuleCall {
     PyObject_HEAD
-    PyObject* module;          // a weak reference
+    PyObject* module;          // weak reference
     PyObject* plain;           // torch's Module._call_impl
-    PyObject* all;             // tuple of dicts: the hooks of all modules, first those after forward
-    PyObject* tracing;         // () -> None unless torch.jit traces
-    PyObject* finish;          // (module, args, kwargs, output) -> output, after hooks that have come meanwhile
-    PyObject *before, *after;  // the hooks that are in place, or None
+    PyObject* all;             // tuple of dicts: global module hooks, forward hooks first
+    PyObject* tracing;         // () -> None unless torch.jit is tracing
+    PyObject* finish;          // (module, args, kwargs, output) -> output; runs hooks that were added during forward
+    PyObject *before, *after;  // the installed hooks, or None
     PyObject *fast_before, *fast_after;  // their fast paths, or None
     vectorcallfunc call;
 };
@@ -36,11 +37,11 @@ std::array<PyObject**, 9> parts_of(ModuleCall* self) {
             &self->before, &self->after, &self->fast_before, &self->fast_after};
 }
 
-// A module, what it is called with, and its __dict__.
+// A module, its call arguments, and its __dict__.
 struct Call {
-    std::vector<PyObject*> stack;  // the module, arguments, values of keyword arguments
-    Py_ssize_t count;              // of positional arguments, the module included
-    PyObject* names;               // of keyword arguments; null without
+    std::vector<PyObject*> stack;  // module, positional arguments, values of keyword arguments
+    Py_ssize_t count;              // number of positional arguments, including the module
+    PyObject* names;               // names of keyword arguments; null without any
     Owned attributes;
 
     PyObject* module() const { return stack[0]; }
@@ -48,7 +49,7 @@ struct Call {
 
 enum class Hooks { kNone, kOurs, kOther };
 
-// What the dict of hooks in this attribute contains.
+// Classifies the hooks in the dict that this attribute holds.
 Hooks hooks_in(const Call& call, PyObject* name, PyObject* ours) {
     PyObject* hooks = PyDict_GetItemWithError(call.attributes.get(), name);
     if (!hooks || !PyDict_Check(hooks)) return Hooks::kOther;
@@ -61,7 +62,7 @@ Hooks hooks_in(const Call& call, PyObject* name, PyObject* ours) {
 
 bool is_empty(PyObject* hooks) { return hooks && PyDict_Check(hooks) && PyDict_GET_SIZE(hooks) == 0; }
 
-// Whether only our hooks have a say; an exception may be set if not.
+// Returns whether no hooks but ours are present; if not, an exception may be set.
 bool is_ours(const ModuleCall* self, const Call& call, Hooks* before, Hooks* after) {
     *before = hooks_in(call, name_pre_hooks, self->before), *after = hooks_in(call, name_hooks, self->after);
     PyObject* attributes = call.attributes.get();
@@ -91,12 +92,12 @@ PyObject* named(const Call& call) {
     return kwargs;
 }
 
-// Whether the fast path has taken what fired; false with an exception set only where that is not for us to catch.
+// Returns whether the fast path has recorded the firing. If false, an exception is set only if it must propagate.
 bool takes(PyObject* fast, PyObject* const* value, size_t count) {
     return fast != Py_None && Owned(PyObject_Vectorcall(fast, value, count, nullptr)).get() == Py_True;
 }
 
-// What a hook before forward does; false with an exception set.
+// Runs the forward pre-hook; returns false with an exception set on failure.
 bool fire_before(const ModuleCall* self, const Call& call) {
     const Owned args(positional(call)), kwargs(named(call));
     if (!args || !kwargs) return false;
@@ -105,7 +106,7 @@ bool fire_before(const ModuleCall* self, const Call& call) {
     return !PyErr_Occurred() && Owned(PyObject_Vectorcall(self->before, given, 3, nullptr));
 }
 
-// What a hook after forward does; false with an exception set.
+// Runs the forward hook; returns false with an exception set on failure.
 bool fire_after(const ModuleCall* self, const Call& call, PyObject* output) {
     if (takes(self->fast_after, &output, 1)) return true;
     if (PyErr_Occurred()) return false;
@@ -116,11 +117,11 @@ bool fire_after(const ModuleCall* self, const Call& call, PyObject* output) {
 
 PyObject* call_hooked(const ModuleCall* self, const Call& call) {
     Hooks before, after;
-    const Owned torchs(PyObject_GetAttr(reinterpret_cast<PyObject*>(Py_TYPE(call.module())), name_call));
-    if (!torchs) return nullptr;
-    if (torchs.get() != self->plain || !is_ours(self, call, &before, &after)) {
+    const Owned call_impl(PyObject_GetAttr(reinterpret_cast<PyObject*>(Py_TYPE(call.module())), name_call));
+    if (!call_impl) return nullptr;
+    if (call_impl.get() != self->plain || !is_ours(self, call, &before, &after)) {
         if (PyErr_Occurred()) return nullptr;
-        return PyObject_Vectorcall(torchs.get(), call.stack.data(), size_t(call.count), call.names);
+        return PyObject_Vectorcall(call_impl.get(), call.stack.data(), size_t(call.count), call.names);
     }
     if (before == Hooks::kOurs && !fire_before(self, call)) return nullptr;
     Owned output(PyObject_VectorcallMethod(name_forward, call.stack.data(), size_t(call.count), call.names));
@@ -136,7 +137,7 @@ PyObject* call_hooked(const ModuleCall* self, const Call& call) {
     return Py_NewRef(output.get());
 }
 
-// (*args, **kwargs) of the module
+// vectorcall: (*args, **kwargs) of the module
 PyObject* call_module(PyObject* object, PyObject* const* args, size_t flags, PyObject* names) {
     auto* self = reinterpret_cast<ModuleCall*>(object);
     const Owned held(Py_NewRef(object)), owner(Py_NewRef(PyWeakref_GetObject(self->module)));
@@ -151,8 +152,8 @@ PyObject* call_module(PyObject* object, PyObject* const* args, size_t flags, PyO
     return call_hooked(self, call);
 }
 
-// ModuleCall(module's weak reference, plain, hooks of all modules, tracing, finish, before, after, fast path before,
-// after)
+// ModuleCall(weak reference to the module, plain, global hooks, tracing, finish, before, after, fast path before, fast
+// path after)
 PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
     auto* self = reinterpret_cast<ModuleCall*>(type->tp_alloc(type, 0));
     if (!self) return nullptr;
@@ -177,8 +178,7 @@ void free(PyObject* object) {
     Py_DECREF(type);
 }
 
-// (subclass) -> None; calls of its instances come here although its `__call__` is Python, which only torch.compile
-// reads
+// (subclass) -> None; enables vectorcall for a subclass whose Python `__call__` exists only for torch.compile
 PyObject* serve_calls(PyObject* type, PyObject*) {
     reinterpret_cast<PyTypeObject*>(type)->tp_flags |= Py_TPFLAGS_HAVE_VECTORCALL;
     Py_RETURN_NONE;

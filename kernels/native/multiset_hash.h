@@ -1,4 +1,4 @@
-// The bag of digests.py: a sum over the elements in which their order plays no part.
+// The bag defined in digests.py: a sum over the elements that does not depend on their order.
 #pragma once
 
 #include "hash.h"
@@ -21,7 +21,7 @@ struct Spread {  // one multiplication and one shift; 16-bit numbers must not be
     }
 };
 
-// The sums over the pieces of one block: each piece is below 2^15, so that theirs fits 32 bits.
+// Sums over the 16-bit pieces of one block: each piece is below 2^15 in magnitude, so the sums fit 32 bits.
 struct Pieces {
     int32_t low = 0;
     uint32_t high = 0;
@@ -41,7 +41,7 @@ struct Pieces {
     }
 };
 
-// The elements of one block after mixing; without kOn it is nothing and costs nothing.
+// The mixed elements of one block; without kOn, the class is empty and free.
 template <class Bits, bool kOn>
 class Mixed {
   public:
@@ -54,7 +54,8 @@ class Mixed {
         if constexpr (kOn) {
             const auto* bytes = reinterpret_cast<const uint8_t*>(room_);
             const int64_t count = n * static_cast<int64_t>(sizeof(Bits) / 2);
-            int16_t one = 1;  // not a constant: the plain sum is then made of products of pairs, like the squares
+            int16_t one =
+                1;  // hides the constant, so that the sum compiles to the same pairwise multiply-add as the squares
             __asm__("" : "+r"(one));
             for (int64_t i = 0; i < count; ++i) {
                 const int16_t piece = load<int16_t>(bytes, i);

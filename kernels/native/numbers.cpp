@@ -1,4 +1,4 @@
-// The numbers of records: an iterator from 0, of which several can be taken without any other thread in between.
+// Sequence numbers of records: an iterator from 0 whose take() reserves several numbers atomically.
 
 #include "record_writer.h"
 
@@ -12,7 +12,7 @@ struct Numbers {
 
 PyObject* next_number(PyObject* object) { return PyLong_FromLongLong(reinterpret_cast<Numbers*>(object)->next++); }
 
-// (N) -> the first of N numbers in a row
+// (N) -> the first of N reserved consecutive numbers
 PyObject* take(PyObject* object, PyObject* count) {
     const long long wanted = PyLong_AsLongLong(count);
     if (wanted == -1 && PyErr_Occurred()) return nullptr;

@@ -1,5 +1,5 @@
 // Order statistics of doubles without NaN: the k-th smallest element, as std::nth_element but without a branch per
-// element, which no predictor can guess.
+// element, which would be unpredictable.
 #pragma once
 
 #include <algorithm>
@@ -21,10 +21,10 @@ inline double* partition_without_branches(double* first, double* last, Test is_l
     return store;
 }
 
-// The element at index `place` in ascending order. Reorders the values: no element after `place` is smaller.
+// Returns the element at index `place` in ascending order. Reorders `values`: no element after `place` is smaller.
 inline double select_element(std::vector<double>& values, size_t place) {
     constexpr int64_t kFew = 32;
-    constexpr int kRounds = 48;  // of random values 10 million take 30; std::nth_element bounds what is left
+    constexpr int kRounds = 48;  // 10 million random values take 30; std::nth_element bounds the rest
     double *first = values.data(), *last = first + values.size(), *const wanted = first + place;
     for (int round = 0; last - first > kFew && round < kRounds; ++round) {
         const double low = *first, middle = first[(last - first) / 2], high = last[-1];

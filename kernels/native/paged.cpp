@@ -1,7 +1,7 @@
-// Attention of decoding requests, one row each, against keys and values that are read in place from their pages:
-// nothing is gathered, padded or masked. 8-bit ones are written out a block and head at a time, once for all query
-// heads of it. Softmax goes from block to block with a running maximum (Milakov and Gimelshein, Online normalizer
-// calculation for softmax, arXiv:1805.02867), in float32 throughout.
+// Paged attention for decode requests, one query row each. Keys and values are read in place from their pages, without
+// gather, padding or mask. An 8-bit KV cache is dequantized per block and KV head, once for all query heads of the
+// group. Softmax keeps a running maximum across blocks (Milakov and Gimelshein, Online normalizer calculation for
+// softmax, arXiv:1805.02867), in float32 throughout.
 
 #include "paged.h"
 
@@ -15,19 +15,20 @@
 namespace ts {
 namespace {
 
-constexpr int64_t kPositions = 32;  // of a block: its keys and values, of all heads, stay in a core's own cache
+constexpr int64_t kPositions =
+    32;  // positions per block: the keys and values of all heads stay in a core's private cache
 
 TS_INLINE float value_of(float x) { return x; }
 TS_INLINE float value_of(uint16_t x) { return BFloat16::value(x); }
 
 TS_INLINE void put(float x, float* to) { *to = x; }
-TS_INLINE void put(float x, uint16_t* to) {  // rounded to even; NaN stays NaN
+TS_INLINE void put(float x, uint16_t* to) {  // rounds to nearest even; NaN stays NaN
     const uint32_t bits = bit_cast<uint32_t>(x);
     *to = static_cast<uint16_t>(x != x ? 0x7FC0u : (bits + 0x7FFFu + (bits >> 16 & 1)) >> 16);
 }
 
-// 8-bit floats by arithmetic on their bits, which becomes vectors, where a table would become loads. Zero exponents
-// hold integers.
+// Decodes 8-bit floats by bit arithmetic, which vectorizes, where table lookups would not. Subnormal codes are
+// converted as integers.
 struct E4M3 {
     static TS_INLINE float value(uint8_t byte) {
         const uint32_t bits = byte & 0x7Fu, sign = (byte & 0x80u) << 24;
@@ -43,12 +44,12 @@ struct E5M2 {
         const uint32_t bits = byte & 0x7Fu, sign = (byte & 0x80u) << 24;
         const float small = static_cast<float>(static_cast<int32_t>(bits)) * 0x1p-16f;
         const float usual =
-            bit_cast<float>((bits << 21) + ((bits < 0x7Cu ? 112u : 224u) << 23));  // 0x7C: infinite, NaN
+            bit_cast<float>((bits << 21) + ((bits < 0x7Cu ? 112u : 224u) << 23));  // 0x7C and up: infinity, NaN
         return bit_cast<float>(bit_cast<uint32_t>(bits < 4 ? small : usual) | sign);
     }
 };
 
-// e^x for x <= 0 within 2 units in the last place; 0 below -87; NaN stays NaN. Cephes' polynomial (expf.c).
+// Returns e^x for x <= 0 within 2 ulp; 0 below -87; NaN stays NaN. Polynomial of Cephes (expf.c).
 TS_INLINE float exp_of(float x) {
     const float bounded = x < -87.0f ? -87.0f : x;
     const float n = __builtin_floorf(bounded * 1.44269504f + 0.5f);
@@ -88,12 +89,12 @@ TS_INLINE void add_one(float p, const T* a, int64_t n, float* out) {
     for (int64_t i = 0; i < n; ++i) out[i] += p * value_of(a[i]);
 }
 
-// What softmax has of one head so far.
-struct Progress {
+// Running softmax state of one head.
+struct SoftmaxState {
     float top = -__builtin_inff(), total = 0;
 };
 
-// The rows of a block's positions; for scores as many as a multiple of 4, the last one standing in for those that lack.
+// Pointers to the key and value rows of a block's positions, padded to a multiple of 4 by repeating the last one.
 template <class T>
 struct Rows {
     const T *keys[kPositions], *values[kPositions];
@@ -112,13 +113,13 @@ TS_INLINE void find_rows(const Paged& call, int64_t request, int64_t first, int6
     }
 }
 
-// Asks for what the next block has of a head, while this one is computed.
+// Prefetches one row of the next block while the current block is computed.
 template <class T>
-TS_INLINE void ask_for(const T* from, int64_t n) {
+TS_INLINE void prefetch(const T* from, int64_t n) {
     for (int64_t i = 0; i < n; i += 64 / int64_t(sizeof(T))) __builtin_prefetch(from + i, 0, 2);
 }
 
-// One head of a block of bytes, as numbers: scaled, and rounded once to the type that is computed with.
+// One KV head of an 8-bit block, dequantized: scaled, and rounded once to the compute dtype.
 struct Wide {
     std::vector<float> memory;
     Rows<float> rows;
@@ -132,14 +133,14 @@ struct Wide {
 };
 
 TS_INLINE float rounded(float x, float) { return x; }
-TS_INLINE float rounded(float x, uint16_t) {  // to even; NaN, which a product makes quiet, stays NaN
+TS_INLINE float rounded(float x, uint16_t) {  // to nearest even; NaN, which the product has made quiet, stays NaN
     const uint32_t bits = bit_cast<uint32_t>(x);
     return bit_cast<float>((bits + 0x7FFFu + (bits >> 16 & 1)) & 0xFFFF0000u);
 }
 
 template <class T, class Code>
-TS_INLINE void write_out(const uint8_t* from, int64_t n, float scale, float* to) {
-    if ((bit_cast<uint32_t>(scale) & 0x007FFFFFu) == 0) {  // a power of two: the product has no more bits than the byte
+TS_INLINE void dequantize(const uint8_t* from, int64_t n, float scale, float* to) {
+    if ((bit_cast<uint32_t>(scale) & 0x007FFFFFu) == 0) {  // power of two: the product needs no more bits than the code
         for (int64_t i = 0; i < n; ++i) to[i] = Code::value(from[i]) * scale;
     } else {
         for (int64_t i = 0; i < n; ++i) to[i] = rounded(Code::value(from[i]) * scale, T());
@@ -152,25 +153,25 @@ TS_INLINE void widen(const Paged& call, const Rows<uint8_t>& rows, const Rows<ui
     const int64_t key = kv_head * call.key_dim, value = kv_head * call.value_stride;
     wide->rows.count = rows.count, wide->rows.padded = rows.padded;
     for (int64_t i = 0; i < rows.padded; ++i) {
-        write_out<T, Code>(rows.keys[i] + key, call.key_dim, call.key_scale, wide->key(call, i));
-        write_out<T, Code>(rows.values[i] + value, call.value_dim, call.value_scale, wide->value(call, i));
+        dequantize<T, Code>(rows.keys[i] + key, call.key_dim, call.key_scale, wide->key(call, i));
+        dequantize<T, Code>(rows.values[i] + value, call.value_dim, call.value_scale, wide->value(call, i));
         if (ahead == nullptr || i >= ahead->count) continue;
-        ask_for(ahead->keys[i] + key, call.key_dim);
-        ask_for(ahead->values[i] + value, call.value_dim);
+        prefetch(ahead->keys[i] + key, call.key_dim);
+        prefetch(ahead->values[i] + value, call.value_dim);
     }
 }
 
-// One query head and a block, whose rows begin `key` and `value` elements before the head's: `mixed` += weights of the
-// positions times their values, all relative to the maximum.
+// Processes one query head and one block. A head's keys and values start `key` and `value` elements into each row.
+// `mixed` += softmax weights times values, all relative to the running maximum.
 template <class T>
 TS_INLINE void one_head(const Paged& call, const Rows<T>& rows, const Rows<T>* ahead, int64_t key, int64_t value,
-                        const float* query, Progress* head, float* mixed) {
+                        const float* query, SoftmaxState* head, float* mixed) {
     float scores[kPositions];
     for (int64_t i = 0; i < rows.padded; i += 4) {
         const T* const* k = rows.keys + i;
         four_dots(query, k[0] + key, k[1] + key, k[2] + key, k[3] + key, call.key_dim, scores + i);
         for (int64_t j = i; ahead != nullptr && j < i + 4 && j < ahead->count; ++j)
-            ask_for(ahead->keys[j] + key, call.key_dim);
+            prefetch(ahead->keys[j] + key, call.key_dim);
     }
     float top = head->top;
     for (int64_t i = 0; i < rows.count; ++i) top = scores[i] > top ? scores[i] : top;
@@ -190,17 +191,17 @@ TS_INLINE void one_head(const Paged& call, const Rows<T>& rows, const Rows<T>* a
     for (; i + 4 <= rows.count; i += 4) {
         const T* const* v = rows.values + i;
         for (int64_t j = i; ahead != nullptr && j < i + 4 && j < ahead->count; ++j) {
-            ask_for(ahead->values[j] + value, call.value_dim);
+            prefetch(ahead->values[j] + value, call.value_dim);
         }
         add_four(scores + i, v[0] + value, v[1] + value, v[2] + value, v[3] + value, call.value_dim, mixed);
     }
     for (; i < rows.count; ++i) add_one(scores[i], rows.values[i] + value, call.value_dim, mixed);
 }
 
-// A head's query heads against one block: its rows as they are, or as `Code` reads bytes.
+// Processes the query heads of one KV head for one block, whose rows are read directly or dequantized by `Code`.
 template <class T, class Code, class Stored>
 TS_INLINE void one_group(const Paged& call, const Rows<Stored>& rows, const Rows<Stored>* ahead, int64_t kv_head,
-                         const float* queries, Progress* heads, float* mixed, Wide* wide) {
+                         const float* queries, SoftmaxState* heads, float* mixed, Wide* wide) {
     const int64_t group = call.heads / call.kv_heads, key = kv_head * call.key_dim, value = kv_head * call.value_stride;
     if constexpr (!std::is_void_v<Code>) widen<T, Code>(call, rows, ahead, kv_head, wide);
     for (int64_t i = 0; i < group; ++i) {
@@ -214,7 +215,7 @@ TS_INLINE void one_group(const Paged& call, const Rows<Stored>& rows, const Rows
     }
 }
 
-// The heads [first, end) of keys and values of one request, with all their query heads.
+// Processes KV heads [first, end) of one request, with all their query heads.
 template <class T, class Code>
 TS_INLINE void some_heads(const Paged& call, int64_t request, int64_t first, int64_t end, std::vector<float>& memory) {
     using Stored = std::conditional_t<std::is_void_v<Code>, T, uint8_t>;
@@ -222,7 +223,7 @@ TS_INLINE void some_heads(const Paged& call, int64_t request, int64_t first, int
     if constexpr (!std::is_void_v<Code>) wide.make_room(call);
     const int64_t group = call.heads / call.kv_heads, count = (end - first) * group, length = call.lengths[request];
     memory.assign(static_cast<size_t>(count * (call.key_dim + call.value_dim)), 0.0f);
-    std::vector<Progress> heads(static_cast<size_t>(count));
+    std::vector<SoftmaxState> heads(static_cast<size_t>(count));
     float *queries = memory.data(), *mixed = queries + count * call.key_dim;
     const T* query = static_cast<const T*>(call.query) + (request * call.heads + first * group) * call.key_dim;
     for (int64_t i = 0; i < count * call.key_dim; ++i) queries[i] = value_of(query[i]) * call.scale;

@@ -1,4 +1,4 @@
-// What functions for Python need: references, letting go of the GIL, and the form that they are called in.
+// Helpers for functions called from Python: owned references, releasing the GIL, and METH_FASTCALL casts.
 #pragma once
 
 #define PY_SSIZE_T_CLEAN
@@ -9,7 +9,7 @@
 
 namespace ts {
 
-// A reference that is given up at the end of its scope.
+// A strong reference that is released at the end of its scope.
 class Owned {
   public:
     explicit Owned(PyObject* object) : object_(object) {}
@@ -28,14 +28,15 @@ class Owned {
     PyObject* object_;
 };
 
-// Forgets an exception; false for one that is not for us to catch, such as the user's interrupt.
+// Clears the current exception. Returns false for an exception that must propagate, such as KeyboardInterrupt.
 inline bool clear_exception() {
     if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception)) return false;
     PyErr_Clear();
     return true;
 }
 
-// Bytes below which the GIL is kept: to get it back from a busy thread takes up to 5 ms, the work itself below 0.2.
+// Below this size the GIL is kept: reacquiring it from a busy thread takes up to 5 ms, the work itself less than 0.2
+// ms.
 constexpr int64_t kBrief = 1 << 20;
 
 template <class Work>

@@ -14,9 +14,9 @@ struct RecordSummary {
 
 }  // namespace ts
 
-// Returns the length of the text; `target` may be null.
+// Summarizes `count` elements and, unless `target` is null, copies them there. Returns the length of the text.
 TS_EXPORT int64_t ts_summarize_record(const void* data, int64_t count, int dtype, int bag, void* target,
                                       ts::RecordSummary* result);
-// Of a summary that was made elsewhere. Returns the length of the text.
+// Fills text and digest from an existing summary. Returns the length of the text.
 TS_EXPORT int64_t ts_tell(const ts::Summary* summary, ts::RecordSummary* result);
 TS_EXPORT void ts_hash(const void* data, int64_t nbytes, uint8_t* digest);

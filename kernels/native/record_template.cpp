@@ -1,4 +1,4 @@
-// What is known of the tensors at a port: the type RecordTemplate, and how the next tensor is recognised.
+// The type RecordTemplate: properties of the tensors at a port, and the check whether the next tensor matches.
 
 #include "record_writer.h"
 
@@ -15,7 +15,7 @@ namespace {
 
 PyObject *name_dtype, *name_size, *name_raw, *name_contiguous, *name_pointer;
 
-// RecordTemplate(head, tail, kind, size, count, width, code); a code of -1 is for a plain value
+// RecordTemplate(head, tail, kind, size, count, width, code); code -1 means a plain value
 PyObject* make_record_template(PyTypeObject* type, PyObject* args, PyObject*) {
     PyObject *head, *tail, *kind, *size;
     long long count, width;
@@ -44,9 +44,9 @@ void free_record_template(PyObject* object) {
     Py_DECREF(type);
 }
 
-// (DLPack's interface, tensor, function, programs, threads, shared, overlaps) -> whether a device computes the
-// statistics of the template's tensors from now on. The tensor is one of them, function a CUfunction, the others sizes
-// of the launch
+// (DLPack exchange API, tensor, CUfunction, programs, threads, shared memory, overlaps) -> whether the device computes
+// the statistics of the template's tensors from now on. The tensor is one of these tensors; the integers configure the
+// launch.
 PyObject* set_row_launch(PyObject* object, PyObject* args) {
     auto* self = reinterpret_cast<RecordTemplate*>(object);
     PyObject *capsule, *tensor;
@@ -66,8 +66,8 @@ PyObject* set_row_launch(PyObject* object, PyObject* args) {
     Py_RETURN_TRUE;
 }
 
-// (function, programs, threads, shared, overlaps, (rows, width, first, column, columns), slot, grid, about) -> None;
-// the sketch of the template's tensors is computed too, see DeviceSketch and RecordTemplate
+// (CUfunction, programs, threads, shared memory, overlaps, (rows, width, first, column, columns), slot, grid, about) ->
+// None; the device also computes the sketch of the template's tensors, see DeviceSketch and RecordTemplate
 PyObject* set_sketch_launch(PyObject* object, PyObject* args) {
     auto* self = reinterpret_cast<RecordTemplate*>(object);
     unsigned long long function;
@@ -102,7 +102,7 @@ PyType_Spec kTemplateSpec = {"tapscope.kernels.native._tapscope.RecordTemplate",
                              Py_TPFLAGS_DEFAULT, kTemplateSlots};
 
 bool has_type(const RecordWriter* writer, PyObject* tensor) {
-    PyObject* types = writer->around.types;
+    PyObject* types = writer->torch.types;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(types); ++i) {
         if (PyTuple_GET_ITEM(types, i) == reinterpret_cast<PyObject*>(Py_TYPE(tensor))) return true;
     }
@@ -110,13 +110,13 @@ bool has_type(const RecordWriter* writer, PyObject* tensor) {
 }
 
 bool is_plain(const RecordWriter* writer, PyObject* tensor) {
-    const Owned keys(PyObject_CallOneArg(writer->around.keys_of, tensor));
+    const Owned keys(PyObject_CallOneArg(writer->torch.keys_of, tensor));
     if (!keys) return false;
     const Owned raw(PyObject_CallMethodNoArgs(keys.get(), name_raw));
-    return raw && PySet_Contains(writer->around.plain, raw.get()) == 1;
+    return raw && PySet_Contains(writer->torch.plain, raw.get()) == 1;
 }
 
-// By questions to the tensor, of which torch makes Python objects.
+// Compares dtype and shape through Python attributes, for which torch creates Python objects.
 bool is_alike(const RecordWriter* writer, const RecordTemplate* record_template, PyObject* tensor) {
     if (Owned(PyObject_GetAttr(tensor, name_dtype)).get() != record_template->kind) return false;
     const Owned size(PyObject_CallMethodNoArgs(tensor, name_size));
@@ -131,10 +131,11 @@ bool find_by_asking(const RecordTemplate* record_template, PyObject* tensor, Str
     return (found->address || !record_template->count) && !PyErr_Occurred();
 }
 
-// By DLPack, in which everything is refused that has no memory of its own, such as a tensor inside torch.func.
+// Reads the layout through DLPack, which refuses every tensor without memory of its own, such as one inside torch.func.
 //
-// It does not detect a lazy negation. What `imag` makes of a conjugate has one, and has stride 2: so no two
-// elements of it lie together, and one alone, which lies like any other, is found by asking.
+// DLPack does not detect a lazy negation. The `imag` of a conjugate has one, but has stride 2: no two elements are
+// adjacent, so find_strided_view rejects the tensor. A single element, which has no stride, is handled by
+// find_by_asking.
 bool find_by_view(const RecordWriter* writer, const RecordTemplate* record_template, PyObject* tensor,
                   StridedView* found) {
     dlpack::Tensor view;
@@ -145,7 +146,7 @@ bool find_by_view(const RecordWriter* writer, const RecordTemplate* record_templ
            (view.data || !record_template->count) && find_strided_view(view, found);
 }
 
-// Whether a view of such a tensor is enough from now on.
+// Learns the element type of such tensors; returns whether find_by_view suffices from now on.
 bool learn(const RecordWriter* writer, RecordTemplate* record_template, PyObject* tensor) {
     dlpack::Tensor found;
     if (writer->view && record_template->count > 1 && !writer->view(tensor, &found))

@@ -1,7 +1,7 @@
-// The lines of records of which only statistics are kept, without Python in between.
+// Record lines for records that keep only statistics, written without calling Python.
 //
-// A RecordWriter writes lines by a RecordTemplate into a buffer. What a RecordWriter does for a tensor,
-// dumper/capture/capturer.py does too, for any: the lines are the same.
+// A RecordWriter writes lines from a RecordTemplate into a buffer. dumper/capture/capturer.py does the same for
+// arbitrary tensors, with identical lines.
 
 #include "record_writer.h"
 
@@ -22,21 +22,21 @@
 namespace ts {
 namespace {
 
-constexpr long long kMany = 256;      // lines that wait here at most: until they are queued only a crash can lose them
-constexpr long long kMuch = 1 << 20;  // bytes of payloads, likewise
+constexpr long long kMany = 256;      // maximum number of waiting lines: a crash loses lines that are not yet queued
+constexpr long long kMuch = 1 << 20;  // maximum bytes of their payloads
 
 }  // namespace
 
 struct WriterState {
     std::string lines;
     std::string step;
-    uint64_t generation = 0;  // counts the steps that began or ended
-    uint64_t forks = 0;       // of this process when the step began
+    uint64_t generation = 0;  // number of begin and end events of steps
+    uint64_t forks = 0;       // num_forks when the step began
     Memo memo;
-    std::vector<std::pair<long long, long long>> shared;  // (line among those that wait, number of its payload)
+    std::vector<std::pair<long long, long long>> shared;  // (index among the waiting lines, payload number)
     DeviceRows rows;
     StepKeys keys;
-    WaitingLines of_rows;  // they wait where no other lines do, and the other way round
+    WaitingLines of_rows;  // lines that wait for rows; never mixed with other waiting lines
 };
 
 PyTypeObject* writer_type = nullptr;
@@ -44,16 +44,16 @@ long long num_captures = 0;
 
 namespace {
 
-uint64_t num_forks = 0;  // a child has no pipeline, and the rank is its parent's
+uint64_t num_forks = 0;  // a forked child has no pipeline, and the rank belongs to its parent
 
 PyObject* name_info;
 
-// An attribute of steps that every firing asks for: a slot of their class, found once, or else asked for by its name.
+// A step attribute that every firing reads: through its slot in the class, found once, or else by name.
 struct StepField {
     const char* text;
     PyObject* name = nullptr;
     PyTypeObject* type = nullptr;
-    Py_ssize_t offset = 0;  // in objects of `type`; 0 where it is not a slot
+    Py_ssize_t offset = 0;  // offset in objects of `type`; 0 if the attribute is not a slot
 };
 StepField announced{"announced"}, micro{"micro"}, in_full{"in_full"}, halted{"halted"};
 
@@ -66,23 +66,23 @@ void find_slot(PyTypeObject* type, StepField* field) {
     PyErr_Clear();
 }
 
-std::array<PyObject*, 7> all_of(const TorchTypes& around) {
-    const auto& [types, exchange, keys_of, plain, graph_task, tags, no_tags] = around;
+std::array<PyObject*, 7> all_of(const TorchTypes& torch) {
+    const auto& [types, exchange, keys_of, plain, graph_task, tags, no_tags] = torch;
     return {types, exchange, keys_of, plain, graph_task, tags, no_tags};
 }
 
 // RecordWriter(types, exchange, keys_of, plain, graph_task, tags, no_tags)
-PyObject* make_pen(PyTypeObject* type, PyObject* args, PyObject*) {
-    TorchTypes around;
-    if (!PyArg_ParseTuple(args, "O!OOOOOO", &PyTuple_Type, &around.types, &around.exchange, &around.keys_of,
-                          &around.plain, &around.graph_task, &around.tags, &around.no_tags)) {
+PyObject* make_record_writer(PyTypeObject* type, PyObject* args, PyObject*) {
+    TorchTypes torch;
+    if (!PyArg_ParseTuple(args, "O!OOOOOO", &PyTuple_Type, &torch.types, &torch.exchange, &torch.keys_of, &torch.plain,
+                          &torch.graph_task, &torch.tags, &torch.no_tags)) {
         return nullptr;
     }
     auto* self = reinterpret_cast<RecordWriter*>(type->tp_alloc(type, 0));
     if (!self) return nullptr;
-    for (PyObject* each : all_of(around)) Py_INCREF(each);
-    self->around = around;
-    if (const auto* api = dlpack::api_of(around.exchange)) self->view = api->view, self->stream = api->current_stream;
+    for (PyObject* each : all_of(torch)) Py_INCREF(each);
+    self->torch = torch;
+    if (const auto* api = dlpack::api_of(torch.exchange)) self->view = api->view, self->stream = api->current_stream;
     self->state = new WriterState, self->entries = PyList_New(0);
     return reinterpret_cast<PyObject*>(self);
 }
@@ -94,11 +94,11 @@ void close(RecordWriter* writer) {
     for (PyObject** each : {&step, &announce, &numbers, &pass_on, &send, &sent, &room, &keys_of}) Py_CLEAR(*each);
 }
 
-void free_pen(PyObject* object) {
+void free_record_writer(PyObject* object) {
     auto* self = reinterpret_cast<RecordWriter*>(object);
     PyTypeObject* type = Py_TYPE(object);
     close(self);
-    for (PyObject* each : all_of(self->around)) Py_XDECREF(each);
+    for (PyObject* each : all_of(self->torch)) Py_XDECREF(each);
     Py_XDECREF(self->entries);
     delete self->state;
     type->tp_free(object);
@@ -115,12 +115,12 @@ bool is_true(PyObject* step, StepField* field) {
 
 bool is_without_tags(const RecordWriter* writer) {
     PyObject* tags = nullptr;
-    if (PyContextVar_Get(writer->around.tags, nullptr, &tags) < 0) return false;
-    return Owned(tags).get() == writer->around.no_tags;
+    if (PyContextVar_Get(writer->torch.tags, nullptr, &tags) < 0) return false;
+    return Owned(tags).get() == writer->torch.no_tags;
 }
 
 bool is_in_backward(const RecordWriter* writer) {
-    const Owned task(PyObject_CallNoArgs(writer->around.graph_task));
+    const Owned task(PyObject_CallNoArgs(writer->torch.graph_task));
     return !task || PyLong_AsLong(task.get()) != -1;
 }
 
@@ -131,20 +131,21 @@ PyObject* as_tuple(const KnownBytes& seen) {
                          reinterpret_cast<const char*>(seen.digest), Py_ssize_t(sizeof seen.digest));
 }
 
-// Has what waits queued.
+// Queues the waiting lines.
 bool pass_on(const RecordWriter* writer) {
     const Owned call(Py_NewRef(writer->open.pass_on));
     return Owned(PyObject_CallNoArgs(call.get())) && !PyErr_Occurred();
 }
 
-// Number of the next line that waits for a row, after those that wait already; -1 with an exception set.
+// Returns the sequence number for the next line that waits for a row, which must follow those that wait already; -1
+// with an exception set on failure.
 long long next_waiting(const RecordWriter* writer) {
     const Owned next(PyIter_Next(writer->open.numbers));
     const long long number = next ? PyLong_AsLongLong(next.get()) : -1;
     return number < 0 || writer->state->of_rows.takes(number) || pass_on(writer) ? number : -1;
 }
 
-// Adds a line that waits for its row of statistics, or that of a plain value.
+// Adds a line that waits for its row of statistics, or the line of a plain value (offset -1) in between.
 void add_waiting(RecordWriter* writer, RecordTemplate* record_template, long long number, long long offset) {
     WaitingLines& waiting = writer->state->of_rows;
     if (waiting.lines.empty()) waiting.first = number, waiting.lines.reserve(size_t(kMany));
@@ -156,7 +157,7 @@ void add_waiting(RecordWriter* writer, RecordTemplate* record_template, long lon
 
 std::string_view text_of(PyObject* bytes) { return {PyBytes_AS_STRING(bytes), size_t(PyBytes_GET_SIZE(bytes))}; }
 
-// A line with the next number; where it stands among those that wait, or -1 with an exception set.
+// Appends a line with the next sequence number. Returns its index among the waiting lines, or -1 with an exception set.
 long long add_line(RecordWriter* writer, const RecordTemplate* record_template, const std::string& content) {
     if (!writer->state->of_rows.lines.empty() && !pass_on(writer)) return -1;
     const Owned number(PyIter_Next(writer->open.numbers));
@@ -172,14 +173,14 @@ long long add_line(RecordWriter* writer, const RecordTemplate* record_template, 
     return writer->waiting++;
 }
 
-// Has what waits queued when it is much.
-void pass_on_much(RecordWriter* writer) {
+// Queues the waiting lines if they exceed either limit.
+void pass_on_if_large(RecordWriter* writer) {
     if (writer->waiting < kMany && writer->nbytes < kMuch) return;
     const Owned pass_on(Py_NewRef(writer->open.pass_on));
     Owned(PyObject_CallNoArgs(pass_on.get()));
 }
 
-// Number of the payload that holds these bytes; 0 where none does.
+// Returns the number of the payload with these bytes; 0 if there is none.
 long long payload_of(const RecordWriter* writer, const RecordTemplate* record_template, const KnownBytes& seen) {
     const Owned key(Py_BuildValue("y#L", reinterpret_cast<const char*>(seen.digest), Py_ssize_t(sizeof seen.digest),
                                   record_template->nbytes()));
@@ -187,19 +188,19 @@ long long payload_of(const RecordWriter* writer, const RecordTemplate* record_te
     return number ? PyLong_AsLongLong(number) : 0;
 }
 
-// (record_template, tensor) -> address of its elements, one after the other; 0 when they have gaps, or it is not plain
-// or another than the record_template's
+// (record_template, tensor) -> address of its elements; 0 if they are not contiguous, or the tensor is not plain or
+// does not match the template
 PyObject* writer_find(PyObject* object, PyObject* const* args, Py_ssize_t count) {
     if (count != 2 || Py_TYPE(args[0]) != template_type)
         return PyErr_Format(PyExc_TypeError, "find(record_template, tensor)");
     StridedView view;
     const bool found =
         find(reinterpret_cast<RecordWriter*>(object), reinterpret_cast<RecordTemplate*>(args[0]), args[1], &view);
-    if (!clear_exception()) return nullptr;  // the Python path reports what is wrong
+    if (!clear_exception()) return nullptr;  // the Python path reports the error
     return PyLong_FromUnsignedLongLong(found && view.outer.empty() ? view.address : 0);
 }
 
-// (record_template, tensor) -> whether its line was written; the tensor is not for this writer otherwise
+// (record_template, tensor) -> whether its line was written; if not, the caller must record the tensor
 PyObject* writer_write(PyObject* object, PyObject* const* args, Py_ssize_t count) {
     if (count != 2 || Py_TYPE(args[0]) != template_type)
         return PyErr_Format(PyExc_TypeError, "write(record_template, tensor)");
@@ -208,11 +209,11 @@ PyObject* writer_write(PyObject* object, PyObject* const* args, Py_ssize_t count
     StridedView view;
     const bool is_written =
         self->open.step && find(self, record_template, args[1], &view) && write(self, record_template, view);
-    return clear_exception() ? PyBool_FromLong(is_written) : nullptr;  // the Python path reports what is wrong
+    return clear_exception() ? PyBool_FromLong(is_written) : nullptr;  // the Python path reports the error
 }
 
-// (record_template, address) -> whether the line of a whole tensor was written, because equal bytes have been sent in
-// this step
+// (record_template, address) -> whether the line of a full tensor was written, because this step has already sent equal
+// bytes
 PyObject* writer_repeat(PyObject* object, PyObject* const* args, Py_ssize_t count) {
     if (count != 2 || Py_TYPE(args[0]) != template_type)
         return PyErr_Format(PyExc_TypeError, "repeat(record_template, address)");
@@ -224,8 +225,7 @@ PyObject* writer_repeat(PyObject* object, PyObject* const* args, Py_ssize_t coun
     return PyErr_Occurred() ? nullptr : PyBool_FromLong(is_written);
 }
 
-// (record_template, text, number of its payload, what is known of that or None where it has been sent) -> None; the
-// line is written
+// (record_template, text, payload number, payload description or None if already sent) -> None; writes the line
 PyObject* writer_keep(PyObject* object, PyObject* const* args, Py_ssize_t count) {
     Py_ssize_t size = 0;
     char* text = nullptr;
@@ -245,12 +245,12 @@ PyObject* writer_keep(PyObject* object, PyObject* const* args, Py_ssize_t count)
         if (!entry || PyList_Append(self->entries, entry.get()) < 0) return nullptr;
         self->nbytes += record_template->nbytes();
     }
-    pass_on_much(self);
+    pass_on_if_large(self);
     if (PyErr_Occurred()) return nullptr;
     Py_RETURN_NONE;
 }
 
-// (record_template, address, target) -> (text, digest) of the bytes at address, copied to target
+// (record_template, address, target) -> (text, digest) of the bytes at `address`, which are copied to `target`
 PyObject* writer_copy(PyObject* object, PyObject* const* args, Py_ssize_t count) {
     if (count != 3 || Py_TYPE(args[0]) != template_type) {
         return PyErr_Format(PyExc_TypeError, "copy(record_template, address, target)");
@@ -262,8 +262,8 @@ PyObject* writer_copy(PyObject* object, PyObject* const* args, Py_ssize_t count)
     return as_tuple(memo.read(record_template, address, at(address), reinterpret_cast<void*>(uintptr_t(target))));
 }
 
-// (step, its number, its serial, announce, numbers, pass_on, send, sent, room, keys) -> None; memory is used again for
-// other values
+// (step, its number, its serial, announce, numbers, pass_on, send, sent, room, keys) -> None; begins a step and
+// invalidates the dedup cache, because memory is reused for other values
 PyObject* writer_begin(PyObject* object, PyObject* args) {
     auto* self = reinterpret_cast<RecordWriter*>(object);
     OpenStep open;
@@ -285,7 +285,7 @@ PyObject* writer_begin(PyObject* object, PyObject* args) {
     Py_RETURN_NONE;
 }
 
-// () -> None; nothing is written until another step begins
+// () -> None; ends the step: nothing is written until the next one begins
 PyObject* writer_end(PyObject* object, PyObject*) {
     close(reinterpret_cast<RecordWriter*>(object));
     Py_RETURN_NONE;
@@ -301,7 +301,7 @@ PyObject* list_of(const std::vector<std::pair<long long, long long>>& pairs) {
     return list;
 }
 
-// () -> (lines, how many, entries, [(line, number of the payload that has been sent)]); they wait no more
+// () -> (lines, their number, entries, [(line index, number of a payload already sent)]); removes these lines
 PyObject* writer_drain(PyObject* object, PyObject*) {
     auto* self = reinterpret_cast<RecordWriter*>(object);
     std::string& lines = self->state->lines;
@@ -316,9 +316,9 @@ PyObject* writer_drain(PyObject* object, PyObject*) {
     return found;
 }
 
-// (device, stream, address of rows, of partial results, of the hash's key, number of rows, of partial results, and for
-// sketches: address of counters, of partial ones, of spans, number of partial ones) -> None; rows are written there
-// from now on
+// (device, stream, addresses of rows, partial results and hash key, capacity of rows and of partial results, and for
+// sketches: addresses of counters, partial counters and spans, capacity of partial counters) -> None; sets the buffers
+// for the next rows
 PyObject* writer_use_rows(PyObject* object, PyObject* args) {
     DeviceRows to;
     unsigned long long stream, rows, partial, keys, counters = 0, partial_counters = 0, spans = 0;
@@ -333,9 +333,9 @@ PyObject* writer_use_rows(PyObject* object, PyObject* args) {
     Py_RETURN_NONE;
 }
 
-// () -> (heads, tails, offsets as int64, number of the first, rows used, what their templates say of sketches or None;
-// None where none has one) of the lines that wait for rows, as compose_rows takes them; they wait no more, and the rows
-// are given up
+// () -> (heads, tails, offsets as int64, first sequence number, rows used, sketch descriptions or None) of the lines
+// that wait for rows, as compose_rows takes them. Sketch descriptions have one entry per line, None for a line without
+// a sketch. Removes these lines and releases the rows.
 PyObject* writer_drain_rows(PyObject* object, PyObject*) {
     auto* self = reinterpret_cast<RecordWriter*>(object);
     const auto waiting = std::exchange(self->state->of_rows, WaitingLines());
@@ -377,8 +377,8 @@ PyMemberDef kWriterMembers[] = {
     {nullptr, 0, 0, 0, nullptr},
 };
 PyType_Slot kWriterSlots[] = {
-    {Py_tp_new, reinterpret_cast<void*>(make_pen)},
-    {Py_tp_dealloc, reinterpret_cast<void*>(free_pen)},
+    {Py_tp_new, reinterpret_cast<void*>(make_record_writer)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(free_record_writer)},
     {Py_tp_methods, kWriterMethods},
     {Py_tp_members, kWriterMembers},
     {0, nullptr},
@@ -419,9 +419,9 @@ bool write(RecordWriter* writer, const RecordTemplate* record_template, const St
         if (PyErr_Occurred()) return false;
         content = writer->state->memo.look(record_template, view.address, dense.bytes()).text;
     }
-    if (generation != writer->state->generation) return false;  // another thread has ended the step meanwhile
+    if (generation != writer->state->generation) return false;  // another thread has ended the step in the meantime
     if (add_line(writer, record_template, content) < 0) return false;
-    pass_on_much(writer);
+    pass_on_if_large(writer);
     return true;
 }
 
@@ -450,35 +450,35 @@ bool has_keys(const RecordWriter* writer, const RecordTemplate* record_template)
 }
 
 bool summarize(RecordWriter* writer, RecordTemplate* record_template, const StridedView& view) {
-    const DeviceLaunch &how = record_template->launch, &sketch = record_template->sketch.launch;
+    const DeviceLaunch &spec = record_template->launch, &sketch = record_template->sketch.launch;
     const Driver& driver = Driver::get();
     DeviceRows& rows = writer->state->rows;
     void* stream = nullptr;
     int device = -1, is_capturing = 0;
-    if (writer->stream(dlpack::kCuda, int32_t(how.device), &stream) || driver.device(&device) || device != how.device ||
-        driver.capturing(stream, &is_capturing) || is_capturing) {
+    if (writer->stream(dlpack::kCuda, int32_t(spec.device), &stream) || driver.device(&device) ||
+        device != spec.device || driver.capturing(stream, &is_capturing) || is_capturing) {
         return false;
     }
     const WaitingLines& waiting = writer->state->of_rows;
     if (writer->waiting && (waiting.lines.empty() || waiting.lines.size() >= kMany) && !pass_on(writer)) return false;
     const long long number = next_waiting(writer);
     if (number < 0) return false;
-    if (rows.device != how.device || rows.stream != stream || !rows.has_room(how, sketch)) {
+    if (rows.device != spec.device || rows.stream != stream || !rows.has_room(spec, sketch)) {
         if (!waiting.lines.empty() && !pass_on(writer)) return false;
         const uint64_t generation = writer->state->generation;
         const Owned room(Py_NewRef(writer->open.room));
-        const Owned given(PyObject_CallFunction(room.get(), "LKi", how.device,
+        const Owned given(PyObject_CallFunction(room.get(), "LKi", spec.device,
                                                 static_cast<unsigned long long>(reinterpret_cast<uintptr_t>(stream)),
                                                 int(sketch.function != nullptr)));
-        if (!given || generation != writer->state->generation || rows.device != how.device || rows.stream != stream ||
-            !rows.has_room(how, sketch)) {
+        if (!given || generation != writer->state->generation || rows.device != spec.device || rows.stream != stream ||
+            !rows.has_room(spec, sketch)) {
             return false;
         }
     }
     if (sketch.function && launch_sketch(record_template->sketch, rows, writer->state->keys, view.address))
         return false;
-    if (launch_summary(how, rows, view.address, record_template->count)) return false;
-    rows.parts_used += how.programs, rows.sketch_parts_used += sketch.programs;
+    if (launch_summary(spec, rows, view.address, record_template->count)) return false;
+    rows.parts_used += spec.programs, rows.sketch_parts_used += sketch.programs;
     add_waiting(writer, record_template, number, kRowBytes * rows.used++);
     return true;
 }
@@ -497,7 +497,7 @@ bool repeat(RecordWriter* writer, const RecordTemplate* record_template, const S
     const long long line = payload && !PyErr_Occurred() ? add_line(writer, record_template, seen.text) : -1;
     if (line < 0) return false;
     writer->state->shared.emplace_back(line, payload);
-    pass_on_much(writer);
+    pass_on_if_large(writer);
     return true;
 }
 

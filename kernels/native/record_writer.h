@@ -1,4 +1,5 @@
-// The types RecordTemplate, RecordWriter and FastPath of Python, see record_template.cpp, writer.cpp and fastpath.cpp.
+// The Python types RecordTemplate, RecordWriter and FastPath, see record_template.cpp, record_writer.cpp and
+// hook_fastpath.cpp.
 #pragma once
 
 #define PY_SSIZE_T_CLEAN
@@ -14,106 +15,107 @@
 
 namespace ts {
 
-// What the lines of one port have in common, and how its last tensor lay; or all of the lines of a plain value, but for
-// the numbers.
+// The constant parts of the record lines of one port, and the dtype, shape and element type of its last tensor; or, for
+// a plain value, the complete line except for the numbers.
 struct RecordTemplate {
     PyObject_HEAD
-    PyObject* kind;  // torch.dtype; or of a plain value: itself, or its type where it is only named by that
+    PyObject* kind;  // torch.dtype; for a plain value: the value itself, or its type if only the type is recorded
     PyObject* size;  // torch.Size
     std::vector<int64_t>* shape;
-    dlpack::Element element;  // as DLPack names it, once a tensor has shown it; lanes is 0 until then
+    dlpack::Element element;  // DLPack element type, learned from the first tensor; lanes is 0 until then
     PyObject *head, *tail;    // bytes
-    long long count;          // elements as `code` has them
-    long long width;          // bytes of one
+    long long count;          // number of elements in terms of `code`
+    long long width;          // bytes per element
     int code;
-    bool is_literal;      // a plain value: its tail is the rest of the line
-    DeviceLaunch launch;  // where such tensors are on a device, which computes their statistics
-    DeviceSketch sketch;  // and their sketch, if that is kept
-    PyObject* grid;       // of the steps in which a sketch is taken so, see StepInfo; null without
-    PyObject* about;      // of the sketch, for those who queue the record; null without
+    bool is_literal;      // a plain value: `tail` is the rest of the line
+    DeviceLaunch launch;  // for tensors on a device that computes their statistics
+    DeviceSketch sketch;  // and their sketch, if one is kept
+    PyObject* grid;       // grid of the steps in which the sketch is computed on the device, see StepInfo; null without
+    PyObject* about;      // sketch description, for the code that queues the record; null without
 
     int64_t nbytes() const { return count * width; }
 };
 
-// What a writer needs of torch and of the context; they live as long as the process.
+// Objects of torch and the context that a writer uses; they live as long as the process.
 struct TorchTypes {
     PyObject* types;       // tuple: exact types of plain tensors
-    PyObject* exchange;    // their DLPack interface, or None
-    PyObject* keys_of;     // of a tensor: its dispatch keys
-    PyObject* plain;       // set: raw_repr() of those of plain tensors
-    PyObject* graph_task;  // () -> number of what the autograd engine does in this thread, -1 for nothing
+    PyObject* exchange;    // their DLPack exchange API, or None
+    PyObject* keys_of;     // tensor -> its dispatch keys
+    PyObject* plain;       // set: raw_repr() of the dispatch keys of plain tensors
+    PyObject* graph_task;  // () -> id of the autograd graph task of this thread, -1 outside of backward
     PyObject* tags;        // ContextVar
-    PyObject* no_tags;     // what it holds where no tags are set
+    PyObject* no_tags;     // value of `tags` when no tags are set
 };
 
-// What it does between begin and end.
+// State of a writer between begin and end.
 struct OpenStep {
     PyObject* step = nullptr;      // see dumper/steps/open_step.py
-    PyObject* announce = nullptr;  // (step): queues its line, before those of its records
-    PyObject* numbers = nullptr;   // iterator: the number of the next record
-    PyObject* pass_on = nullptr;   // (): queues the lines that wait
-    PyObject* send = nullptr;      // ((port, layout), address): writes a record whose bytes are to be sent
-    PyObject* sent = nullptr;      // dict: (digest, bytes) -> number of the payload of this step that holds them
-    // (device, stream, whether for sketches): gives memory for rows of statistics; None where no device writes any
+    PyObject* announce = nullptr;  // (step): queues the step's line, which precedes its records
+    PyObject* numbers = nullptr;   // iterator: next sequence number
+    PyObject* pass_on = nullptr;   // (): queues the waiting lines
+    PyObject* send = nullptr;      // ((port, layout), address): writes a record with a payload
+    PyObject* sent = nullptr;      // dict: (digest, nbytes) -> number of the payload of this step with these bytes
+    // (device, stream, with sketches): allocates rows of statistics; None if no device writes any
     PyObject* room = nullptr;
-    PyObject* keys =
-        nullptr;  // (device, stream): (step's info, grid, address of keys, of a zero, ...) for sketches; None
+    PyObject* keys = nullptr;  // (device, stream): (step info, grid, address of keys, address of a zero key, ...) for
+                               // sketches; or None
 };
 
 struct WriterState;
 
 struct RecordWriter {
     PyObject_HEAD
-    TorchTypes around;
+    TorchTypes torch;
     OpenStep open;
-    dlpack::View view;  // null where torch has none
+    dlpack::View view;  // null if torch has no exchange API
     dlpack::Stream stream;
-    long long serial;   // of the open step
-    long long waiting;  // lines
-    long long nbytes;   // of the payloads that wait with them
-    PyObject* entries;  // list: (line among those that wait, number of its payload, what is known of that)
+    long long serial;   // serial of the open step
+    long long waiting;  // number of waiting lines
+    long long nbytes;   // bytes of the payloads that wait with them
+    PyObject* entries;  // list: (index among the waiting lines, payload number, payload description)
     WriterState* state;
 };
 
-// Whether a firing now is an ordinary one of the open step: in a forward, without tags, nothing special going on.
+// Returns whether a firing at this point is an ordinary one of the open step: in a forward pass, without tags, and not
+// in a special mode.
 bool is_ordinary(const RecordWriter* writer);
 
-// Has the line of the open step queued, unless that was done; false with an exception set.
+// Queues the line of the open step unless already done; returns false with an exception set on failure.
 bool announce(RecordWriter* writer);
 
-// Whether the tensor is plain memory with the record_template's element type and shape, and where; an exception may be
-// set if not.
+// Returns whether the tensor is plain host memory with the dtype and shape of `record_template`, and sets `found` to
+// its layout; if not, an exception may be set.
 bool find(const RecordWriter* writer, RecordTemplate* record_template, PyObject* tensor, StridedView* found);
 
-// Writes the line of such a tensor, and has the lines that wait queued when they are many; false when its step has
-// ended meanwhile. An exception may be set either way.
+// Writes the line of a tensor that find() accepted, and queues the waiting lines if there are many. Returns false if
+// the step has ended in the meantime. An exception may be set either way.
 bool write(RecordWriter* writer, const RecordTemplate* record_template, const StridedView& view);
 
-// Whether the tensor is plain memory of a device with the record_template's element type and shape, and where; an
-// exception may be set if not.
+// As find(), for plain memory of a CUDA device.
 bool find_on_device(const RecordWriter* writer, const RecordTemplate* record_template, PyObject* tensor,
                     StridedView* found);
 
-// Whether the keys of the rows are known, and the step has the grid, for the sketch of the template's tensors, if one
-// is kept; an exception may be set if not.
+// Returns whether the sketch of the template's tensors can be computed: no sketch is kept, or the row keys are known
+// and the step has the template's grid. If not, an exception may be set.
 bool has_keys(const RecordWriter* writer, const RecordTemplate* record_template);
 
-// Starts to compute the statistics, and the sketch if one is kept, of such a tensor on its device, and adds the line
-// that waits for them; false where that is not possible now, and nothing was done. An exception may be set either way.
+// Launches the statistics, and the sketch if one is kept, of a tensor that find_on_device() accepted, and adds the line
+// that waits for them. Returns false without side effects if that is not possible now. An exception may be set either
+// way.
 bool summarize(RecordWriter* writer, RecordTemplate* record_template, const StridedView& view);
 
-// The same for the record of a whole tensor, whose bytes are given, if this step has sent equal ones: the line names
-// those. False for others, of which nothing was written. An exception may be set either way.
+// Writes the line of a full tensor whose bytes are given, if this step has already sent equal bytes: the line refers to
+// that payload. Returns false otherwise, with nothing written. An exception may be set either way.
 bool repeat(RecordWriter* writer, const RecordTemplate* record_template, const StridedView& view, const uint8_t* bytes);
 
 extern PyTypeObject *template_type, *writer_type;
 
-// Add the types to the module; false with an exception set.
+// Add the types to the module; false with an exception set on failure.
 bool add_record_template(PyObject* module);
 bool add_record_writer(PyObject* module);
 bool add_numbers(PyObject* module);
 
-// Captures of CUDA graphs under way in any thread: what fires in them is not for a writer.
+// Number of CUDA graph captures in progress in any thread: writers decline firings during capture.
 extern long long num_captures;
 bool add_fast_path(PyObject* module);
 bool add_module_call(PyObject* module);

@@ -1,6 +1,6 @@
-"""Summary in numpy: the plain reference of the C++, which also serves where no library was built.
+"""Tensor summary in numpy: the reference for the C++ kernels, and the fallback where no library was built.
 
-Counts, extremes, hash and bag are those of the library bit for bit; sums agree to float32 block precision.
+Counts, extremes, hash and bag match the C++ library bit for bit; sums agree to float32 block precision.
 """
 
 from typing import Any, NamedTuple
@@ -14,26 +14,27 @@ from tapscope.run_format.record import Key, Record, Stats, encode
 Array = np.ndarray[Any, Any]
 
 CHUNK = 65536
-"""Elements that are converted at a time; a multiple of 8192, so that no block of the hash straddles chunks."""
+"""Elements converted at a time; a multiple of 8192, so that no hash block straddles chunks."""
 
 
 class Summary(NamedTuple):
     """Statistics and hashes of a tensor."""
 
     stats: Stats
-    """A complex number counts as two elements; 64-bit integers are rounded to float64 in extremes and sums."""
+    """A complex element counts as two; 64-bit integers are rounded to float64 in extremes and sums."""
     hash: str
-    """32 hex digits over the bytes in their order; see :mod:`tapscope.kernels.native.digests`."""
+    """32 hex digits over the bytes in C order; see :mod:`tapscope.kernels.native.digests`."""
     bag: str | None
-    """16 hex digits over the elements in any order; see :mod:`tapscope.kernels.native.digests`. None if not asked."""
+    """16 hex digits over the elements in any order; see :mod:`tapscope.kernels.native.digests`. None if not requested.
+    """
 
 
 class _Format(NamedTuple):
-    """A floating format by its bits without the sign."""
+    """Bit layout of a floating-point format, without the sign bit."""
 
     bits: Any
     nonfinite: int
-    """Magnitude of an infinity; a larger one is a NaN."""
+    """Magnitude bits of infinity; larger ones are NaN."""
     min_normal: int
 
 
@@ -46,7 +47,7 @@ _FORMATS = {
 
 
 def summarize_reference(array: Array, chunk: int = CHUNK) -> Summary:
-    """Summarise ``array`` ``chunk`` elements (a multiple of 8192) at a time, so that temporaries stay small."""
+    """Summarize ``array`` in chunks of ``chunk`` elements (a multiple of 8192), to bound temporaries."""
     flat = array.reshape(-1)
     if flat.dtype.kind == "c":
         flat = flat.view(flat.real.dtype)
@@ -63,14 +64,14 @@ def summarize_reference(array: Array, chunk: int = CHUNK) -> Summary:
 
 
 def text_of(summary: Summary) -> bytes:
-    """The members of a record line that ``summary`` fills, cut from the line of a record that has no others."""
+    """Return the JSON fields of a record line that ``summary`` provides, cut from an otherwise empty record."""
     stats, digest, bag = summary
     line = encode(Record(Key("", 0), 0, None, (), stats=stats, hash=digest, bag=bag))
     return line[line.index(b'"hash"') : -1]
 
 
 def to_words(block: Array) -> Array:
-    """The bytes of ``block`` as uint64, the last one zero-extended."""
+    """Return the bytes of ``block`` as uint64, the last word zero-extended."""
     raw = block.view(np.uint8)
     tail = -raw.size % 8
     return (np.concatenate([raw, np.zeros(tail, np.uint8)]) if tail else raw).view(np.dtype("<u8"))
@@ -90,7 +91,7 @@ def _merge(count: int, parts: list[_Part]) -> Stats:
 
 
 def _statistics(block: Array) -> _Part:
-    """(nan, posinf, neginf, zeros, subnormals), (min, max) or None, (sum, sum of squares)."""
+    """Return (nan, posinf, neginf, zeros, subnormals), (min, max) or None, (sum, sum of squares)."""
     if block.dtype.name in _FORMATS:
         counts, usable = _classify_bits(block, _FORMATS[block.dtype.name])
         values = block[usable].astype(np.float64)
@@ -106,7 +107,7 @@ def _statistics(block: Array) -> _Part:
 
 
 def _classify_bits(block: Array, form: _Format) -> tuple[tuple[int, ...], Array]:
-    """The counts, and which elements are finite; by bits, so that no signalling NaN is touched."""
+    """Return the counts and a mask of finite elements, from the bits alone, so that no signaling NaN is converted."""
     bits = block.view(form.bits)
     sign = form.bits(1 << (8 * block.itemsize - 1))
     magnitude, limit = bits & ~sign, form.bits(form.nonfinite)
@@ -119,7 +120,7 @@ def _classify_bits(block: Array, form: _Format) -> tuple[tuple[int, ...], Array]
 
 
 def _classify_bytes(block: Array) -> tuple[tuple[int, ...], Array]:
-    """The counts, and the finite values, of one of the 8-bit floating formats."""
+    """Return the counts and the finite values of an 8-bit floating-point block."""
     with np.errstate(invalid="ignore"):
         values = block.astype(np.float64)
     finite = values[np.isfinite(values)]

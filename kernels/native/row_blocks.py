@@ -1,4 +1,4 @@
-"""Strips: matrices whose rows meet, as the native kernels take them."""
+"""Strips: pairs of matrices whose rows are compared, in the form that the native kernels take."""
 
 from typing import Any, NamedTuple
 
@@ -12,16 +12,16 @@ Array = np.ndarray[Any, Any]
 
 
 class Summands(Struct, frozen=True, eq=False):
-    """A side that is a sum of matrices, which is computed row by row: (a + b) + c …, in ``dtype``."""
+    """A side that is the sum of several matrices, computed row by row as (a + b) + c …, in ``dtype``."""
 
     dtype: np.dtype[Any]
     """float32, float64 or int64."""
     parts: tuple[Array, ...]
-    """Of one shape and dtype, each as :attr:`Strip.baseline`."""
+    """Summands of one shape and dtype, each with the layout of :attr:`Strip.baseline`."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of each part."""
+        """Shape of each summand."""
         shape: tuple[int, ...] = self.parts[0].shape
         return shape
 
@@ -29,11 +29,11 @@ class Summands(Struct, frozen=True, eq=False):
         return len(self.parts[0])
 
     def select(self, rows: Any) -> "Summands":
-        """The same of some rows or columns."""
+        """Return the summands restricted to some rows or columns."""
         return Summands(self.dtype, tuple([part[rows] for part in self.parts]))
 
     def total(self) -> Array:
-        """The sum."""
+        """Compute the sum in numpy."""
         total = self.parts[0].astype(self.dtype)
         for part in self.parts[1:]:
             np.add(total, part, out=total, dtype=self.dtype, casting="unsafe")
@@ -41,35 +41,35 @@ class Summands(Struct, frozen=True, eq=False):
 
 
 class Strip(NamedTuple):
-    """Some columns of some rows of a comparison: row i of ``baseline`` meets row i of ``target``, or
-    ``baseline_rows[i]`` meets ``target_rows[i]``."""
+    """A block of rows and columns of a comparison: row i of ``baseline`` is compared with row i of ``target``, or
+    ``baseline_rows[i]`` with ``target_rows[i]``."""
 
     baseline: Any
-    """[rows, width] with unit stride along the last axis and any stride between rows; :func:`.compare_strips` takes
-    :class:`Summands` as well."""
+    """[rows, width] with unit stride along the last axis and any stride between rows; :func:`.compare_strips` also
+    accepts :class:`Summands`."""
     target: Any
     baseline_rows: Array | None = None
     """[pairs] int64."""
     target_rows: Array | None = None
     row: int = 0
-    """The place of its first row among all rows that are compared."""
+    """Index of the strip's first row among all compared rows."""
     column: int = 0
-    """The place of its first column in the whole width."""
+    """Index of the strip's first column in the full width."""
 
     @property
     def num_rows(self) -> int:
-        """How many row pairs it has."""
+        """Number of row pairs."""
         return len(self.baseline if self.baseline_rows is None else self.baseline_rows)
 
 
 def native_sides(strip: Strip) -> tuple[Any, ...]:
-    """The sides of a strip in the order in which native functions take them."""
+    """Return both sides of a strip as the leading arguments of native functions."""
     (one, left), (two, right) = _native_side(strip.baseline), _native_side(strip.target)
     return one, two, left, right, strip.baseline_rows, strip.target_rows
 
 
 def _native_side(side: Array | Summands) -> tuple[Any, int]:
-    """(what native code takes, dtype code of the matrix or of each summand)."""
+    """Return (the argument for native code, dtype code of the matrix or of each summand)."""
     codes = library.CODES_BY_TYPE
     if isinstance(side, Summands):
         return (codes[side.dtype], *side.parts), codes[side.parts[0].dtype]
@@ -77,9 +77,9 @@ def _native_side(side: Array | Summands) -> tuple[Any, int]:
 
 
 def checked(baseline: Array, target: Array, baseline_rows: Array | None, target_rows: Array | None) -> Strip:
-    """The strip that kernels can read; a complex number becomes two neighbouring columns.
+    """Validate the arguments and return a strip; a complex element becomes two adjacent columns.
 
-    Raises ValueError for shapes, dtypes or strides that cannot be meant, IndexError for a row that does not exist.
+    Raises ValueError for invalid shapes, dtypes or strides, IndexError for a row that does not exist.
     """
     baseline, target = _matrix("baseline", baseline), _matrix("target", target)
     if baseline.shape[1] != target.shape[1]:

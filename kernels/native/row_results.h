@@ -1,4 +1,4 @@
-// What is found of rows on its way to the arrays of all rows.
+// Buffered row results on their way to the result arrays.
 #pragma once
 
 #include "rows.h"
@@ -6,8 +6,8 @@
 
 namespace ts {
 
-// The results of some neighbouring rows. They are kept together until all are there: written row by row, 16 arrays that
-// are some power of two apart would drive each other out of the cache.
+// Results of a few adjacent rows, written together. Written row by row, the 16 arrays, whose distance may be a power of
+// two, would evict each other from the cache.
 class Group {
   public:
     static constexpr int64_t kRows = 16;
@@ -26,7 +26,7 @@ class Group {
         at_worst_[i] = at_worst;
     }
 
-    // The first columns of rows `first` and on.
+    // Initializes the results of `count` rows from row `first` on.
     void write(const RowResults& out, int64_t first, int64_t count, int64_t strip) const {
         const size_t size = static_cast<size_t>(count) * 8;
         for (int field = 0; field < kReals; ++field) std::memcpy(&real(out, field, first), reals_[field], size);
@@ -35,7 +35,7 @@ class Group {
         for (int64_t i = 0; i < count; ++i) out.strip[first + i] = strip;
     }
 
-    // Columns to the right of those that are there, of which the first is `column`.
+    // Merges further columns, of which the first is `column`, into the results of `count` rows from row `first` on.
     void add(const RowResults& out, int64_t first, int64_t count, int64_t strip, int64_t column) const {
         for (int field = 1; field < kReals; ++field) {
             for (int64_t i = 0; i < count; ++i) real(out, field, first + i) += reals_[field][i];

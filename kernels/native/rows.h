@@ -1,17 +1,18 @@
-// What a comparison reads, counts and tolerates; shared by the three ways of comparing a block.
+// Inputs, accumulators and tolerances of a comparison; shared by the three block implementations.
 #pragma once
 
 #include "common.h"
 
 namespace ts {
 
-struct Row {  // FLOATS and INTEGERS in measure.py
+struct Row {  // the fields of FLOATS and INTEGERS in measure.py
     double max_abs = -1, sum_abs = 0, sum_sq_diff = 0, sum_sq_baseline = 0, sum_sq_target = 0, dot = 0;
     int64_t argmax = -1, equal = 0, over = 0, finite = 0, nonfinite_baseline = 0, nonfinite_target = 0, mismatch = 0;
 };
 
-// over: distance > atol + rtol * |baseline|. The float32 way counts with both bounds a little lower and a little
-// higher; equal counts mean that no value was near enough to the limit for rounding to matter.
+// Tolerance of the count `over`: distance > atol + rtol * |baseline|. The float32 path counts twice, with both bounds
+// slightly lower and slightly higher; equal counts mean that no value was close enough to the limit for rounding to
+// matter.
 struct Tolerance {
     double atol, rtol;
     float atol_low, rtol_low, atol_high, rtol_high;
@@ -28,15 +29,15 @@ struct Tolerance {
     static bool fits(double bound) { return bound == 0 || (bound >= 1e-30 && bound <= 1e30); }
 };
 
-constexpr int64_t kPiece = 4 * kBlock;  // elements of a row that are compared together, and redone together
+constexpr int64_t kPiece = 4 * kBlock;  // elements of a row that are compared, and if necessary redone, together
 
 struct Sides {  // one block: the bytes of both sides, its length and its first column
     const uint8_t *baseline, *target;
     int64_t count, column;
 };
 
-// Asks for what comes some way after these bytes: where much is worked out of each, the processor's own guesses stop at
-// every page and do not catch up.
+// Prefetches bytes some distance ahead. When each byte takes much computation, the hardware prefetcher stops at every
+// page boundary and does not catch up.
 TS_INLINE void fetch_ahead(const Sides& s, int64_t start, int64_t end) {
     constexpr int64_t kAhead = 2048;
     for (int64_t i = start; i < end; i += 64) {
@@ -44,7 +45,8 @@ TS_INLINE void fetch_ahead(const Sides& s, int64_t start, int64_t end) {
     }
 }
 
-// First index where same(i) holds, or n. Without a branch inside a stretch, so that the compiler can vectorise it.
+// Returns the first index for which same(i) holds, or n. There is no branch inside a chunk, so that the compiler can
+// vectorize the loop.
 template <class Same>
 TS_INLINE int64_t find_first(int64_t n, Same same) {
     constexpr int64_t kLook = 256;

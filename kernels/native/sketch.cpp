@@ -1,4 +1,4 @@
-// The counters of a sketch; the definition and the plain reference are in sketch.py.
+// Sketch counters; the definition and the numpy reference are in sketch.py.
 
 #include "sketch.h"
 
@@ -12,7 +12,7 @@ namespace ts {
 namespace {
 
 constexpr int64_t kColumns = 256, kLanes = 32, kGroups = 8;
-constexpr int64_t kFlush = 4096;  // blocks until float32 sums go to float64: each sum then has few summands
+constexpr int64_t kFlush = 4096;  // blocks between moves of float32 sums to float64: bounds the number of summands
 
 TS_INLINE uint32_t mix32(uint32_t h) {
     h = (h ^ h >> 16) * 0x85EBCA6Bu;
@@ -20,7 +20,8 @@ TS_INLINE uint32_t mix32(uint32_t h) {
     return h ^ h >> 16;
 }
 
-// sums[q][c]: elements whose place differs from c by the permutation q of the lanes, so that adding needs no shuffle.
+// Adds one block to sums[q][c], where q is the lane permutation of the block (counter = c ^ q). Adding therefore needs
+// no shuffle.
 TS_CLONES void add_block(const float* values, uint32_t mixed, float* sums) {
     uint32_t words[kLanes];
     for (uint32_t l = 0; l < kLanes; ++l) words[l] = mix32(mixed ^ (l + 1) * 0x85EBCA77u);

@@ -1,15 +1,15 @@
-"""The counters of a sketch, see :mod:`tapscope.run_format.sketch`, of a tensor in host memory.
+"""Counters of a sketch, see :mod:`tapscope.run_format.sketch`, computed from a tensor in host memory.
 
 The element in column ``c`` of a row with key ``k`` (32 bits) is in block ``J = c >> 8``. All numbers are unsigned and
-modulo 2^32; ``mix32`` is the finaliser of MurmurHash3:
+modulo 2^32; ``mix32`` is the finalizer of MurmurHash3:
 
     b     = mix32(k + J * 0x9E3779B1)
     w     = mix32(b ^ ((c & 31) + 1) * 0x85EBCA77)
     sign  = bit 24 + ((c >> 5) & 7) of w: 1 is negative
     place = (c & 255) ^ (b >> 24)
 
-Columns of one block never share a counter; those of other blocks and rows do with probability 1/256. The variance of
-the squared norm is therefore at most that of a count-sketch with independent buckets. Elements that are not finite
+Columns of one block never share a counter; columns of different blocks or rows share one with probability 1/256. The
+variance of the squared norm is therefore at most that of a count-sketch with independent buckets. Non-finite elements
 count as zero.
 """
 
@@ -26,16 +26,16 @@ Array = np.ndarray[Any, Any]
 
 _NAMES = {dtypes.numpy_dtype(name): name for name in library.CODES}
 _CHUNK = 1 << 20
-"""Elements that the reference reads at a time."""
+"""Elements that the numpy reference reads at a time."""
 
 
 def can_sketch(dtype: str) -> bool:
-    """Whether tensors of this dtype have a sketch."""
+    """Return whether tensors of this dtype can be sketched."""
     return dtype in library.CODES and dtype not in dtypes.COMPLEX
 
 
 def sketch(address: int, dtype: str, index: SketchIndex) -> Array:
-    """[256] float32: the counters of a contiguous tensor at ``address``."""
+    """Return the counters of a contiguous tensor at ``address``, [256] float32."""
     functions = library.functions()
     if functions is None or not len(index.rows):
         count = (int(index.rows.max()) + 1 if len(index.rows) else 0) * index.width
@@ -53,13 +53,13 @@ def sketch(address: int, dtype: str, index: SketchIndex) -> Array:
 
 
 def sketch_of(values: Array, index: SketchIndex) -> Array:
-    """As :func:`sketch`, of an array."""
+    """Return the counters of an array, [256] float32."""
     values = np.ascontiguousarray(values)
     return sketch(values.ctypes.data, _NAMES[values.dtype], index)
 
 
 def sketch_reference(values: Array, index: SketchIndex) -> Array:
-    """[256] float32: the counters of ``values`` [rows, columns] in plain numpy."""
+    """Compute the counters of ``values`` [rows, columns] in numpy, [256] float32."""
     counters = np.zeros(COUNTERS)
     for first, column, count in index.runs.tolist():
         step = max(1, _CHUNK // max(count, 1))
@@ -74,7 +74,7 @@ def sketch_reference(values: Array, index: SketchIndex) -> Array:
 
 
 def hashed(keys: Array, columns: Array) -> tuple[Array, Array]:
-    """(counter, sign) of the elements in rows with these keys (uint32) and columns, broadcast."""
+    """Return (counter index, sign) of each element, from row keys (uint32) and columns, broadcast."""
     block = (columns >> 8).astype(np.uint32)
     mixed = _mix32(keys.astype(np.uint32) + block * np.uint32(0x9E3779B1))
     lane = (columns & 31).astype(np.uint32)

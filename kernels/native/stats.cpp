@@ -1,5 +1,5 @@
-// Statistics and both digests of one tensor in one pass: a block is hashed, summed and copied while it is in the L1
-// cache. The digests are defined in digests.py; the plain reference of all of this is reference.py.
+// Statistics and both digests of one tensor in one pass: each block is hashed, summed and copied while it is in the L1
+// cache. The digests are defined in digests.py; the numpy reference is reference.py.
 
 #include "multiset_hash.h"
 #include "bytes.h"
@@ -13,13 +13,13 @@
 namespace ts {
 namespace {
 
-// ---- floating formats
+// ---- floating-point formats
 
 template <class F, bool kBag>
 TS_INLINE void float_block(const uint8_t* bytes, int64_t n, Summary* out) {
     using Bits = typename F::Bits;
     using Value = typename F::Value;
-    constexpr bool kPairs = sizeof(Bits) == 2;  // two values in one 32-bit word: cheaper than widening each
+    constexpr bool kPairs = sizeof(Bits) == 2;  // two values per 32-bit word: cheaper than widening each
     Extremes<F> extremes;
     Sums<Value> sums, odd;
     Mixed<Bits, kBag> mixed;
@@ -70,12 +70,12 @@ TS_INLINE void integer_block(const uint8_t* bytes, int64_t n, Summary* out) {
 
 // ---- dispatch
 
-// A block that starts at byte `offset` of its tensor: its statistics, hash and perhaps its bag.
+// Processes a block that starts at byte `offset` of its tensor: statistics, hash and optionally bag.
 using Block = void (*)(const uint8_t* bytes, int64_t n, int64_t offset, Summary* out);
 
 struct BlockKernels {
-    int64_t width;          // bytes of an element
-    Block block, with_bag;  // null: one byte, by histogram, where the bag comes for nothing
+    int64_t width;          // bytes per element
+    Block block, with_bag;  // null for one-byte elements: the histogram gives the bag for free
 };
 
 #define TS_BLOCK(name, body, T)                                                                                \
@@ -148,7 +148,7 @@ void write_digest(const Hash& hash, uint8_t* out) {
 
 TS_EXPORT int ts_abi() { return TS_ABI; }
 
-// Fills the summary alone; `target` may be null.
+// Fills the summary only and, unless `target` is null, copies the elements there.
 TS_EXPORT void ts_summarize(const void* data, int64_t count, int dtype, int bag, void* target, ts::Summary* result) {
     const ts::BlockKernels way = ts::way_of(dtype);
     const auto* bytes = static_cast<const uint8_t*>(data);

@@ -1,14 +1,14 @@
-// Non-temporal copies, which leave the caches alone.
+// Non-temporal copies, which bypass the caches.
 #pragma once
 
 #include "common.h"
 
 namespace ts {
 
-constexpr int64_t kStream =
-    64 << 10;  // bytes of a tensor from which its copy would push others' data out of the caches
+constexpr int64_t kStream = 64 << 10;  // tensor size in bytes from which a copy would evict other data from the caches
 
-// What is copied here is read by another process, much later: it goes past the caches, and its old bytes are not read.
+// Copies a block. Another process reads the copy much later, so large copies bypass the caches and do not load the old
+// contents of the target.
 TS_INLINE void copy_block(uint8_t* target, const uint8_t* bytes, int64_t nbytes, bool stream) {
 #if defined(__SSE2__) && defined(TS_WIDE)
     if (stream && reinterpret_cast<uintptr_t>(target) % 16 == 0) {
@@ -28,7 +28,7 @@ TS_INLINE void copy_block(uint8_t* target, const uint8_t* bytes, int64_t nbytes,
     std::memcpy(target, bytes, static_cast<size_t>(nbytes));
 }
 
-// Before the copy is published.
+// Orders the non-temporal stores before a later publication of the copy.
 TS_INLINE void finish_copy(bool stream) {
 #if defined(__SSE2__) && defined(TS_WIDE)
     if (stream) _mm_sfence();

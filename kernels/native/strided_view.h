@@ -1,4 +1,4 @@
-// Where the elements of a tensor lie: one after the other, or in runs with gaps between them.
+// Memory layout of a tensor: one contiguous run, or runs with gaps between them.
 #pragma once
 
 #include <cstdint>
@@ -13,15 +13,16 @@
 namespace ts {
 
 struct StridedView {
-    struct Steps {             // of one dimension over runs
+    struct Steps {             // one dimension over runs
         int64_t size, stride;  // stride in bytes
     };
-    uint64_t address = 0;      // of the first
-    int64_t run = 0;           // bytes that lie together
-    std::vector<Steps> outer;  // the dimensions over runs, the innermost first; empty where all is one run
+    uint64_t address = 0;      // of the first element
+    int64_t run = 0;           // bytes of a contiguous run
+    std::vector<Steps> outer;  // dimensions over runs, innermost first; empty if the tensor is one run
 };
 
-// False where no two elements lie together: to read such a tensor element by element is others' work.
+// Computes the layout of a tensor. Returns false if no two elements are adjacent: tensors that must be read element by
+// element are handled elsewhere.
 inline bool find_strided_view(const dlpack::Tensor& tensor, StridedView* out) {
     const int64_t width = tensor.element.bits * tensor.element.lanes / 8;
     out->address = reinterpret_cast<uintptr_t>(tensor.data) + tensor.byte_offset, out->run = width;
@@ -47,7 +48,7 @@ inline uint8_t* gather_over(const StridedView& view, size_t dims, const uint8_t*
     return to;
 }
 
-// The elements one after the other, in their order: where they lie, or in a copy that lives as long as this.
+// The elements of a tensor in C order and contiguous: in place, or in a copy owned by this object.
 class Dense {
   public:
     Dense(const StridedView& view, int64_t nbytes) : bytes_(reinterpret_cast<const uint8_t*>(uintptr_t(view.address))) {
@@ -60,7 +61,7 @@ class Dense {
     const uint8_t* bytes() const { return bytes_; }
 
   private:
-    const uint8_t* bytes_;  // null with an exception set where there is no memory for a copy
+    const uint8_t* bytes_;  // null with an exception set if the copy could not be allocated
     std::unique_ptr<uint8_t[]> copy_;
 };
 

@@ -1,4 +1,4 @@
-// What one pass over a tensor finds.
+// Statistics and digests of a tensor, computed in one pass.
 #pragma once
 
 #include <limits>
@@ -7,7 +7,7 @@
 
 namespace ts {
 
-struct Summary {  // _LAYOUT in summary.py
+struct Summary {  // layout: _LAYOUT in summary.py
     int64_t count = 0, nan = 0, posinf = 0, neginf = 0, zeros = 0, subnormals = 0, finite = 0;
     double min = std::numeric_limits<double>::infinity(), max = -min, absmax = 0, sum = 0, sumsq = 0;
     Hash hash;
@@ -25,11 +25,11 @@ struct Summary {  // _LAYOUT in summary.py
     }
 
   private:
-    static double unsigned_zero(double number) {  // by its bits: signed zeros mean nothing to the compiler here
+    static double unsigned_zero(double number) {  // tests bits, because the compiler may ignore signed zeros here
         return bit_cast<uint64_t>(number) << 1 ? number : bit_cast<double>(uint64_t(0));
     }
 };
 
-constexpr int64_t kTextRoom = 448;  // the longest text has 16 + 32 + 16 digits, 6 counts, 5 numbers and their names
+constexpr int64_t kTextRoom = 448;  // the longest text has 16 + 32 + 16 digits, 6 counts, 5 numbers and the field names
 
 }  // namespace ts

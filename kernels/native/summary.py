@@ -1,4 +1,4 @@
-"""Hash, bag and statistics of a tensor in one pass over its bytes: what the dumper runs at every hook."""
+"""Hash, bag and statistics of a tensor in one pass over its bytes; the dumper calls this in every hook."""
 
 import ctypes
 import struct
@@ -15,34 +15,35 @@ from tapscope.run_format.record import Stats
 Array = np.ndarray[Any, Any]
 
 MIN_BYTES_WITHOUT_GIL = 1 << 20
-"""For fewer bytes the GIL is kept, see module.cpp."""
+"""Below this size the GIL is kept, see py_util.h."""
 
 _LAYOUT = struct.Struct("=7q5d3Q")  # struct Summary in summary.h
 
 ROW_BYTES = _LAYOUT.size
-"""Size of a struct Summary: seven counts, five floats, the two words of the hash, and the bag."""
+"""Size of a struct Summary in bytes: seven counts, five floats, the two hash words and the bag."""
 
 _PLANS = {name: (code, 1, dtypes.itemsize(name)) for name, code in library.CODES.items()} | {
     name: (library.CODES[part], 2, dtypes.itemsize(part)) for name, part in dtypes.COMPLEX.items()
 }
-"""Element type -> its code, the elements that one counts as, and their width."""
+"""dtype name -> (dtype code, scalars per element, bytes per scalar); a complex element has two scalars."""
 
 
 def plan_of(dtype: str) -> tuple[int, int, int] | None:
-    """(code for the C++ library, elements that one counts as, their width); None for a dtype it does not know."""
+    """Return (dtype code, scalars per element, bytes per scalar); None for a dtype that the C++ library does not
+    support."""
     return _PLANS.get(dtype)
 
 
 def take(address: int, count: int, dtype: str, target: int = 0, bag: bool = True) -> tuple[bytes, bytes]:
-    """Summarise ``count`` neighbouring elements at ``address`` and, where ``target`` is not 0, copy them there.
+    """Summarize ``count`` contiguous elements at ``address`` and, unless ``target`` is 0, copy them there.
 
-    Returns (text, digest): the members ``hash``, ``bag`` and ``stats`` as :func:`.record.encode` writes them,
-    without braces; and the hash as 16 bytes, for a key of a dict.
+    Returns (text, digest): the fields ``hash``, ``bag`` and ``stats`` as :func:`.record.encode` writes them, without
+    braces; and the hash as 16 bytes, for use as a dict key.
 
-    Neither address need be aligned, and the two must not overlap. ``dtype`` is a name of
-    :data:`tapscope.core.dtypes.NAMES`; a complex number is taken as two elements. Without ``bag`` none is computed,
-    which saves a quarter of the time, and the text lacks it. The memory must stay alive and unchanged during the call.
-    The GIL is released from :data:`MIN_BYTES_WITHOUT_GIL` bytes on. Raises RunCorruptError for an unknown dtype.
+    Neither address needs alignment; the two ranges must not overlap. ``dtype`` is a name of
+    :data:`tapscope.core.dtypes.NAMES`; a complex element counts as two. Without ``bag``, the bag is omitted from the
+    text, which saves a quarter of the time. The memory must stay alive and unchanged during the call. The GIL is
+    released from :data:`MIN_BYTES_WITHOUT_GIL` bytes on. Raises RunCorruptError for an unknown dtype.
     """
     functions, plan = library.functions(), _PLANS.get(dtype)
     if functions is None or plan is None:
@@ -52,7 +53,10 @@ def take(address: int, count: int, dtype: str, target: int = 0, bag: bool = True
 
 
 def tell(address: int) -> tuple[bytes, bytes]:
-    """As :func:`take`, from the row of :data:`ROW_BYTES` at ``address`` that a device has computed (struct Summary)."""
+    """Return (text, digest) as :func:`take` does, from a struct Summary that a device has computed.
+
+    ``address`` points to :data:`ROW_BYTES` bytes of host memory.
+    """
     functions = library.functions()
     if functions is not None:
         return functions.tell(address)
@@ -61,9 +65,9 @@ def tell(address: int) -> tuple[bytes, bytes]:
 
 
 def digest_of(address: int, nbytes: int) -> bytes:
-    """The hash of ``nbytes`` bytes at ``address``: equal to the digest of :func:`take` where the bytes are equal.
+    """Return the hash of ``nbytes`` bytes at ``address``, equal to the digest of :func:`take` for equal bytes.
 
-    The memory must stay alive and unchanged during the call; the GIL as in :func:`take`.
+    The memory must stay alive and unchanged during the call; the GIL is released as in :func:`take`.
     """
     functions = library.functions()
     if functions is not None:
@@ -72,7 +76,7 @@ def digest_of(address: int, nbytes: int) -> bytes:
 
 
 def summarize(address: int, count: int, dtype: str) -> Summary:
-    """The same as numbers, without a copy; raises as :func:`take`."""
+    """Summarize ``count`` contiguous elements at ``address`` as numbers, without a copy; raises as :func:`take`."""
     functions, plan = library.functions(), _PLANS.get(dtype)
     if functions is None or plan is None:
         return summarize_reference(_view(address, count, dtype))
@@ -83,7 +87,10 @@ def summarize(address: int, count: int, dtype: str) -> Summary:
 
 
 def summarize_array(array: Array) -> Summary:
-    """Summarise a C-contiguous numpy array of any supported dtype; raises as :func:`take`, and ValueError."""
+    """Summarize a C-contiguous numpy array of any supported dtype.
+
+    Raises as :func:`take`, and ValueError if the array is not C-contiguous or not in native byte order.
+    """
     if not (array.flags.c_contiguous and array.dtype.isnative):
         raise ValueError(f"array of shape {array.shape} must be C-contiguous and native; use np.ascontiguousarray")
     return summarize(array.ctypes.data, array.size, array.dtype.name)
@@ -109,7 +116,7 @@ def _take_reference(address: int, count: int, dtype: str, target: int, bag: bool
 
 
 class _Memory:
-    """Borrowed bytes that numpy can look at."""
+    """Borrowed memory, exposed to numpy through the array interface."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.__array_interface__ = {"version": 3, "typestr": "|u1", "shape": (nbytes,), "data": (address, True)}

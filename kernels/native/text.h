@@ -1,4 +1,4 @@
-// The members of a record line that a summary fills, as Python's json writes them.
+// The JSON fields of a record line that a summary provides, formatted as Python's json does.
 #pragma once
 
 #include <charconv>
@@ -25,7 +25,8 @@ class Text {
         for (int shift = 60; shift >= 0; shift -= 4) *end_++ = "0123456789abcdef"[(number >> shift) & 15];
     }
 
-    // The shortest digits that read back as the same number, laid out as repr(float) does; null where JSON has none.
+    // Appends the shortest digits that parse back to the same number, formatted as repr(float); null if JSON cannot
+    // represent it.
     void add(double number) {
         if ((bit_cast<uint64_t>(number) & kMagnitude<Float64>) >= Float64::kNonfinite) return add("null");
         char digits[40];  // -d.ddde-308
@@ -83,7 +84,7 @@ class Text {
     char* end_;
 };
 
-// Returns the number of characters; kTextRoom is enough for any summary.
+// Writes the fields to `out`, which holds kTextRoom characters; returns the number of characters.
 inline int64_t write_text(const Summary& s, bool bag, char* out) {
     Text text(out);
     text.add("\"hash\":\"");

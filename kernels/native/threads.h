@@ -1,5 +1,5 @@
-// Work in parallel on the threads that torch computes with: of its OpenMP, where that is gcc's and loaded. Threads of
-// our own would stand in their way, because idle ones of OpenMP go on spinning.
+// Parallel execution on torch's OpenMP threads, if libgomp is loaded. Threads of our own would compete with them,
+// because idle OpenMP threads keep spinning.
 #pragma once
 
 #include <atomic>
@@ -11,7 +11,7 @@
 
 namespace ts {
 
-using Fork = void (*)(void (*)(void*), void*, unsigned, unsigned);  // GOMP_parallel of libgomp's stable interface
+using Fork = void (*)(void (*)(void*), void*, unsigned, unsigned);  // GOMP_parallel, part of libgomp's stable interface
 
 inline Fork fork_of_process() {
 #ifdef __linux__
@@ -21,8 +21,8 @@ inline Fork fork_of_process() {
 #endif
 }
 
-// work(piece) for each of `pieces`, on at most `threads` threads, the calling one among them. A thread takes the next
-// piece when it is done with one, so that one that is held up by other programs holds up nobody.
+// Calls work(piece) for each of `pieces`, on at most `threads` threads including the calling one. Each thread takes the
+// next piece when it finishes one, so that a thread delayed by other programs does not delay the rest.
 template <class Work>
 void in_parallel(int64_t pieces, int64_t threads, Work work) {
     static const Fork fork = fork_of_process();

@@ -1,6 +1,7 @@
-// The vectors of a processor, TS_VECTOR bytes long, and what its instructions do with them that operators do not say.
+// CPU vectors of TS_VECTOR bytes, and operations on them that C++ operators do not express.
 //
-// Included once for each length, in the namespace TS_VECTORS; whatever uses an instruction is compiled for TS_TARGET.
+// Included once per vector length, in the namespace TS_VECTORS; every function that uses an instruction is compiled for
+// TS_TARGET.
 
 namespace ts {
 namespace TS_VECTORS {
@@ -14,12 +15,12 @@ typedef int64_t Longs __attribute__((vector_size(TS_VECTOR)));
 
 template <class Real>  // float or double
 using Reals = std::conditional_t<sizeof(Real) == 4, Floats, Doubles>;
-template <class Real>  // integers of the same width, which comparisons give: all bits of a lane that is true
+template <class Real>  // integers of the same width, the result type of comparisons: all bits are set in a true lane
 using Wholes = std::conditional_t<sizeof(Real) == 4, Ints, Longs>;
 template <class Real>
 constexpr int64_t kLanes = TS_VECTOR / sizeof(Real);
 
-// a * b + sum: written with operators, associative math makes a product and a sum of every other one.
+// Returns a * b + sum. With operators, associative math would turn every other one into a separate product and sum.
 TS_TARGET TS_INLINE Floats fused(Floats a, Floats b, Floats sum) {
 #if TS_VECTOR == 64
     return _mm512_fmadd_ps(a, b, sum);
@@ -68,7 +69,7 @@ TS_TARGET TS_INLINE Doubles magnitude(Doubles x) {
     return reinterpret_cast<Doubles>(reinterpret_cast<Longs>(x) & 0x7FFFFFFFFFFFFFFF);
 }
 
-// Which lanes are `value`, one bit each.
+// Returns a bit mask of the lanes that equal `value`.
 TS_TARGET TS_INLINE unsigned lanes_equal(Floats lanes, float value) {
 #if TS_VECTOR == 64
     return _mm512_cmp_ps_mask(lanes, _mm512_set1_ps(value), _CMP_EQ_OQ);
@@ -91,11 +92,11 @@ TS_TARGET TS_INLINE unsigned lanes_equal(Doubles lanes, double value) {
 #endif
 }
 
-// Counts lanes.
+// Counts lanes that satisfy a condition.
 template <class Real>
 class Counter {
   public:
-    // What is not zero, where nothing is negative.
+    // Counts nonzero lanes; no lane may be negative.
     TS_TARGET TS_INLINE void add(Reals<Real> lanes) {
 #if TS_VECTOR == 64
         const __m512i x = reinterpret_cast<__m512i>(lanes);
@@ -133,7 +134,7 @@ class Counter {
 #endif
 };
 
-// Half of the lanes; the builtin leaves them in registers.
+// Returns one half of the lanes; the builtin keeps them in registers.
 template <class Part, class V>
 TS_INLINE Part half_of(V all, bool upper) {
 #ifdef TS_SHUFFLE
@@ -157,7 +158,7 @@ TS_INLINE Part half_of(V all, bool upper) {
 #endif
 }
 
-// All lanes as one, by halves.
+// Reduces all lanes to one by halving.
 template <class T, class V, class Both>
 TS_INLINE T folded(V lanes, Both both) {
     constexpr int kCount = sizeof(V) / sizeof(T);
@@ -200,7 +201,7 @@ TS_TARGET TS_INLINE Doubles in_double(Half floats) {
 #endif
 }
 
-// Lanes that are half a vector apart as one, in double.
+// Converts to double and adds lanes that are half a vector apart.
 TS_TARGET TS_INLINE Doubles doubled(Floats lanes) {
     return in_double(half_of<Half>(lanes, false)) + in_double(half_of<Half>(lanes, true));
 }
