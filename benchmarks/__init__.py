@@ -1,7 +1,7 @@
-"""The benchmarks: ``python -m benchmarks.NAME`` or ``python benchmarks/NAME.py``, from the root."""
+"""Benchmarks: run ``python -m benchmarks.NAME`` or ``python benchmarks/NAME.py`` from the repository root."""
 
 import sys
 from pathlib import Path
 
-# They import their neighbours by bare name, as scripts do.
+# Benchmarks import each other by bare name, as scripts do.
 sys.path.append(str(Path(__file__).parent))

@@ -1,8 +1,8 @@
-"""Third-party clients against a running server: what each requests, and how it reads the response.
+"""Third-party clients against a running server: the requests of each client, and the response as the client parses it.
 
     python benchmarks/clients.py URL MODEL_DIR [CLIENT ...]
 
-Run it in an environment with the clients, which needs no tapscope: `pip install openai anthropic langchain-openai
+Run it in an environment with the clients; tapscope is not needed: `pip install openai anthropic langchain-openai
 langchain-anthropic litellm mcp instructor 'lm_eval[api]' transformers`, and for SGLang's bench_serving `pip install
 msgspec pybase64 pillow psutil torch` and `pip install --no-deps sglang`. MODEL_DIR is the served checkpoint, for its
 tokenizer. The exit code is 1 if a client raises.
@@ -27,7 +27,7 @@ WEATHER: dict[str, Any] = {
             "type": "object",
             "properties": {"city": {"enum": ["Paris", "Oslo"]}},
             "required": ["city"],
-            "additionalProperties": False,  # else a model may add members up to the limit of tokens
+            "additionalProperties": False,  # otherwise a model may add fields up to the token limit
         },
     },
 }
@@ -44,18 +44,18 @@ engine.FAKE_BOOTSTRAP_HOST = "2.2.2.2"
 sys.modules[engine.__name__] = engine
 runpy.run_module("sglang.bench_serving", run_name="__main__")
 """
-"""Runs SGLang's load test without its engine, which is imported for one constant and needs a GPU build of torch."""
+"""Run SGLang's load test without its engine, which is imported for one constant and needs a GPU build of torch."""
 
 
 def model() -> str:
-    """The served model's name."""
+    """Return the name of the served model."""
     import httpx
 
     return str(httpx.get(f"{URL}/v1/models").json()["data"][0]["id"])
 
 
 def openai_client() -> dict[str, Any]:
-    """Chat, stream, tools, completions, responses and models."""
+    """Call chat, streaming, tools, completions, responses and models."""
     import openai
 
     client, name = openai.OpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0), model()
@@ -73,7 +73,7 @@ def openai_client() -> dict[str, Any]:
 
 
 def anthropic_client() -> dict[str, Any]:
-    """Messages, stream and tools."""
+    """Call messages, streaming and tools."""
     import anthropic
 
     client, name = anthropic.Anthropic(base_url=URL, api_key="none", max_retries=0), model()
@@ -86,7 +86,7 @@ def anthropic_client() -> dict[str, Any]:
 
 
 def langchain() -> dict[str, Any]:
-    """ChatOpenAI and ChatAnthropic: invoke, stream, bound tools, structured output."""
+    """Call ChatOpenAI and ChatAnthropic: invoke, stream, bound tools, structured output."""
     from langchain_anthropic import ChatAnthropic
     from langchain_openai import ChatOpenAI
 
@@ -105,7 +105,7 @@ def langchain() -> dict[str, Any]:
 
 
 def litellm() -> dict[str, Any]:
-    """Completion and stream through its OpenAI and Anthropic adapters, and text completion."""
+    """Call completion and streaming through litellm's OpenAI and Anthropic adapters, and text completion."""
     import litellm as lite
 
     name, hi = model(), [{"role": "user", "content": "hi"}]
@@ -123,7 +123,7 @@ def litellm() -> dict[str, Any]:
 
 
 def instructor() -> dict[str, Any]:
-    """A Pydantic model through a JSON schema, and through tools."""
+    """Request a Pydantic model through a JSON schema, and through tools."""
     import instructor as library
     import openai
     from pydantic import BaseModel
@@ -143,7 +143,7 @@ def instructor() -> dict[str, Any]:
 
 
 def lm_eval() -> dict[str, Any]:
-    """Log-likelihoods and generation of the harness's local-completions model."""
+    """Compute log-likelihoods and generate through the harness's local-completions model."""
     from lm_eval.api.instance import Instance
     from lm_eval.models.openai_completions import LocalCompletionsAPI
 
@@ -159,7 +159,7 @@ def lm_eval() -> dict[str, Any]:
 
 
 def bench_serving() -> dict[str, Any]:
-    """SGLang's load test: random prompts through its native and OpenAI backends."""
+    """Run SGLang's load test: random prompts through its native and OpenAI backends."""
     found = {}
     host, port = URL.removeprefix("http://").split(":")
     for backend in ("sglang", "sglang-oai", "sglang-oai-chat"):
@@ -191,7 +191,7 @@ CLIENTS: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 def main() -> int:
-    """Try the clients and print a transcript."""
+    """Run the clients and print a transcript."""
     num_failed = 0
     for name in sys.argv[3:] or CLIENTS:
         try:

@@ -2,12 +2,13 @@
 
     python benchmarks/cuda_capture.py [--out DIR] [--hidden 8192] [--layers 4] [--tokens 2048]
 
-A bf16 Llama with random weights. First the proof: with memory to spare every freed block is reused immediately and
-overwritten, while copies of it are still under way; with hardly any the clones must not be in the model's way. Hooks
-of our own copy every tensor synchronously, in a second pass over the same input; every record must have the same
-bytes. Then the price: the forward's time on the device (events) and on the wall, relative to plain forwards before and
-after, with room for everything that one forward gives, so that neither the disk nor the recorder is what is measured;
-and, without full values, of forwards that follow one another without a pause.
+The model is a bf16 Llama with random weights. First the proof: with ample memory, every freed block is immediately
+reused and overwritten while copies of it are still in progress; with almost no free memory, clones must not starve the
+model. In a second pass over the same input, independent hooks copy every tensor synchronously; every record must have
+the same bytes. Then the cost: the forward's device time (events) and wall time, relative to plain forwards before and
+after. The buffers hold everything that one forward produces, so that neither disk nor recorder is measured. Without
+full values, back-to-back forwards are measured as well.
+
 Ends with PASS or FAIL.
 """
 
@@ -67,7 +68,7 @@ def build(args: argparse.Namespace) -> LlamaForCausalLM:
 
 
 def pinned_rate() -> float:
-    """Bytes a second from the device into page-locked memory, the best of ten."""
+    """Return the copy rate from the device into pinned memory in bytes per second, best of ten."""
     source = torch.ones(GiB // 2, dtype=torch.uint8, device="cuda")
     target = torch.empty(GiB // 2, dtype=torch.uint8, pin_memory=True)
     times = []
@@ -81,21 +82,21 @@ def pinned_rate() -> float:
 
 
 class Cost(NamedTuple):
-    """Medians of one mode, in seconds and bytes a forward."""
+    """Medians of one mode, in seconds and bytes per forward."""
 
     device: float
-    """Between events on the device."""
+    """Device time between events."""
     wall: float
     launched: float
-    """Until the processor had launched everything."""
+    """Time until the CPU had launched all kernels."""
     copied: float = 0.0
-    """Until all bytes were on the host."""
+    """Time until all bytes were on the host."""
     digested: float = 0.0
-    """Until they were hashed and counted."""
+    """Time until the bytes were hashed and counted."""
     back_to_back: float = 0.0
-    """On the wall, of forwards that do not wait for the records of those before: the 20th percentile."""
+    """Wall time of forwards that do not wait for earlier records: the 20th percentile."""
     peak: int = 0
-    """Of device memory."""
+    """Peak device memory."""
     nbytes: int = 0
     num_records: int = 0
     num_direct: float = 0.0
@@ -103,7 +104,7 @@ class Cost(NamedTuple):
 
 
 def forward(model: nn.Module, ids: torch.Tensor) -> tuple[float, float, float]:
-    """Seconds of one forward: between events on the device, until it is done, and until it is launched."""
+    """Run one forward; return the seconds between device events, until completion, and until everything is launched."""
     first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
     began = time.perf_counter()
@@ -117,7 +118,7 @@ def forward(model: nn.Module, ids: torch.Tensor) -> tuple[float, float, float]:
 
 
 def back_to_back(model: nn.Module, ids: torch.Tensor) -> float:
-    """Wall seconds of a forward that follows others: the 20th percentile, because processors slow down at times."""
+    """Return the wall seconds of a back-to-back forward: the 20th percentile, because CPUs throttle at times."""
     return statistics.quantiles([forward(model, ids)[1] for _ in range(_BACK_TO_BACK)], n=5)[0]
 
 
@@ -128,7 +129,7 @@ def drain_of(dumper: Dumper) -> D2HWorker:
 
 
 def is_pinned(drain: D2HWorker) -> bool:
-    """Whether copies go straight to the ring; waits for that a while."""
+    """Return whether copies go directly to the shared ring; waits up to 30 s for the ring to be pinned."""
     device, deadline = drain._device, time.monotonic() + 30
     assert isinstance(device, CudaDevice)
     while device._pinned is None and time.monotonic() < deadline:
@@ -137,7 +138,7 @@ def is_pinned(drain: D2HWorker) -> bool:
 
 
 def settle(drain: D2HWorker) -> float:
-    """Wait until every copy has come; returns when (perf_counter), and waits until everything is written."""
+    """Wait until everything is written; return the time (perf_counter) at which every copy had arrived on the host."""
     while drain.staging.num_pending:
         time.sleep(0.0005)
     arrived = time.perf_counter()
@@ -168,7 +169,7 @@ def measure(model: nn.Module, ids: torch.Tensor, name: str, args: argparse.Names
             digested = settle(drain) - began
             if number >= WARM_UP:
                 samples.append((*sample, copied, digested))
-        # Full values of many forwards would wait for the bus
+        # Back-to-back forwards with full values would be limited by the PCIe bus.
         repeated = 0.0 if "full" in name else back_to_back(model, ids)
         settle(drain)
     peak = torch.cuda.max_memory_allocated()
@@ -193,20 +194,20 @@ def plain_cost(model: nn.Module, ids: torch.Tensor, rounds: int) -> Cost:
 
 
 class Priced(NamedTuple):
-    """The cost of one mode, and of plain forwards next to it."""
+    """The cost of one mode, and of plain forwards around it."""
 
     cost: Cost
     device: float
-    """Seconds between events of plain forwards, the mean of before and after."""
+    """Device seconds of plain forwards, the mean of before and after."""
     wall: float
     back_to_back: float
-    """The lesser of before and after."""
+    """Wall seconds of back-to-back plain forwards, the minimum of before and after."""
 
 
 def prices(
     model: nn.Module, ids: torch.Tensor, names: Iterable[str], args: argparse.Namespace
 ) -> Iterator[tuple[str, Priced]]:
-    """Measure each mode between plain forwards, which drift with the processor's clock."""
+    """Measure each mode between plain forwards, whose times drift with the CPU clock."""
     before = plain_cost(model, ids, args.rounds)
     for name in names:
         cost = measure(model, ids, name, args)

@@ -1,11 +1,11 @@
-"""Overhead of taps inside CUDA graphs: a decode step of the engine with and without them, on one GPU.
+"""Overhead of taps inside CUDA graphs: a decode step of the engine with and without taps, on one GPU.
 
     python benchmarks/cuda_graph_taps.py [--shape qwen3-0.6b] [--batch 32] [--new 96]
 
-Random weights in bf16, prompts of 128 tokens. Each mode is an engine of its own: no observer, an observer that selects
-nothing, statistics or sketches of every output, every layer's output in full, statistics of every output without
-graphs. A step is the median time between two steps that decode all requests; the ratio is to the engine without an
-observer.
+Random weights in bf16, prompts of 128 tokens. Each mode has its own engine: no observer, an observer that selects
+nothing, statistics or sketches of every output, every layer's output in full, and statistics of every output without
+graphs. The step time is the median interval between two steps that decode all requests; the ratio is to the engine
+without an observer.
 """
 
 import argparse
@@ -41,7 +41,7 @@ MODES: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
 
 
 def measure(llm: LLM, batch: int, new: int) -> float:
-    """Seconds between two steps that decode ``batch`` requests, the median."""
+    """Return the median seconds between two steps that decode ``batch`` requests."""
     params = SamplingParams(max_new_tokens=new, ignore_eos=True)
     for i in range(batch):
         llm.submit([(7 * i + j) % 1000 + 5 for j in range(128)], params)
@@ -57,7 +57,7 @@ def measure(llm: LLM, batch: int, new: int) -> float:
 
 
 def save_config(shape: str, folder: Path) -> Path:
-    """The folder ``model`` with the configuration of a shape, enough for ``load_format="dummy"``."""
+    """Save the config of a shape in ``folder / "model"``, enough for ``load_format="dummy"``; return that path."""
     config = _SHAPES[shape]()
     config.dtype = torch.bfloat16
     config.architectures = [{"llama-8b": "LlamaForCausalLM"}.get(shape, "Qwen3ForCausalLM")]
@@ -66,17 +66,17 @@ def save_config(shape: str, folder: Path) -> Path:
 
 
 class Step(NamedTuple):
-    """One mode's decoding step."""
+    """Decode step of one mode."""
 
     seconds: float
     num_values: int = 0
-    """Records of a step."""
+    """Records per step."""
     state: str = ""
-    """What the run says about lost data; ``complete`` if nothing was lost."""
+    """Data loss as reported by the run; ``complete`` if nothing was lost."""
 
 
 def step_of(model: Path, mode: str, batch: int, new: int, out: Path) -> Step:
-    """The step of one mode, measured in an engine of its own: the lesser of two medians."""
+    """Measure the decode step of one mode in its own engine: the smaller of two medians."""
     settings, more = MODES[mode]
     observer = settings and functools.partial(make_observer, out=str(out), config=DumperConfig(**settings))
     with LLM(

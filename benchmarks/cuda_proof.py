@@ -1,4 +1,4 @@
-"""The check of cuda_capture.py: every captured tensor equals a synchronous copy, under memory pressure."""
+"""Correctness check of cuda_capture.py: every captured tensor equals a synchronous copy, under memory pressure."""
 
 import argparse
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from tapscope.run_format.run import Run
 from tapscope.sources import open_run
 
 GiB = 1 << 30
-PROOFS: list[tuple[int, dict[str, Any]]] = [  # bytes to spare, settings
+PROOFS: list[tuple[int, dict[str, Any]]] = [  # free device memory in bytes, settings
     (20 * GiB, {}),
     (20 * GiB, {"shm_bytes": 0}),
     (20 * GiB, {"device_staging_bytes": 0}),
@@ -23,7 +23,7 @@ PROOFS: list[tuple[int, dict[str, Any]]] = [  # bytes to spare, settings
 
 
 def synchronous_copies(model: nn.Module, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """``SITE#OCCURRENCE`` -> the output, copied by a hook that waits for it."""
+    """Return ``SITE#OCCURRENCE`` -> a copy of the output, made by a hook that synchronizes."""
     copies: dict[str, torch.Tensor] = {}
     counts: dict[str, int] = {}
 
@@ -45,9 +45,9 @@ def synchronous_copies(model: nn.Module, ids: torch.Tensor) -> dict[str, torch.T
 
 
 def scribble(model: nn.Module) -> list[RemovableHandle]:
-    """After every module, take memory of its output's size twice, fill it with NaN and let it go.
+    """Register hooks that twice allocate memory of a module's output size, fill it with NaN and free it.
 
-    A clone whose memory went back too early would be overwritten before it is copied.
+    A clone that is freed too early would then be overwritten before it is copied.
     """
 
     def hook(_module: nn.Module, _args: Any, output: Any) -> None:
@@ -59,7 +59,7 @@ def scribble(model: nn.Module) -> list[RemovableHandle]:
 
 
 def differences(run: Run, copies: dict[str, torch.Tensor]) -> tuple[int, list[str]]:
-    """How many records were compared, and what is wrong."""
+    """Return the number of compared records and a list of errors."""
     wrong, seen = [], set()
     for record in run.records:
         path, _, port = record.key.site.rpartition(":")
@@ -71,13 +71,13 @@ def differences(run: Run, copies: dict[str, torch.Tensor]) -> tuple[int, list[st
         expected = copies[key].contiguous().flatten().view(torch.uint8).numpy()
         if run.array(record).tobytes() != expected.tobytes():
             wrong.append(f"{key} differs from its synchronous copy")
-    # The inputs of a hook may be changed before the module returns; those that were not captured by name are ignored.
+    # A module may modify its inputs before it returns; inputs not captured by name are ignored.
     wrong += [f"{key} was not captured" for key in copies if key not in seen and ":out" in key]
     return len(seen), wrong
 
 
 def prove(model: nn.Module, ids: torch.Tensor, args: argparse.Namespace, room: int, **settings: Any) -> list[str]:
-    """Capture one forward with ``room`` bytes of device memory to spare, and compare."""
+    """Capture one forward with ``room`` bytes of free device memory, and compare with synchronous copies."""
     out = args.out / "proof"
     model(input_ids=ids, use_cache=False)
     torch.cuda.empty_cache()

@@ -1,11 +1,11 @@
-"""The dashboard's figures: first paint, opening, keys, quitting, page, grid, tile and report, as medians of CPU time.
+"""Dashboard performance: first paint, opening, keys, quitting, page, grid, tile and report, as medians of CPU time.
 
     python benchmarks/dashboard.py [--sites 1000] [--steps 100] [--repeat 5] [--skip report] [--only keys]
     python benchmarks/dashboard.py --run RUN --only keys
     python benchmarks/dashboard.py --only quit
 
-Times are CPU time of this process and its threads, or of a child process, so that other load on the machine matters
-little; quitting is also measured in wall time. Runs are written to a temporary folder by the real writer.
+Times are CPU time of this process and its threads, or of a child process, so that other load on the machine has little
+effect; quitting is also measured in wall time. Runs are written to a temporary directory by the real writer.
 """
 
 import argparse
@@ -62,7 +62,7 @@ DIFF_KEYS = ("j", "G", "g", "right_square_bracket", "s", "v", "slash", "7", "esc
 KEYS = ("j", "G", "g", "right_square_bracket", "s", "v", "slash", "7", "escape", "n", "c", "l", "G", "escape")
 
 Row = Callable[[str, str, str], None]
-"""Prints a figure, what was measured, and its limit."""
+"""(figure, description, limit): prints one row."""
 
 
 def write(path: Path, num_sites: int, num_steps: int, scale: float = 1.0, width: int = 4) -> None:
@@ -96,7 +96,7 @@ def child(code: str, repeat: int) -> float:
 
 
 def keys(make: Callable[[], TapscopeApp], pressed: tuple[str, ...], repeat: int) -> dict[str, float]:
-    """Key -> median CPU seconds until the screen has answered."""
+    """Return key -> median CPU seconds until the screen has responded."""
     found: dict[str, list[float]] = {}
 
     async def go() -> None:
@@ -124,8 +124,9 @@ def keys(make: Callable[[], TapscopeApp], pressed: tuple[str, ...], repeat: int)
 
 
 def quit_while_reading(run: Path) -> tuple[float, float]:
-    """Wall and CPU seconds from key q until `tapscope view` has ended, half a second after it began to read the run."""
-    (run / "rank-00000" / "records.jsonl.index").unlink(missing_ok=True)  # an index would make reading short
+    """Return wall and CPU seconds from key q until `tapscope view` exits, half a second after it starts reading the
+    run."""
+    (run / "rank-00000" / "records.jsonl.index").unlink(missing_ok=True)  # an index would shorten reading
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(ours, (40, 120))
     command = [sys.executable, "-m", "tapscope", "view", str(run)]
@@ -142,7 +143,7 @@ def quit_while_reading(run: Path) -> tuple[float, float]:
     try:
         while True:
             seen += os.read(ours, 65536)
-    except OSError:  # Linux: nobody has the terminal open any more
+    except OSError:  # Linux: no process has the terminal open any more
         _, status, usage = os.wait4(process.pid, 0)
     took = time.perf_counter() - begun
     os.close(ours)
@@ -158,7 +159,7 @@ def _cpu_of(pid: int) -> float:
 
 
 def diff_app(paths: tuple[Path, Path]) -> TapscopeApp:
-    """The screen of two runs."""
+    """Return the app that compares two runs."""
 
     def open_source(way: CompareSettings, progress: Callable[[int, int], None]) -> DiffSource:
         return DiffSource.open(paths, CompareOptions(), progress, way)
@@ -176,7 +177,7 @@ def large_grid(num_sites: int, num_steps: int) -> Grid:
 
 
 def page_bytes(paths: tuple[Path, Path]) -> int:
-    """Compressed bytes of a comparison's page: all scripts and style sheets, and the data."""
+    """Return the compressed size of a comparison page in bytes: all scripts, style sheets and the data."""
     runs = open_run(paths[0]), open_run(paths[1])
     comparison = compare_open_runs(*runs, CompareOptions())
     grid = site_grid(comparison.report.findings, HashedSteps.of(runs))

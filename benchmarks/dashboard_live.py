@@ -2,8 +2,8 @@
 
     python benchmarks/dashboard_live.py [--rate 100000] [--seconds 8] [--viewers 20] [--records 300000] [--skip viewers]
 
-Lag: how long a record may be on disk before the view counts it. CPU: of the thread that reads, as a share of a core.
-Viewers: memory of `tapscope web` after one viewer has opened the page of a run and its live view, and after many have.
+Lag: the longest time a record is on disk before the view counts it. CPU: the reader thread, as a share of a core.
+Viewers: memory of `tapscope web` after one viewer has opened a run's page and its live view, and after many have.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from open_run import make
 from tapscope.dashboard.live_run import LiveRun
 
 READ_S = 0.5
-_SETTLE_S = 3  # until pages that viewers asked for are made, and their memory is measured
+_SETTLE_S = 3  # time to render requested pages, before memory is measured
 WRITER = """
 import json, sys, time
 path, rate, seconds = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
@@ -47,7 +47,7 @@ print(num)
 
 
 def live(root: Path, rate: int, seconds: float) -> tuple[float, float, int]:
-    """(largest lag in seconds, share of a core, records that the view lacks at the end)."""
+    """Return (largest lag in seconds, share of a core, records missing from the view at the end)."""
     rank = root / "live" / "rank-00000"
     rank.mkdir(parents=True)
     (root / "live" / "run.json").write_text(json.dumps({"version": 2, "format": "tapscope-run", "world_size": 1}))
@@ -64,7 +64,7 @@ def live(root: Path, rate: int, seconds: float) -> tuple[float, float, int]:
         now = time.monotonic()
         sizes.append((now, lines.stat().st_size))
         num_read = sizes[-1][1] - view.bytes_unread
-        # What was on disk at an earlier reading and is not counted now has waited at least since then.
+        # A record that was on disk at an earlier reading and is not counted yet has waited at least since then.
         waiting = next((at for at, size in sizes if size > num_read), now)
         lag = max(lag, now - waiting)
     took = time.monotonic() - begun
@@ -73,7 +73,7 @@ def live(root: Path, rate: int, seconds: float) -> tuple[float, float, int]:
 
 
 def resident(pid: int) -> float:
-    """MB that a process holds."""
+    """Return the resident memory of a process in MB."""
     found = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
     assert found is not None
     return int(found[1]) / 1000
@@ -86,7 +86,7 @@ def get(host: str, path: str, cookie: str) -> http.client.HTTPResponse:
 
 
 def view_run(host: str, cookie: str) -> http.client.HTTPResponse:
-    """The requests of a browser: the list of runs, the page of one run, and its live view, which stays open."""
+    """Send the requests of a browser: list of runs, page of one run, and its live view, whose stream stays open."""
     run_id = json.loads(get(host, "/api/runs", cookie).read())["runs"][0]["id"]
     for path in ("", "/records?step=1", "/series"):
         get(host, f"/api/runs/{run_id}{path}", cookie).read()
@@ -97,7 +97,7 @@ def view_run(host: str, cookie: str) -> http.client.HTTPResponse:
 
 
 def viewers(root: Path, num_records: int, num_viewers: int) -> tuple[float, float]:
-    """MB of the server with one viewer, and with many."""
+    """Return the server's memory in MB with one viewer, and with many."""
     make(root / "run", num_records)
     command = [sys.executable, "-m", "tapscope", "web", str(root / "run")]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)

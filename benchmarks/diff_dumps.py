@@ -2,13 +2,13 @@
 
     python benchmarks/diff_dumps.py [--layers 4] [--rounds 3] [--tiny 1000] [--dir /dev/shm]
 
-*large*: `--layers` × 10 sites × 2 TP ranks, float32 against bfloat16, 2 to 4 MiB a shard; a fifth of the sites are
-partial sums. *tiny*: milliseconds a pair of files of 64 values. Rounds are interleaved, medians shown; processor time
-is printed next to wall time, because other work on the machine slows the latter alone.
+*large*: `--layers` × 10 sites × 2 TP ranks, float32 against bfloat16, 2 to 4 MiB per shard; a fifth of the sites are
+partial sums. *tiny*: milliseconds per pair of files of 64 values. Rounds are interleaved and medians shown. CPU time is
+printed next to wall time, because other work on the machine affects only wall time.
 
-Predicted before hashes and statistics were computed on first need, partial sums added row by row in the kernel, and
-tiny files read in batches: large 2.4 to 2.6 GB per CPU second (profiled: statistics 21 %, sums in numpy 13 %), and 3
-only with less Python per site; tiny 0.35 ms.
+Predicted before hashes and statistics were computed on first use, partial sums were added row by row in the kernel, and
+tiny files were read in batches: large 2.4 to 2.6 GB per CPU second (profile: statistics 21 %, sums in numpy 13 %), and
+3 only with less Python per site; tiny 0.35 ms.
 """
 
 import argparse
@@ -30,11 +30,11 @@ from tapscope.comparator import compare
 from tapscope.sources import open_run
 
 ROWS, WIDTH = 1024, 1024
-"""Of a shard."""
+"""Shape of a shard."""
 
 
 def make_large(root: Path, layers: int) -> int:
-    """Two dumps; returns their payload bytes."""
+    """Write two dumps of large tensors; return their payload bytes."""
     torch.manual_seed(3)
     nbytes = 0
     for name, dtype in (("base", torch.float32), ("target", torch.bfloat16)):
@@ -52,7 +52,7 @@ def make_large(root: Path, layers: int) -> int:
 
 
 def make_tiny(root: Path, count: int) -> None:
-    """Two dumps of small files."""
+    """Write two dumps of ``count`` small files each."""
     for name in ("base", "target"):
         torch.manual_seed(3)
         dump = SglangDump(root / name)
@@ -62,7 +62,7 @@ def make_tiny(root: Path, count: int) -> None:
 
 
 def read_everything(root: Path) -> None:
-    """Every payload byte once."""
+    """Read every payload byte once."""
     for name in ("base", "target"):
         with open_run(root / name) as run:
             for record in run.records:
@@ -71,20 +71,20 @@ def read_everything(root: Path) -> None:
 
 
 def compare_dumps(root: Path) -> None:
-    """The comparison."""
+    """Compare both dumps."""
     with open_run(root / "base") as one, open_run(root / "target") as two:
         assert compare(one, two).exit_code == 0
 
 
 def open_dumps(root: Path) -> None:
-    """Both are only opened."""
+    """Open both dumps without comparing."""
     for name in ("base", "target"):
         with open_run(root / name):
             pass
 
 
 def medians(calls: dict[str, Callable[[Path], None]], root: Path, rounds: int) -> dict[str, tuple[float, float]]:
-    """Wall and processor seconds of each."""
+    """Return the median wall and CPU seconds of each call."""
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
     for number in range(rounds + 1):
         for name, call in calls.items():

@@ -1,14 +1,13 @@
-"""Speedup of two Ray workers of one thread over one process of one thread, and Ray's overhead per task.
+"""Speedup of two single-threaded Ray workers over one single-threaded process, and Ray's overhead per task.
 
     python benchmarks/diff_ray.py BASELINE TARGET [--rounds 3] [--detail]
 
-Both measure the same batches; opening and matching the runs is not timed, here and at the workers. Rounds are
-interleaved. *cost per task*: wall time of an empty task, from its submission to its result, one at a time and 100 at a
-time.
+Both measure the same batches; opening and matching the runs is excluded, locally and in the workers. Rounds are
+interleaved. *cost per task*: wall time of an empty task from submission to result, one at a time and 100 at a time.
 
-Wall times mean nothing where other processes use the cores. CPU times do: *predicted* is CPU time of one thread /
-(CPU time of the caller + half of that of the workers), as if nothing that the caller does overlapped with the workers.
-It leaves out what the last task keeps one of them waiting for. The CPU time of Ray's services is reported separately.
+Wall times are meaningless if other processes use the cores; CPU times are not: *predicted* is CPU time of one thread /
+(CPU time of the caller + half of the workers' CPU time), as if nothing in the caller overlapped with the workers. It
+excludes the wait for the last task. The CPU time of Ray's services is reported separately.
 """
 
 import argparse
@@ -74,14 +73,14 @@ def main() -> None:
 
 
 def _cpu_times() -> tuple[float, float, float]:
-    """CPU seconds of this process, of Ray's workers below it, and of Ray's services below it."""
+    """Return the CPU seconds of this process, of its Ray workers, and of its Ray services."""
     parents, workers, services = dict[int, int](), 0, 0
     ticks, names = dict[int, int](), dict[int, bytes]()
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             fields = (folder / "stat").read_text().rpartition(")")[2].split()
             names[int(folder.name)] = (folder / "cmdline").read_bytes()
-        except OSError:  # it has ended
+        except OSError:  # the process has ended
             continue
         parents[int(folder.name)], ticks[int(folder.name)] = int(fields[1]), int(fields[11]) + int(fields[12])
     for pid, spent in ticks.items():

@@ -1,4 +1,4 @@
-"""Runs for the benchmarks of the comparator: many sites of known sizes, through the real writer."""
+"""Runs for the comparator benchmarks: many sites of known sizes, written by the real writer."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,13 +16,13 @@ from tapscope.run_format.writer import RankWriter
 
 Array = np.ndarray[Any, Any]
 Shards = tuple[str, Mapping[int, Array]]
-"""(dims, rank -> what it holds)"""
+"""(dims, rank -> shard)"""
 WIDTHS = (1024, 1536, 2048)
 TOKENS = 512
 
 
 def write_run(path: Path, size: int, steps: Iterator[tuple[int, Iterator[tuple[str, Shards]]]]) -> int:
-    """A run of ``size`` TP ranks; a step is (token rows, its sites). Returns the bytes of its payloads."""
+    """Write a run of ``size`` TP ranks; return its payload bytes. A step is (token rows, sites)."""
     create_run(path, {"world_size": size, "mesh": {"tp": size}})
     writers = [RankWriter(path, rank) for rank in range(size)]
     nbytes = seq = position = 0
@@ -57,7 +57,7 @@ def _put(writer: RankWriter, key: Key, seq: int, values: Array, dims: str) -> No
 
 
 def large(root: Path, layers: int) -> int:
-    """A float32 and a bfloat16 run of 20 sites a layer, column shards on two ranks; all shards are of 1 to 4 MiB."""
+    """Write a float32 and a bfloat16 run of 20 sites per layer, column shards on two ranks, 1 to 4 MiB per shard."""
     source = np.random.default_rng(0).standard_normal((TOKENS + 20 * layers, max(WIDTHS)), np.float32)
 
     def sites(kind: Any) -> Iterator[tuple[str, Shards]]:
@@ -70,7 +70,7 @@ def large(root: Path, layers: int) -> int:
 
 
 def tiny(root: Path, num_sites: int, steps: int) -> int:
-    """Two runs of one rank with ``num_sites * steps`` tensors of 4 x 16 values each, float32 and bfloat16."""
+    """Write two single-rank runs, float32 and bfloat16, with ``num_sites * steps`` tensors of 4 x 16 values each."""
     source = np.random.default_rng(0).standard_normal((num_sites, 4, 16)).astype(np.float32)
 
     def sites(kind: Any) -> Iterator[tuple[str, Shards]]:
@@ -82,7 +82,8 @@ def tiny(root: Path, num_sites: int, steps: int) -> int:
 
 
 def huge(root: Path, rows: int, width: int, dims: str) -> int:
-    """One site of float32 on two ranks, whole or as ``dims`` says, against bfloat16 on one: rows x width values."""
+    """Write one site of rows x width values: float32 with ``dims`` (two ranks if sharded) against bfloat16 on one
+    rank."""
     whole = np.random.default_rng(0).standard_normal((rows, width), np.float32)
     half = {"t h[tp]": np.array_split(whole, 2, axis=1), "t h[tp:partial]": [whole / 2, whole / 2 + 1e-9]}
     shards = dict(enumerate(half.get(dims, [whole])))

@@ -3,17 +3,17 @@
     python benchmarks/diff_throughput.py [--layers 24] [--rounds 3] [--dir /dev/shm] [--only kernel,large]
     python benchmarks/diff_throughput.py --only tiny --tiny 100000x1,2000x50,100x1000   # 100,000 pairs, minutes
 
-*kernel*: what measure_ceiling.py prints, the C++ measure alone, relative to reading the same arrays, with 64-byte
-vectors and without. *large*: 24 layers x 20 sites x 2 TP ranks, float32 against bfloat16, 1 to 4 MiB a shard, 4.5 GB
-in all, read once so that the files are warm. ``diff`` is the command as a process of its own, from its start to its
-end; ``compare`` is the same in this process. Rounds are interleaved and medians shown, because other work on the
-machine slows all alike. *tiny*: milliseconds of processor time for each pair of tensors of 64 values, of ``diff``
-with its start-up, ``compare`` and merely opening both runs, and the largest anonymous memory of ``diff``. *memory*:
-the largest anonymous resident memory (mapped files do not count) while one pair of tensors of about 1 GB is compared,
-and one of a million token rows.
+*kernel*: the output of measure_ceiling.py: the C++ measure alone, relative to reading the same arrays, with and without
+64-byte vectors. *large*: 24 layers x 20 sites x 2 TP ranks, float32 against bfloat16, 1 to 4 MiB per shard, 4.5 GB in
+total, read once to warm the page cache. ``diff`` is the command in its own process, from start to exit; ``compare`` is
+the same in this process. Rounds are interleaved and medians shown, because other work on the machine then slows all
+alike. *tiny*: milliseconds of CPU time per pair of tensors of 64 values, for ``diff`` including start-up, ``compare``,
+and opening both runs; and the peak anonymous memory of ``diff``. *memory*: the peak anonymous resident memory (without
+mapped files) while one pair of tensors of about 1 GB is compared, and one of a million token rows.
 
-Predicted before the first run, from kernels at 10 GB/s, 0.25 s of start-up and 0.4 ms of Python a site: 2.2 GB/s on one
-thread; with two threads over sites 3.5. Tiny: 0.15 ms at first, three quarters of it reading lines and making findings.
+Predicted before the first run, from kernels at 10 GB/s, 0.25 s of start-up and 0.4 ms of Python per site: 2.2 GB/s on
+one thread, 3.5 with two threads over sites. Tiny: 0.15 ms at first, three quarters of it for reading lines and creating
+findings.
 """
 
 import argparse
@@ -44,7 +44,7 @@ HUGE = ((32_768, 4_096, "t h"), (32_768, 4_096, "t h[tp]"), (32_768, 4_096, "t h
 
 
 def read_everything(root: Path) -> None:
-    """Every payload byte once, as 64-bit integers: the ceiling."""
+    """Read every payload byte once, as 64-bit integers: the ceiling."""
     for name in ("base", "target"):
         with open_run(root / name) as run:
             for rec in run.records:
@@ -52,7 +52,7 @@ def read_everything(root: Path) -> None:
 
 
 def compare_naively(root: Path) -> None:
-    """The same by hand in torch: whole tensors as float32, shard by shard, four metrics."""
+    """Compare naively in torch: full tensors as float32, shard by shard, four metrics."""
     import torch
 
     warnings.filterwarnings("ignore", "The given NumPy array is not writable")
@@ -66,18 +66,18 @@ def compare_naively(root: Path) -> None:
 
 
 def compare_runs(root: Path) -> None:
-    """The comparison in this process."""
+    """Compare both runs in this process."""
     with open_run(root / "base") as one, open_run(root / "target") as two:
         compare(one, two)
 
 
 def diff(root: Path) -> None:
-    """The command, start-up included."""
+    """Run the command, including start-up."""
     _finish(_start(root))
 
 
 def _start(root: Path) -> "subprocess.Popen[bytes]":
-    """The command line, run from compiled bytecode as in an installed package."""
+    """Start the command, with cached bytecode as in an installed package."""
     command = [sys.executable, "-m", "tapscope", "diff", str(root / "base"), str(root / "target")]
     env = {**os.environ, "PYTHONPYCACHEPREFIX": str(root.parent / "bytecode")}
     env.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -94,11 +94,11 @@ class Cost(NamedTuple):
 
     wall: float
     cpu: float
-    """Of this process and its children, all threads."""
+    """CPU time of this process and its children, all threads."""
 
 
 def medians(calls: dict[str, Callable[[Path], None]], root: Path, rounds: int) -> dict[str, Cost]:
-    """Median time of each call over interleaved rounds."""
+    """Return the median time of each call over interleaved rounds."""
     costs: dict[str, list[Cost]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
@@ -113,7 +113,7 @@ def _cpu_seconds() -> float:
 
 
 def measure_large(root: Path, layers: int, rounds: int) -> None:
-    """The table of throughputs."""
+    """Print the table of throughputs."""
     nbytes = diff_runs.large(root, layers)
     for _ in range(2):
         read_everything(root)
@@ -128,7 +128,7 @@ def measure_large(root: Path, layers: int, rounds: int) -> None:
 
 
 def measure_tiny(root: Path, num_sites: int, steps: int, rounds: int) -> None:
-    """One line of the table of tiny tensors."""
+    """Print one row of the table of tiny tensors."""
     diff_runs.tiny(root, num_sites, steps)
     diff(root)
     pairs = num_sites * steps
@@ -144,7 +144,7 @@ def _open(root: Path) -> None:
 
 
 def measure_memory(root: Path, rows: int, width: int, dims: str) -> None:
-    """The anonymous memory of a diff of one huge pair, beyond that of a diff of almost nothing."""
+    """Print the anonymous memory of a diff of one huge pair, minus that of a minimal diff."""
     peaks = []
     for size in (8, rows):
         with tempfile.TemporaryDirectory(dir=root) as name:
@@ -161,7 +161,7 @@ def measure_memory(root: Path, rows: int, width: int, dims: str) -> None:
 
 
 def peak_memory(process: "subprocess.Popen[bytes]") -> int:
-    """The largest RssAnon of a process, in bytes, looked at every millisecond until it ends."""
+    """Return the peak RssAnon of a process in bytes, sampled every millisecond until exit."""
     peak = 0
     ended = threading.Event()
     waiter = threading.Thread(target=lambda: (_finish(process), ended.set()))

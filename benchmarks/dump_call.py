@@ -1,9 +1,9 @@
-"""Time of one ``dump()`` call on the model's thread, in nanoseconds: the best of several rounds.
+"""Time of one ``dump()`` call on the model's thread, in nanoseconds: best of several rounds.
 
     python benchmarks/dump_call.py [--rounds N]
 
-Disabled, enabled with no rule that keeps the value, and kept as statistics or in full (a small tensor), relative to
-what an empty Python function with the same signature costs.
+Measured disabled, enabled without a rule that keeps the value, and with the value (a small tensor) kept as statistics
+or in full, relative to an empty Python function with the same signature.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from tapscope.dumper.process_dumper import ProcessDumper
 
 
 def empty(name: str, value: Any, *, dims: str | None = None, grad: bool | None = None, **tags: Any) -> None:
-    """An empty call, for Python's own overhead."""
+    """Do nothing: measures Python's call overhead."""
 
 
 def best_ns(call: Callable[[], object], rounds: int, number: int) -> float:

@@ -2,9 +2,9 @@
 
     python benchmarks/dump_overhead.py [--seq 128] [--dtype float32] [--rounds 9] [--out DIR ...]
 
-One process, one torch thread, modes in turn, the order rotated every round, medians. `producer` is the CPU time
-of this process (forward, taps, pipeline thread), `total` adds the recorder process. `of copy` is the fraction of
-the machine's plain memory-copy rate at which payload bytes left the model.
+One process, one torch thread, interleaved modes in an order rotated every round, medians. `producer` is the CPU time of
+this process (forward, taps, pipeline thread); `total` adds the recorder process. `of copy` is the rate at which payload
+bytes left the model, as a fraction of the machine's memory copy rate.
 """
 
 import argparse
@@ -56,7 +56,7 @@ def recorder_cpu_s(run: Path) -> float:
 def measure(
     model: torch.nn.Module, ids: torch.Tensor, mode: str, out: Path, repeats: int
 ) -> tuple[float, float, float]:
-    """Producer CPU, total CPU and wall seconds a forward, the pipeline drained within the time."""
+    """Return producer CPU, total CPU and wall seconds per forward, including draining the pipeline."""
     settings = MODES[mode]
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode())

@@ -1,11 +1,11 @@
-"""The host's cost of each value that taps take outside of CUDA graphs, measured on a CPU with an imitated CUDA driver.
+"""Host cost per value that taps record outside of CUDA graphs, measured on a CPU with a fake CUDA driver.
 
     python benchmarks/eager_host_cost.py [--rounds 100] [--layers 16] [--everything]
 
-A small transformers Llama, whose tensors DLPack's interface gives out as those of a CUDA device, and a driver library
-whose launches do nothing: what is left is the hooks, the C++ that launches, and the steps. Statistics have no values.
-Models without hooks, with an empty hook of torch, with a Dumper that selects nothing, and with statistics take turns;
-CPU time of the forward's thread. Needs a C compiler and the C++ library, and no CUDA driver.
+A small transformers Llama whose tensors are reported as CUDA tensors by the DLPack API, and a driver library whose
+launches do nothing. What remains are the hooks, the C++ launch code, and the steps; statistics have no values. Models
+without hooks, with an empty torch hook, with a Dumper that selects nothing, and with statistics are interleaved; the
+figure is CPU time of the forward's thread. Needs a C compiler and the C++ library, and no CUDA driver.
 """
 
 import argparse
@@ -57,11 +57,11 @@ void *imitate(const exchange *plain) {
     return imitated = *plain, view = plain->view, imitated.view = cuda_view, imitated.stream = cuda_stream, &imitated;
 }
 """
-_NAME = b"dlpack_exchange_api"  # a capsule does not keep its name alive
+_NAME = b"dlpack_exchange_api"  # a capsule does not own its name
 
 
 class _Block:
-    """Rows in host memory, which nothing writes."""
+    """Rows of statistics in host memory, never written."""
 
     _spare: ClassVar["deque[torch.Tensor]"] = deque()
 
@@ -107,7 +107,7 @@ class _Device:
 
 
 def _driver(folder: Path) -> ctypes.CDLL:
-    """Compiled in ``folder``, and found by its name, as the C++ library looks for it."""
+    """Compile the fake driver in ``folder`` and load it, so that the C++ library finds it by name."""
     (folder / "driver.c").write_text(_DRIVER)
     made = folder / "libcuda.so.1"
     command = ["cc", "-O2", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", made, folder / "driver.c"]
@@ -116,7 +116,7 @@ def _driver(folder: Path) -> ctypes.CDLL:
 
 
 def _imitated(driver: ctypes.CDLL) -> Any:
-    """torch's DLPack interface, in which every tensor is on a CUDA device."""
+    """Return torch's DLPack exchange API, modified so that every tensor is on a CUDA device."""
     new, get = ctypes.pythonapi.PyCapsule_New, ctypes.pythonapi.PyCapsule_GetPointer
     new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
     get.restype, get.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
@@ -125,7 +125,7 @@ def _imitated(driver: ctypes.CDLL) -> Any:
 
 
 def _pattern_of(exchange: Any, tensor: torch.Tensor, port: Any) -> Any:
-    """As :func:`firing_pattern._tensor` for a tensor on a CUDA device."""
+    """Replace :func:`firing_pattern._tensor` for tensors on a CUDA device."""
     layout = port.latest
     known = layout.torch_dtype, layout.torch_shape
     if layout.template is None or not port.announced or known != (tensor.dtype, tensor.shape) or tensor.data_ptr() % 16:
@@ -185,7 +185,7 @@ def main() -> None:
 
 
 def _run(args: argparse.Namespace, folder: Path) -> None:
-    """With everything imitated; ``folder`` is for the driver and the runs."""
+    """Run the measurement with the fake driver; ``folder`` holds the driver and the runs."""
     driver = _driver(folder)
     exchange = _imitated(driver)
 

@@ -1,11 +1,11 @@
-"""The engine of this tree against that of an earlier commit: the same model and requests, all features off.
+"""The engine of this tree against that of an earlier commit: same model and requests, all features off.
 
     python benchmarks/engine_before.py COMMIT [--case equal-1 equal-8 ragged] [--new 32] [--rounds 5]
 
-Each engine runs in a process of its own, from its own tree and with its own C++ library, which is built here (minutes).
-The requests are those of `engine_cpu.py`, which must exist in the commit; float32, one thread, prefix cache flushed.
-A ratio is the earlier engine's CPU time over this one's: above 1 this one is faster. Median of rounds, the two in turn;
-the number of equal answers is printed.
+Each engine runs in its own process, from its own tree and with its own C++ library, which is built here (minutes). The
+requests are those of `engine_cpu.py`, which must exist in the commit; float32, one thread, prefix cache flushed. A
+ratio is the earlier engine's CPU time over the current one's: above 1, the current one is faster. Median of rounds,
+interleaved; the number of equal outputs is printed.
 """
 
 import argparse
@@ -42,7 +42,7 @@ with LLM(folder, dtype="float32", device="cpu") as llm:
 
 
 class Worker:
-    """An engine in a process of its own, from the tree ``root``."""
+    """An engine in its own process, from the tree ``root``."""
 
     def __init__(self, root: Path, model: Path, new: int) -> None:
         paths = os.pathsep.join(map(str, (root / "src", root, root / "benchmarks")))
@@ -52,7 +52,7 @@ class Worker:
         )
 
     def run(self, case: str) -> tuple[float, list[list[int]]]:
-        """CPU seconds and answers of a case of `engine_cpu.py`."""
+        """Return the CPU seconds and the outputs of a case of `engine_cpu.py`."""
         assert self._process.stdin is not None, "the worker is asked over a pipe"
         assert self._process.stdout is not None, "the worker answers over a pipe"
         self._process.stdin.write(f"{case}\n")
@@ -64,12 +64,12 @@ class Worker:
         return seconds, ids
 
     def end(self) -> None:
-        """Let the process end."""
+        """Terminate the process by closing its input."""
         self._process.communicate()
 
 
 def check_out(commit: str, folder: Path) -> None:
-    """The tree of ``commit`` in ``folder``, with its C++ library."""
+    """Check out ``commit`` in ``folder`` and build its C++ library."""
     packed = subprocess.run(["git", "-C", _HERE, "archive", commit], check=True, stdout=subprocess.PIPE).stdout
     folder.mkdir()
     subprocess.run(["tar", "-x", "-C", folder], check=True, input=packed)
@@ -82,7 +82,7 @@ def compare(case: str, workers: dict[str, Worker], rounds: int) -> None:
     taken: dict[str, list[float]] = {name: [] for name in workers}
     answers: dict[str, Any] = {}
     names = list(workers)
-    for turn in range(rounds + 1):  # the first warms up
+    for turn in range(rounds + 1):  # the first round is warm-up
         for name in names[turn % 2 :] + names[: turn % 2]:
             seconds, answers[name] = workers[name].run(case)
             if turn:

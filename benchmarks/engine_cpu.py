@@ -1,14 +1,16 @@
-"""The engine on a CPU against transformers' generate and generate_batch: the same weights, in turn.
+"""The engine on a CPU against transformers' generate and generate_batch: same weights, interleaved.
 
     python benchmarks/engine_cpu.py [--shape 29m] [--dtype float32] [--case equal-8 ragged] [--new 64] [--rounds 3]
 
 One process, one torch thread, random weights. Cases: `equal-N` N prompts of one length (transformers' best case),
-`ragged` prompts and answers of very different lengths (transformers pads and goes on to the longest), `shared` 16
-prompts that begin with the same 448 tokens. A ratio is transformers' time over the engine's, of CPU time and of wall
-time: above 1 the engine is faster. Median of rounds; the number of equal answers is printed (bf16 rounds differently).
-`generate_batch` creates its manager and cache in each call, which its time includes; the cache just holds the case
-(left to itself it takes most of the memory). Then the same engine at batch 8 with the dumper attached, capture off and
-statistics of everything, over the engine without it: above 1 the dumper costs; "again" is the noise.
+`ragged` prompts and outputs of very different lengths (transformers pads, and continues to the longest), `shared` 16
+prompts with a common prefix of 448 tokens. A ratio is transformers' time over the engine's, for CPU and wall time:
+above 1, the engine is faster. Median of rounds; the number of equal outputs is printed (bf16 rounds differently).
+
+`generate_batch` creates its manager and cache in each call, which is included in its time; the cache is sized to hold
+exactly the case (by default it takes most of the memory). Then the same engine is measured at batch 8 with the dumper
+attached, capture off and statistics of everything, over the engine without it: above 1, the dumper costs time; "again"
+is the noise.
 """
 
 import argparse
@@ -86,7 +88,7 @@ def by_engine(llm: LLM, case: Case) -> list[list[int]]:
 
 @torch.no_grad()
 def by_generate(model: Any, case: Case) -> list[list[int]]:
-    """One padded batch, to the longest answer."""
+    """Generate with one padded batch, up to the longest output."""
     longest = max(map(len, case.prompts))
     ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in case.prompts])
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in case.prompts])
@@ -96,7 +98,8 @@ def by_generate(model: Any, case: Case) -> list[list[int]]:
 
 @torch.no_grad()
 def by_generate_batch(model: Any, case: Case) -> list[list[int]]:
-    """Continuous batching of transformers, all answers as long as the longest, with a cache that just holds them."""
+    """Generate with transformers' continuous batching; all outputs are as long as the longest, and the cache just holds
+    them."""
     config = GenerationConfig(max_new_tokens=max(case.new), do_sample=False, eos_token_id=-1, pad_token_id=0)
     blocks = sum(-(-(len(prompt) + max(case.new)) // 256) for prompt in case.prompts) + 8
     room = ContinuousBatchingConfig(num_blocks=blocks, max_batch_tokens=512)
@@ -117,7 +120,7 @@ def timed(run: Way) -> tuple[float, float, list[list[int]]]:
 
 
 def in_turn(ways: dict[str, Way], rounds: int) -> tuple[dict[str, list[float]], dict[str, list[list[int]]]]:
-    """Median CPU and wall seconds of each way, and its answers; the order is turned in each round."""
+    """Return the median CPU and wall seconds of each implementation, and its outputs; the order rotates each round."""
     taken: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
     ids: dict[str, list[list[int]]] = {}
     names = list(ways)
@@ -141,7 +144,7 @@ def compare(name: str, case: Case, ways: dict[str, Way], rounds: int) -> None:
 
 
 def compare_observed(folder: Path, dtype: str, llm: LLM, case: Case, rounds: int) -> None:
-    """Overhead of the dumper at batch 8, in CPU time of this process, without its recorder."""
+    """Print the overhead of the dumper at batch 8, in CPU time of this process, without its recorder."""
     with ExitStack() as stack:
         ways: dict[str, Way] = {"without the dumper": partial(by_engine, llm, case)}
         ways["without it, again"] = ways["without the dumper"]
@@ -149,7 +152,7 @@ def compare_observed(folder: Path, dtype: str, llm: LLM, case: Case, rounds: int
             observer = partial(make_observer, out=str(folder / keep), config=DumperConfig(keep=keep))
             watched = stack.enter_context(LLM(folder, dtype=dtype, device="cpu", observer=observer))
             ways[way] = partial(by_engine, watched, case)
-            ways[way]()  # the first value through a tap takes longer, and so does the recorder's start
+            ways[way]()  # warm-up: taps and the recorder start slowly
         middle, _ = in_turn(ways, rounds)
     cpu, wall = middle["without the dumper"]
     for way in list(middle)[1:]:
@@ -167,7 +170,7 @@ def main() -> None:
     parser.add_argument("--observed", action=argparse.BooleanOptionalAction, default=True)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)  # it asks for psutil, without a need here
+    logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)  # requests psutil, which is not needed
     folder = Path(tempfile.mkdtemp(prefix="engine-cpu-"))
     model = save(args.shape, args.dtype, folder)
     print(f"{args.shape} {args.dtype}, one thread, torch {torch.__version__}, kernels: {backend()[0]}")

@@ -2,15 +2,14 @@
 
     python benchmarks/engine_cuda.py [--shape qwen3-0.6b] [--batch 1 32] [--new 64]
 
-Random weights of a real model's shape, bf16. Parity: the logits of one prompt, each against transformers in fp32;
-the engine should err as much as transformers itself does in bf16. Speed: decoding tokens a second of the engine, by the
-median of the steps in which all requests decode, of transformers, and of transformers compiled with a static cache:
-median of rounds, and the share of the pace at which weights and cache could be read once a step at the measured copy
-rate (an input embedding of its own is not read). *Host work* is the time of such a step without its waits for the GPU
-(``tp=1``).
+Random weights in a real model's shape, bf16. Parity: the logits of one prompt, each against transformers in fp32; the
+engine's error should match that of transformers in bf16. Speed: decode tokens per second of the engine (from the median
+of the steps in which all requests decode), of transformers, and of transformers compiled with a static cache: median of
+rounds. Also the share of the rate at which weights and cache could be read once per step at the measured copy rate (an
+untied input embedding is not read). *Host work* is the time of a step without its waits for the GPU (``tp=1``).
 
 With ``--quantization`` (``fp8-block``: blocks of 128 x 128 and inputs in groups of 128, as in DeepSeek-V3) the engine
-also runs the same weights quantized, and the last row of a batch is how many times as fast its steps are:
+also runs the same weights quantized, and the last row of a batch is the speedup of its steps:
 
     python benchmarks/engine_cuda.py --shape llama-8b --quantization fp8-block --batch 1 --prompt 1024 --peers
 """
@@ -59,7 +58,7 @@ _SHAPES: dict[str, Callable[[], Any]] = {
         vocab_size=128256,
         max_position_embeddings=4096,
     ),
-    "qwen3-moe": lambda: Qwen3MoeConfig(  # 24 of 30B-A3B's layers with narrower and half as many experts
+    "qwen3-moe": lambda: Qwen3MoeConfig(  # 24 layers of 30B-A3B with narrower and half as many experts
         hidden_size=1024,
         intermediate_size=3072,
         moe_intermediate_size=384,
@@ -74,7 +73,7 @@ _SHAPES: dict[str, Callable[[], Any]] = {
         tie_word_embeddings=True,
         max_position_embeddings=4096,
     ),
-    "deepseek-v3": lambda: DeepseekV3Config(  # its latent attention and its router, in 16 small layers
+    "deepseek-v3": lambda: DeepseekV3Config(  # latent attention and router of DeepSeek-V3, in 16 small layers
         hidden_size=1024,
         intermediate_size=4096,
         moe_intermediate_size=384,
@@ -102,7 +101,7 @@ _SHAPES: dict[str, Callable[[], Any]] = {
 
 
 def make(shape: str, folder: Path, device: str, quantization: str | None = None) -> int:
-    """Save random weights in bf16, linear layers in one of FORMATS; the bytes that a step reads."""
+    """Save random bf16 weights, with linear layers in one of FORMATS if given; return the bytes that a step reads."""
     torch.manual_seed(0)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(_SHAPES[shape](), dtype=torch.bfloat16)
@@ -154,7 +153,7 @@ def parity(folder: Path, vocab: int, device: str, tp: int) -> None:
 
 
 def copy_rate(device: str) -> float:
-    """Bytes a second that a copy reads and writes."""
+    """Return the copy rate in bytes per second, read and written."""
     source = torch.ones(1 << 28, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     best = float("inf")
@@ -182,28 +181,28 @@ def timed(run: Callable[[], object], device: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The requests to decode."""
+    """Load of a measurement: the requests to decode."""
 
     folder: Path
     batch: int
     prompt: int
-    """Tokens that are cached when the clock starts."""
+    """Tokens in the cache when the measurement starts."""
     new: int
     device: str
     tp: int
 
     def ids(self) -> torch.Tensor:
-        """[batch, prompt] int64."""
+        """Return random prompts, [batch, prompt] int64."""
         return torch.randint(0, 256, (self.batch, self.prompt), generator=torch.Generator().manual_seed(2))
 
     @property
     def num_pages(self) -> int:
-        """Pages of 16 positions that hold every request to its end."""
+        """Return the number of pages of 16 positions that hold every request to its end."""
         return self.batch * (-(-(self.prompt + self.new + 1) // 16) + 1)
 
 
 def decoding_seconds(run: Callable[[int], object], load: Load, rounds: int) -> list[float]:
-    """Seconds of ``load.new`` tokens more than one, in each round; the first is to warm up and left out."""
+    """Return the seconds for ``load.new`` additional tokens in each round, after a warm-up round."""
     taken = []
     for _ in range(rounds + 1):
         short = timed(lambda: run(1), load.device)
@@ -223,7 +222,7 @@ def ours(load: Load, rounds: int, settings: dict[str, Any], sampling: dict[str, 
 
 
 def decode_step_seconds(llm: LLM, ids: list[list[int]], params: SamplingParams) -> tuple[float, float]:
-    """Medians of the steps in which every request gets a token: duration, and duration without waits for events."""
+    """Return medians over the steps in which every request gets a token: duration, and duration without event waits."""
     step, synchronize = llm.engine.step, torch.cuda.Event.synchronize
     walls, hosts, waited = [], [], 0.0
 
@@ -251,7 +250,7 @@ def decode_step_seconds(llm: LLM, ids: list[list[int]], params: SamplingParams) 
 
 
 def theirs(load: Load, rounds: int, how: str) -> list[float]:
-    """transformers' generate: ``eager``, or ``compiled`` with a static cache."""
+    """Measure transformers' generate: ``eager``, or ``compiled`` with a static cache."""
     model, inputs = hf(load.folder, torch.bfloat16, load.device), load.ids().to(load.device)
     more: dict[str, Any] = {"cache_implementation": "static"} if how == "compiled" else {}
     mask = torch.ones_like(inputs)
@@ -333,7 +332,7 @@ def main() -> None:
 
 
 def kv_bytes_per_token(shape: str) -> int:
-    """In bf16."""
+    """Return the KV cache bytes per token in bf16."""
     config = _SHAPES[shape]()
     if shape == "deepseek-v3":
         return int(2 * config.num_hidden_layers * (config.kv_lora_rank + config.qk_rope_head_dim))

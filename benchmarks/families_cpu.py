@@ -1,13 +1,12 @@
-"""The engine on a CPU against transformers' generate, by family: batch 1 and 8, the same weights, in turn.
+"""The engine on a CPU against transformers' generate, by model family: batch 1 and 8, same weights, interleaved.
 
     python benchmarks/families_cpu.py [mamba2 jamba nemotron_h ...] [--new 32] [--rounds 3]
     python benchmarks/families_cpu.py mamba2 --contexts 1024 32768
 
 One process, one torch thread, random float32 weights, prompts of 64 tokens. A ratio is transformers' time over the
-engine's: above 1 the engine is faster. Median of rounds; the number of equal answers is printed. transformers runs its
-PyTorch code, as without CUDA it has no kernels of mamba-ssm. With `--contexts`, the engine alone: CPU time of a
-decoding step after a prompt of each length, one length after the other, of models of 4 layers, and that of the
-recurrent layers in it.
+engine's: above 1, the engine is faster. Median of rounds; the number of equal outputs is printed. transformers runs its
+PyTorch code, because the kernels of mamba-ssm need CUDA. With `--contexts`, only the engine is measured: CPU time of a
+decode step after a prompt of each length, for models of 4 layers, and the part of the recurrent layers.
 """
 
 import argparse
@@ -102,11 +101,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "falcon_h1": _DENSE | _MAMBA2 | {"head_dim": 64, "mamba_d_ssm": 1024},
     "lfm2": _DENSE | {"layer_types": ["conv", "conv", "full_attention", "conv"] * 2},
 }
-"""model_type -> settings of a model of some ten million weights."""
+"""model_type -> config of a model with about ten million weights."""
 
 
 def save(family: str, folder: Path, seed: int = 0, **changes: Any) -> Any:
-    """A random model, which is also saved to ``folder``; ``changes`` of its settings."""
+    """Return a random model and save it to ``folder``; ``changes`` override config fields."""
     torch.manual_seed(seed)
     config = AutoConfig.for_model(family, **_COMMON | FAMILIES[family] | changes)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
@@ -116,7 +115,10 @@ def save(family: str, folder: Path, seed: int = 0, **changes: Any) -> Any:
 
 
 def first_layers(family: str, count: int) -> dict[str, Any]:
-    """Settings of a model with just these layers: lists have an entry for each layer, or are numbers of layers."""
+    """Return the config changes for a model with only the first ``count`` layers.
+
+    List fields have an entry per layer, or contain layer indices.
+    """
     lists = {name: value for name, value in FAMILIES[family].items() if isinstance(value, list)}
     return {"num_hidden_layers": count} | {
         name: value[:count] if isinstance(value[0], str) else [layer for layer in value if layer < count]
@@ -125,9 +127,8 @@ def first_layers(family: str, count: int) -> dict[str, Any]:
 
 
 def compare_contexts(llm: LLM, contexts: list[int], new: int) -> None:
-    """Print median CPU times of a decoding step and of its recurrent layers at each context, and the ratios of both to
-    the first context's.
-    """
+    """Print the median CPU time of a decode step and of its recurrent layers at each context length, and both ratios to
+    the first context length."""
     dice = random.Random(0)
     times: dict[int, list[tuple[float, float]]] = {}
     recurrent = 0.0
@@ -144,7 +145,7 @@ def compare_contexts(llm: LLM, contexts: list[int], new: int) -> None:
         prompt = [dice.randrange(2, _VOCAB) for _ in range(length)]
         llm.submit(prompt, max_new_tokens=new + 1, ignore_eos=True)
         while not any(output.token_ids for output in llm.advance()):
-            pass  # the prompt, in chunks
+            pass  # prefill of the prompt, in chunks
         times[length] = []
         while llm.has_work:
             begin, recurrent = time.process_time(), 0.0
@@ -159,7 +160,7 @@ def compare_contexts(llm: LLM, contexts: list[int], new: int) -> None:
 
 
 def main() -> None:
-    """Print one line for each family and batch size, or context."""
+    """Print one row per family and batch size, or context length."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("families", nargs="*", metavar="FAMILY", help=", ".join(FAMILIES))
     parser.add_argument("--new", type=int, default=32)

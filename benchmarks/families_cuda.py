@@ -1,24 +1,28 @@
-"""The engine on a GPU against transformers, by family: parity, rounding of bfloat16, and decoding at batch 1 and 8.
+"""The engine on a GPU against transformers, by model family: parity, bfloat16 rounding, and decoding at batch 1 and 8.
 
     python benchmarks/families_cuda.py [llama qwen3_next ...] [--new 32] [--rounds 1] [--seeds 3] [--workers 8]
                                        [--only-timings] [--limit 60] [--json FILE]
 
-Prints a row for each family. *fp32*: the largest difference of a logit of the tests' small model from transformers'
-full forward on the CPU, prompts whole and in chunks (see `parity.py`). *graphs*: answers of the same model that are the
-same with CUDA graphs, or `none` if it has no graphs. The other figures are of the models of `families_cpu.py` in
-bfloat16 (hidden size 512, 8 layers, random weights). *bf16*: relative L2 error of the logits of 192 tokens to
-transformers in float32, divided by that of transformers in bfloat16: 1 is the same rounding. The median of several
-weights and prompts, the least and the most. A rounding may change which experts a token has; that changes the logits
-ten times as much as all other roundings do and happens by chance, so that in *bf16* models have just as many experts as
-a token takes. *choosing* is the same with all experts. *batch 1*, *batch 8*: tokens per second, and transformers'
-generate divided by the engine in time, each a median: in a round there are three runs of the engine and one of
-generate, after a run of both that is not counted. Above 1 the engine is faster.
+Prints a row per family. *fp32*: the largest logit difference of the tests' small model from transformers' full forward
+on the CPU, with full prompts and in chunks (see `parity.py`). *graphs*: outputs of the same model that are equal with
+CUDA graphs, or `none` if the family has no graphs. The other figures use the models of `families_cpu.py` in bfloat16
+(hidden size 512, 8 layers, random weights).
 
-Families that the installed transformers computes otherwise than 5.23 are compared with the engine on the CPU, marked *.
-Each family has a process. It compares and prepares what is timed, `--workers` at a time; then the families are timed
-one after the other, while the other processes wait. One that takes longer than `--limit` seconds for either is ended.
-`--json` appends a line for each result as soon as it is there. The last line tells how many threads ran: where others
-use the machine, generate loses more than the engine does, as it waits for the host.
+*bf16*: relative L2 error of the logits of 192 tokens to transformers in float32, divided by that of transformers in
+bfloat16: 1 is the same rounding. Median over several weights and prompts, minimum and maximum. Rounding may change the
+experts of a token; that changes the logits ten times as much as all other rounding and happens by chance, so models in
+*bf16* have exactly as many experts as a token selects. *choosing* is the same with all experts.
+
+*batch 1*, *batch 8*: tokens per second, and transformers' generate time over the engine's, each a median: a round has
+three runs of the engine and one of generate, after a warm-up of both. Above 1, the engine is faster.
+
+Families whose computation in the installed transformers differs from version 5.23 are compared with the engine on the
+CPU, marked *.
+
+Each family has its own process. Up to `--workers` processes compare and prepare concurrently; then the families are
+timed one after the other while the other processes wait. A process that takes longer than `--limit` seconds in either
+phase is killed. `--json` appends a line per result as soon as it is available. The last line reports how many threads
+ran: on a shared machine, generate loses more than the engine, because it waits for the host.
 """
 
 import argparse
@@ -45,9 +49,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tapscope.engine import LLM
 
 DENSE = {"llama": "llama", "qwen3": "qwen3", "mixtral": "mixtral"}
-"""Families that `families_cpu.py` does not have, with the settings of Granite."""
+"""Families that `families_cpu.py` lacks, with the config of Granite."""
 MODEL_TYPES = {family.removesuffix("_text"): family for family in FAMILIES} | DENSE
-"""Name of a family in the tests -> its model_type."""
+"""Family name in the tests -> model_type."""
 for _family in DENSE:
     FAMILIES.setdefault(_family, FAMILIES["granite"])
 OTHERWISE = (
@@ -55,14 +59,14 @@ OTHERWISE = (
     if Version(transformers.__version__) < Version("5.23")
     else ()
 )
-"""Families that this transformers computes otherwise than 5.23."""
+"""Families whose computation in the installed transformers differs from version 5.23."""
 
 
 _PROMPTS, _LENGTH = 4, 192
 
 
 def logits_of(folder: Path, dtype: str, device: str, prompts: list[list[int]]) -> list[torch.Tensor]:
-    """The engine's logits [tokens, vocab] of each prompt, without a graph."""
+    """Return the engine's logits [tokens, vocab] of each prompt, without CUDA graphs."""
     found = []
     with LLM(folder, dtype=dtype, device=device, logits="all", max_num_seqs=1, cuda_graphs="off") as llm:
         seen: list[torch.Tensor] = []
@@ -75,7 +79,7 @@ def logits_of(folder: Path, dtype: str, device: str, prompts: list[list[int]]) -
 
 
 def differences(family: str, device: str, folder: Path) -> list[str]:
-    """The cells of float32: whole, in chunks, and with graphs."""
+    """Return the float32 cells: full prompts, chunks, and CUDA graphs."""
     path = parity.save(folder / "model", family)
     settings = ({}, {"max_num_batched_tokens": 5})
     if family in OTHERWISE:
@@ -94,7 +98,7 @@ def differences(family: str, device: str, folder: Path) -> list[str]:
 
 
 def against_cpu(path: Path, device: str, settings: Any) -> tuple[list[float], list[list[int]]]:
-    """Largest differences of logits from the engine's on the CPU, and the answers."""
+    """Return the largest logit differences from the engine on the CPU, and the outputs."""
     requests, logits = [], []
     runs = [{"device": "cpu"}, *({"device": device, "cuda_graphs": "off"} | each for each in settings)]
     for number, each in enumerate(runs):
@@ -110,7 +114,7 @@ def against_cpu(path: Path, device: str, settings: Any) -> tuple[list[float], li
 
 
 def all_experts(family: str) -> dict[str, int]:
-    """Settings with which a token has all experts; empty for a family without experts."""
+    """Return config changes with which each token selects all experts; empty for a family without experts."""
     settings = FAMILIES[MODEL_TYPES[family]]
     config = AutoConfig.for_model(MODEL_TYPES[family], **_COMMON | settings)
     names = "num_experts", "num_local_experts", "n_routed_experts"
@@ -119,7 +123,7 @@ def all_experts(family: str) -> dict[str, int]:
 
 
 def rounding(family: str, device: str, seed: int, changes: dict[str, int]) -> list[float]:
-    """Error of the engine's logits in bfloat16 relative to that of transformers', of several prompts."""
+    """Return the engine's bfloat16 logit error relative to that of transformers, for several prompts."""
     noise = torch.Generator().manual_seed(seed + 1)
     ids = torch.randint(2, _VOCAB, (_PROMPTS, _LENGTH), generator=noise)
     with tempfile.TemporaryDirectory() as place:
@@ -139,7 +143,7 @@ def rounding(family: str, device: str, seed: int, changes: dict[str, int]) -> li
 
 
 def roundings(family: str, device: str, seeds: int) -> list[str]:
-    """The cells of bfloat16: with all experts of a token, and choosing some."""
+    """Return the bfloat16 cells: every token selects all experts, and only some."""
     cells, changes = [], all_experts(family)
     for each in [changes, {}] if changes else [{}]:
         found = [ratio for seed in range(seeds) for ratio in rounding(family, device, seed, each)]
@@ -149,27 +153,27 @@ def roundings(family: str, device: str, seeds: int) -> list[str]:
 
 
 def compared(family: str, args: argparse.Namespace) -> list[str]:
-    """The cells of what is compared, not timed."""
+    """Return the cells that are compared rather than timed."""
     with tempfile.TemporaryDirectory() as folder:
         cells = cells_or_error(lambda: differences(family, args.device, Path(folder)), 3)
     return cells + cells_or_error(lambda: roundings(family, args.device, args.seeds), 2)
 
 
 def engine(folder: Path, device: str) -> LLM:
-    """The engine as it is timed."""
+    """Create the engine with the settings that are timed."""
     settings: dict[str, Any] = {"dtype": "bfloat16", "device": device, "max_num_seqs": 8, "prefix_cache": False}
     return LLM(folder, kv_cache_memory_bytes=256 << 20, **settings)
 
 
 def by_generate(model: Any, case: Case, device: str, new: int) -> None:
-    """One batch of prompts of one length."""
+    """Generate one batch of prompts of equal length."""
     ids = torch.tensor(case.prompts, device=device)
     with torch.inference_mode():
         model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, pad_token_id=0)
 
 
 def seconds(run: Callable[[], object], device: str) -> float:
-    """How long ``run`` takes, with what it starts on the device."""
+    """Return the seconds that ``run`` takes, including its work on the device."""
     if device == "cuda":
         torch.cuda.synchronize()
     began = time.perf_counter()
@@ -180,7 +184,7 @@ def seconds(run: Callable[[], object], device: str) -> float:
 
 
 class Timing:
-    """Both engines of a family, warm."""
+    """Both engines of a family, for timing after warm-up."""
 
     def __init__(self, family: str, args: argparse.Namespace) -> None:
         self._args, self._cases = args, cases(_VOCAB, args.new)
@@ -198,7 +202,7 @@ class Timing:
         by_generate(self._model, case, self._args.device, 4)
 
     def cells(self) -> list[str]:
-        """A cell for each batch size."""
+        """Return one cell per batch size."""
         args, found = self._args, []
         for batch in (1, 8):
             case, ours, theirs = self._cases[f"equal-{batch}"], list[float](), list[float]()
@@ -212,7 +216,8 @@ class Timing:
 
 
 def serve(family: str, args: argparse.Namespace, pipe: Connection) -> None:
-    """Compare, prepare the timing, and time when told to: three messages, each a list of cells."""
+    """Run in the family's process: compare, prepare, and time on request; sends three messages, each a list of
+    cells."""
     torch.set_num_threads(2)
     pipe.send([""] * 5 if args.only_timings else compared(family, args))
     made: list[Timing] = []
@@ -225,19 +230,19 @@ def serve(family: str, args: argparse.Namespace, pipe: Connection) -> None:
     pipe.recv()
     torch.set_num_threads(4)
     pipe.send(cells_or_error(lambda: made[0].cells(), 2))
-    pipe.recv()  # until it is ended
+    pipe.recv()  # until killed
 
 
 def cells_or_error(cells: Callable[[], list[str]], count: int) -> list[str]:
-    """The cells, or the error in the first of ``count``: the other families go on."""
+    """Return the cells, or the error in the first of ``count`` cells, so that the other families continue."""
     try:
         return cells()
-    except Exception as error:  # noqa: BLE001  # whatever it is, it is this family's result
+    except Exception as error:  # noqa: BLE001  # the error is the result of this family
         return [f"{type(error).__name__}: {' '.join(str(error).split())[:90]}", *[""] * (count - 1)]
 
 
 class Family:
-    """A process that measures a family, and what it has told."""
+    """A process that measures a family, and the results received from it."""
 
     def __init__(self, name: str, args: argparse.Namespace) -> None:
         self.name, self.compared, self.timed = name, list[str](), list[str]()
@@ -251,11 +256,11 @@ class Family:
 
     @property
     def left(self) -> float:
-        """Seconds until it has taken too long."""
+        """Seconds until the time limit."""
         return max(0.0, self._since + self._limit - time.monotonic())
 
     def receive(self, count: int) -> list[str]:
-        """The next message, or what went wrong in the first of ``count`` cells; then the process is ended."""
+        """Return the next message, or the error in the first of ``count`` cells; an error kills the process."""
         if self._is_ended:
             return [""] * count
         told = f"more than {self._limit:.0f} s"
@@ -270,7 +275,7 @@ class Family:
         return [told, *[""] * (count - 1)]
 
     def time(self) -> list[str]:
-        """Let it time itself; the cells."""
+        """Make the process time its family; return the cells."""
         self._since = time.monotonic()
         if not self.timed:
             self.pipe.send(None)
@@ -279,14 +284,14 @@ class Family:
         return self.timed
 
     def end(self) -> None:
-        """End the process."""
+        """Kill the process."""
         self._is_ended = True
         self._process.kill()
         self._process.join()
 
 
 def num_running() -> int:
-    """Threads of the machine that run or wait for a core."""
+    """Return the number of threads on the machine that run or wait for a core."""
     return int(Path("/proc/loadavg").read_text().split()[3].split("/")[0])
 
 
@@ -302,14 +307,14 @@ def prepare(names: list[str], args: argparse.Namespace, tell: Callable[..., None
                 each.compared = each.receive(5)
                 tell(family=each.name, compared=each.compared)
             else:
-                each.timed = each.receive(2)  # empty, unless it went wrong
+                each.timed = each.receive(2)  # empty unless preparing failed
                 running.remove(each)
                 done.append(each)
     return sorted(done, key=lambda each: names.index(each.name))
 
 
 def main() -> None:
-    """Print a row for each family."""
+    """Print one row per family."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("families", nargs="*", metavar="FAMILY", help=", ".join(MODEL_TYPES))
     parser.add_argument("--new", type=int, default=32)

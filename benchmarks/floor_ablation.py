@@ -4,13 +4,13 @@
     python -m benchmarks.floor_ablation --cache DIR --capture     # only record the runs
 
 The pairs of runs are those of the verdict bench (every case that needs no GPU) and of the floor sweep (floor_sweep.py).
-They are recorded once and kept in DIR, and so are outcomes (results.jsonl; delete it when the comparator changed). Each
-pair is compared with the full model, and again without each effect and detector that applied to any of its sites: the
-others cannot change its verdicts.
+Runs are recorded once and kept in DIR, and so are outcomes (results.jsonl; delete it after changing the comparator).
+Each pair is compared with the full model, and again without each effect and detector that applied to any of its sites:
+no other part can change its verdicts.
 
-The table has one line an effect or detector: the pairs that it applied to; bugs that are no longer named (of which
-missed: the runs agree); bugs that are named only without it; benign changes that are reported only without
-it, and those that are reported only with it. What changes no verdict is a candidate for deletion.
+The table has one row per effect or detector: the pairs it applied to; bugs that are no longer named without it (and of
+those the missed ones: the runs agree); bugs that are named only without it; benign changes that are reported only
+without it, and those reported only with it. A part that changes no verdict is a candidate for deletion.
 """
 
 import argparse
@@ -38,19 +38,19 @@ INDEX = "index.jsonl"
 
 @dataclass
 class Worth:
-    """The outcome of switching one part off, over all pairs."""
+    """Effect of disabling one part, over all pairs."""
 
     pairs: int = 0
     lost: list[str] = field(default_factory=list)
-    """Bugs that are not named any more."""
+    """Bugs that are no longer named."""
     missed: list[str] = field(default_factory=list)
-    """Of these, those that pass."""
+    """Those of :attr:`lost` that pass."""
     found: list[str] = field(default_factory=list)
-    """Bugs that are named only without it."""
+    """Bugs that are named only without the part."""
     alarms: list[str] = field(default_factory=list)
-    """Benign changes that are reported only without it."""
+    """Benign changes that are reported only without the part."""
     calmed: list[str] = field(default_factory=list)
-    """Benign changes that are reported only with it."""
+    """Benign changes that are reported only with the part."""
 
 
 # ---- recording
@@ -79,7 +79,7 @@ def record_bench(root: Path, stem: str) -> list[dict[str, Any]]:
 
 
 def record_sweep(root: Path, seed: int) -> list[dict[str, Any]]:
-    """Record the runs of one seed of the floor sweep, targets in float32 and bfloat16."""
+    """Record the runs of one seed of the floor sweep, with targets in float32 and bfloat16."""
     import torch
 
     from benchmarks.floor_cases import BENIGN, DAMAGE, Benign, capture, changed, damaged
@@ -112,7 +112,7 @@ def _entry(root: Path, name: str, baseline: Path, target: Path) -> dict[str, Any
 
 
 def bench_cases() -> list[Any]:
-    """The cases of the verdict bench that need no GPU."""
+    """Return the cases of the verdict bench that need no GPU."""
     from benchmarks.verdict.catalogue import load
 
     folder = HERE / "verdict"
@@ -121,7 +121,7 @@ def bench_cases() -> list[Any]:
 
 
 def record(root: Path, only: str, seeds: Iterable[int], jobs: int) -> None:
-    """Record what DIR lacks."""
+    """Record the runs that are missing in DIR."""
     stems = sorted({case.path.stem for case in bench_cases() if fnmatchcase(case.path.stem, only)})
     tasks: list[tuple[Callable[..., list[dict[str, Any]]], Any]] = []
     tasks += [(record_bench, stem) for stem in stems if not (root / "bench" / stem).exists()]
@@ -137,8 +137,10 @@ def record(root: Path, only: str, seeds: Iterable[int], jobs: int) -> None:
 
 @contextmanager
 def observed(applied: set[str]) -> Iterator[None]:
-    """Collect the names of effects and detectors that apply to comparisons of two runs. They are measured once, and
-    causes are not looked for."""
+    """Context manager: collect the names of effects and detectors that apply to comparisons of two runs.
+
+    Pairs are measured once, and the search for causes is disabled.
+    """
     from tapscope.comparator.detectors.table import DETECTORS
     from tapscope.comparator.noise_floor.error_model import ErrorModel
 
@@ -169,7 +171,7 @@ def observed(applied: set[str]) -> Iterator[None]:
 
 
 def _measured_once() -> Callable[..., Any]:
-    """The measuring stage, which no effect or detector has a part in, remembered by the steps that are compared."""
+    """Return the measuring stage with a cache keyed by the compared steps; no effect or detector affects this stage."""
     from tapscope.comparator.pipeline.measure_pairs import measure_pairs
 
     known: dict[Any, Any] = {}
@@ -185,7 +187,7 @@ def _measured_once() -> Callable[..., Any]:
 
 
 def _differs(before: Any, after: Any) -> bool:
-    """Whether a detector changed any of the evidence; objects are the same where it did not."""
+    """Return whether a detector changed the evidence; unchanged objects are identical."""
     for name in ("pairs", "findings"):
         old, new = getattr(before, name), getattr(after, name)
         if len(old) != len(new) or any(a is not b for a, b in zip(old, new, strict=True)):
@@ -195,7 +197,7 @@ def _differs(before: Any, after: Any) -> bool:
 
 
 def outcomes(root: Path, entry: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """(the pair, part that was left out -> outcome); the empty name is the full model."""
+    """Return (pair, disabled part -> outcome); the empty name is the full model."""
     from tapscope.comparator.detectors.table import NAMES
     from tapscope.comparator.noise_floor.error_model import OPTIONAL
     from tapscope.sources import open_run
@@ -210,7 +212,8 @@ def outcomes(root: Path, entry: dict[str, Any]) -> tuple[dict[str, Any], dict[st
 
 
 def _outcome(runs: tuple[Any, Any], entry: dict[str, Any], disabled: str) -> str:
-    """``good``: a bug named, a benign change that agrees; ``pass``: a bug that agrees; else ``bad``."""
+    """Return ``good`` for a named bug or an agreeing benign change, ``pass`` for a bug whose runs agree, else
+    ``bad``."""
     from tapscope.comparator import CompareOptions, compare
 
     options = CompareOptions(disabled=frozenset({disabled} - {""}))
@@ -251,7 +254,7 @@ def _pool(jobs: int) -> ProcessPoolExecutor:
 
 
 def ablate(root: Path, entries: Sequence[dict[str, Any]], results: Path, jobs: int) -> None:
-    """Compare what ``results`` lacks, and append it there pair by pair."""
+    """Compare the pairs that are missing in ``results``, and append each outcome."""
     done = {line["name"] for line in _read(results)}
     with _pool(jobs) as pool, results.open("a") as file:
         missing = [entry for entry in entries if entry["name"] not in done]
@@ -266,7 +269,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
 
 
 def weigh(results: Sequence[dict[str, Any]]) -> tuple[dict[str, int], dict[str, Worth]]:
-    """(outcomes of the full model, worth by part)."""
+    """Return (outcomes of the full model, worth of each part)."""
     totals: dict[str, int] = defaultdict(int)
     worth: dict[str, Worth] = defaultdict(Worth)
     for result in results:
@@ -286,7 +289,7 @@ def weigh(results: Sequence[dict[str, Any]]) -> tuple[dict[str, int], dict[str, 
 
 
 def lines(totals: dict[str, int], worth: dict[str, Worth]) -> Iterator[str]:
-    """The table, as Markdown."""
+    """Yield the lines of the table in Markdown."""
     from tapscope.comparator.detectors.table import NAMES
     from tapscope.comparator.noise_floor.error_model import OPTIONAL
 

@@ -1,4 +1,4 @@
-"""Cases for the floor sweep: benign changes, and damage that must be named."""
+"""Cases of the floor sweep: benign changes, and damage that must be named."""
 
 import copy
 import inspect
@@ -16,12 +16,12 @@ from tapscope.core.observe import RowSpan
 from tapscope.dumper.steps.input_rows import CACHE_ARGUMENTS
 
 PROMPTS = (29, 29)
-"""Tokens of each request; of equal length, so that one batch holds them without padding."""
+"""Tokens of each request; equal lengths, so that one batch needs no padding."""
 
 
 @dataclass(frozen=True)
 class Benign:
-    """How the target differs from the baseline in a way that only rounding shows."""
+    """A benign difference between target and baseline, which causes only rounding errors."""
 
     name: str
     dtypes: tuple[torch.dtype, torch.dtype] = (torch.float32, torch.float32)
@@ -47,7 +47,7 @@ BENIGN = (
 
 
 def capture(model: nn.Module, path: Path, schedule: str = "batch", seed: int = 0) -> Path:
-    """Run the prompts through the model with every tensor kept."""
+    """Run the prompts through the model, keeping every tensor in full."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(2, 250, (len(PROMPTS), max(PROMPTS)), generator=generator)
     with torch.no_grad(), Dumper(model, path, keep="full", force=True, block_timeout_s=60.0) as dumper:
@@ -75,7 +75,7 @@ def _step(dumper: Any, model: nn.Module, ids: torch.Tensor, names: tuple[str, ..
 
 
 def changed(model: nn.Module, case: Benign) -> nn.Module:
-    """The target's model."""
+    """Return a copy of the model with the changes of the target."""
     other = copy.deepcopy(model)
     if case.eager:
         other.set_attn_implementation("eager")
@@ -99,7 +99,7 @@ def _summed(module: nn.Linear, parts: int) -> Callable[[torch.Tensor], torch.Ten
 
 
 def sites_of(model: nn.Module, kinds: tuple[str, ...]) -> list[tuple[str, nn.Module]]:
-    """Leaves of a decoder layer, by the kind of thing they are."""
+    """Return the leaf modules of decoder layers of the given kinds."""
     found = []
     for name, module in model.named_modules():
         if not any(part.isdigit() for part in name.split(".")) or any(module.children()):
@@ -116,7 +116,7 @@ def _acts(module: nn.Module) -> bool:
 
 
 def _rows_of(module: nn.Module) -> torch.Tensor:
-    """The weight as [out, in], a view."""
+    """Return a view of the weight as [out, in]."""
     weight: torch.Tensor = module.weight.data  # type: ignore[assignment,union-attr]
     return weight.T if type(module).__name__ == "Conv1D" else weight
 
@@ -192,7 +192,7 @@ def _no_bias(module: nn.Module, rng: random.Random) -> None:
 
 @dataclass(frozen=True)
 class Damage:
-    """The damage of one module; ``subtle`` may hide below the rounding of 16-bit dtypes."""
+    """Damage to one module; ``subtle`` damage may be smaller than the rounding error of 16-bit dtypes."""
 
     name: str
     kinds: tuple[str, ...]
@@ -216,7 +216,7 @@ DAMAGE = (
 
 
 def damaged(model: nn.Module, damage: Damage, seed: int) -> tuple[str, nn.Module] | None:
-    """(path of the damaged module, the model), or None where the model has no such module."""
+    """Return (path of the damaged module, model), or None if the model has no suitable module."""
     rng = random.Random(seed)
     other = copy.deepcopy(model)
     sites = sites_of(other, damage.kinds)

@@ -3,13 +3,12 @@
     python -m benchmarks.floor_images --cache DIR [--models LIST] [--weights LIST] [--seeds LIST] [--bugs]
                                       [--without PART]
 
-Needs torchvision, which has ResNet, MobileNet and the like; the U-Net is defined here. Weights are random: ``init`` as
-the constructor leaves them, ``train`` the same with the statistics of the batch, ``calibrated`` with statistics of four
-batches and scattered weights of norms, ``wide`` with channels of very unequal size, as after training. Pictures have a
-spectrum of 1/f. ``@128x1`` after a name means 128 pixels and a batch of 1; the default is 64 pixels and a batch of 2.
-
-Runs are recorded once and kept in DIR, about 10 MB each. ``--without`` leaves a part of the noise floor out:
-``pointwise_relu``, ``inherited_activations`` or ``norms_on_the_path``.
+Needs torchvision for ResNet, MobileNet and others; the U-Net is defined here. Weights are random: ``init`` as
+initialized by the constructor, ``train`` the same with batch statistics, ``calibrated`` with statistics of four batches
+and scattered norm weights, ``wide`` with channels of very unequal size, as after training. Images have a 1/f spectrum.
+``@128x1`` after a name means 128 pixels and a batch of 1; the default is 64 pixels and a batch of 2. Runs are recorded
+once and kept in DIR, about 10 MB each. ``--without`` disables a part of the noise floor: ``pointwise_relu``,
+``inherited_activations`` or ``norms_on_the_path``.
 """
 
 import argparse
@@ -52,7 +51,7 @@ class Block(nn.Module):
 
 
 class UNet(nn.Module):
-    """Three levels down and up, with concatenated skips."""
+    """U-Net with three levels and concatenated skip connections."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +75,7 @@ class UNet(nn.Module):
 
 
 def pictures(count: int, size: int, generator: torch.Generator) -> Tensor:
-    """[count, 3, size, size] of spectrum 1/f, each channel with a mean."""
+    """Return random images [count, 3, size, size] with a 1/f spectrum and a mean per channel."""
     frequency = torch.fft.fftfreq(size)
     radius = (frequency[:, None] ** 2 + frequency[None] ** 2).sqrt() + 1.0 / size
     noise = torch.fft.fft2(torch.randn(count, 3, size, size, generator=generator))
@@ -85,7 +84,7 @@ def pictures(count: int, size: int, generator: torch.Generator) -> Tensor:
 
 
 def make(name: str, weights: str, seed: int) -> tuple[nn.Module, Tensor]:
-    """A model and its input."""
+    """Return a model and its input."""
     style, _, shape = weights.partition("@")
     size, batch = map(int, shape.split("x")) if shape else (64, 2)
     torch.manual_seed(seed)
@@ -124,13 +123,13 @@ ACTIVATION = (nn.ReLU, nn.ReLU6, nn.Hardswish, nn.SiLU)
 
 
 def _channels(module: Any) -> Tensor:
-    """Its weight, output channels first; a view."""
+    """Return a view of the weight with output channels first."""
     weight: Tensor = module.weight.data
     return weight.transpose(0, 1) if isinstance(module, nn.ConvTranspose2d) else weight
 
 
 def _typical(module: Any) -> int:
-    """The channel whose weights are of median size."""
+    """Return the channel with the median weight norm."""
     sizes = _channels(module).flatten(1).norm(dim=1) if module.weight.dim() > 1 else module.weight.data.abs()
     return int(sizes.argsort()[len(sizes) // 2])
 
@@ -212,7 +211,7 @@ BUGS: dict[str, tuple[tuple[Any, ...], Harm]] = {
 
 
 def harmed(model: nn.Module, bug: str, key: str) -> tuple[str, nn.Module] | None:
-    """(path of the module at fault, the model); None where no module can have the bug."""
+    """Return (path of the faulty module, model); None if no module can have the bug."""
     kinds, harm = BUGS[bug]
     rng = random.Random(f"{bug}{key}")
     other = copy.deepcopy(model)
@@ -232,7 +231,7 @@ def harmed(model: nn.Module, bug: str, key: str) -> tuple[str, nn.Module] | None
 
 
 def record(root: Path, name: str, weights: str, seed: int, *, bugs: bool) -> Iterator[dict[str, Any]]:
-    """Record what DIR lacks of one model; yields the pairs."""
+    """Record the missing runs of one model in DIR; yield its pairs."""
     key = f"{name}-{weights}-{seed}"
     known = root / key / f"pairs-{'bugs' if bugs else HEALTHY}.json"
     if known.exists():
@@ -255,7 +254,7 @@ def _recorded(root: Path, key: str, model: nn.Module, x: Tensor, bugs: Sequence[
         if not target.exists():
             try:
                 capture(other, x, target, torch.bfloat16)
-            except RuntimeError as error:  # a picture may be smaller than its padding
+            except RuntimeError as error:  # the image may be smaller than the padding
                 print(f"left out: {key}: {what}: {error}", flush=True)
                 continue
         sides = {"base": str(root / key / "base"), "target": str(target)}
@@ -270,7 +269,7 @@ def capture(model: nn.Module, x: Tensor, out: Path, dtype: torch.dtype) -> None:
 
 
 def outcome(pair: dict[str, Any]) -> tuple[str, str]:
-    """(outcome, what the first divergence says)."""
+    """Return (outcome, description of the first divergence)."""
     from tapscope.comparator import compare
 
     report = compare(Path(pair["base"]), Path(pair["target"]))

@@ -1,8 +1,8 @@
-"""Models for the floor sweep: random architectures of six families, with weights that look trained.
+"""Models of the floor sweep: random architectures of six families, with weights that look trained.
 
-A model straight from its initialiser hides faults and rounding alike (activations are near 0, attention is flat), so
-weights get what training leaves: unequal rows, a few dominant directions, outlier channels in the norms, biases that
-matter, attention logits of some spread.
+A freshly initialized model hides both faults and rounding (activations near 0, flat attention). Weights therefore get
+properties of trained ones: unequal rows, a few dominant directions, outlier channels in the norms, significant biases,
+and attention logits with some spread.
 """
 
 import math
@@ -18,7 +18,8 @@ FAMILIES = ("llama", "qwen2", "qwen3", "gpt2", "gpt_neox", "gemma2")
 
 
 def make_model(seed: int, family: str | None = None) -> tuple[str, nn.Module]:
-    """(description, model) of a seed: family, depth 2-16, hidden 64-1024, heads, activation, all drawn from it."""
+    """Return (description, model) for a seed, which determines family, depth 2-16, hidden size 64-1024, heads and
+    activation."""
     rng = random.Random(seed)
     family = family or FAMILIES[seed % len(FAMILIES)]
     depth = rng.choice((2, 3, 4, 6, 8, 12, 16))
@@ -85,7 +86,7 @@ _FAMILY = {
 
 
 def train_like(model: nn.Module, rng: random.Random, depth: int) -> None:
-    """Replace every parameter by one with the marks of training."""
+    """Replace every parameter by one with the properties of trained weights."""
     sharp = rng.choice((0.7, 1.0, 1.5))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -114,4 +115,4 @@ def _norm_weight(name: str, weight: torch.Tensor, model: nn.Module) -> None:
     weight.log_normal_(0.0, 0.3)
     weight[torch.rand_like(weight) < 0.02] *= 5.0
     if type(model).__name__.startswith("Gemma"):
-        weight -= 1.0  # its norms multiply by 1 + weight
+        weight -= 1.0  # Gemma norms multiply by 1 + weight

@@ -1,11 +1,11 @@
-"""False positives and missed faults of the noise floor, over random models that nothing was tuned on.
+"""False positives and missed faults of the noise floor, over random models that were not used for tuning.
 
     python benchmarks/floor_sweep.py [--seeds 0-11] [--only benign|damage] [--dtypes fp32,bf16] [--json FILE]
 
-Each seed is a random architecture with weights that look trained (floor_models.py). Benign: other attention code, batch
-split, chunked prefill, sums in two parts, bf16 and fp16 against fp32 (floor_cases.py); a run that does not exit 0 is
-a false positive. Damage: one module of one layer is spoiled; detected means exit 1, named means that the first
-divergence is that module. Prints one line a case that went wrong, then the rates.
+Each seed is a random architecture with weights that look trained (floor_models.py). Benign: other attention code, split
+batches, chunked prefill, sums in two parts, bf16 and fp16 against fp32 (floor_cases.py); a run that does not exit 0 is
+a false positive. Damage: one module of one layer is damaged; detected means exit 1, named means that the first
+divergence is that module. Prints one line per failed case, then the rates.
 """
 
 import argparse
@@ -29,13 +29,13 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def judged(baseline: Path, target: Path) -> Report:
-    """The report of two runs."""
+    """Return the comparison report of two runs."""
     with open_run(baseline) as one, open_run(target) as two:
         return compare(one, two)
 
 
 def benign(what: str, model: Any, seed: int, root: Path, only: str) -> list[dict[str, Any]]:
-    """One row a benign change."""
+    """Return one row per benign change."""
     rows, bases = [], {}
     for case in BENIGN:
         if only not in case.name:
@@ -58,7 +58,7 @@ def benign(what: str, model: Any, seed: int, root: Path, only: str) -> list[dict
 
 
 def damage(what: str, model: Any, seed: int, root: Path, dtypes: list[str], only: str) -> list[dict[str, Any]]:
-    """One row a kind of damage and dtype of the target."""
+    """Return one row per kind of damage and target dtype."""
     base, rows = capture(model, root / "base", seed=seed), []
     for each in DAMAGE:
         if only not in each.name or (made := damaged(model, each, seed)) is None:
@@ -76,7 +76,7 @@ def damage(what: str, model: Any, seed: int, root: Path, dtypes: list[str], only
 
 
 def summary(rows: list[dict[str, Any]]) -> list[str]:
-    """The rates, by case."""
+    """Return the rates, by case."""
     piles: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
         piles[row["kind"], row["case"]].append(row)

@@ -2,11 +2,11 @@
 
     python benchmarks/gpu_goals.py [--only llama-8b --only eager-taps] [--json FILE]
 
-Prints one line per goal as it is measured: the figure, the goal, whether it is met, and where one exists the share of
-the physical limit: for decoding, weights and KV cache read once a step at the copy rate of this GPU (read and write
-counted); for prompts, the rate of an 8,192 x 8,192 bf16 product. Models have random weights in bf16. Each part runs in
-a process of its own, so a part that fails costs only its own rows. The exit code is 1 if a part failed, not if a goal
-is missed. The peers are transformers' ``generate``, eager and compiled with a static cache.
+Prints one row per goal as it is measured: the figure, the goal, whether it is met, and if there is one, the share of
+the physical limit. For decoding, the limit is reading weights and KV cache once per step at the copy rate of this GPU
+(read and write counted); for prompts, the rate of an 8,192 x 8,192 bf16 product. Models have random weights in bf16.
+Each part runs in its own process, so a failing part costs only its own rows. The exit code is 1 if a part failed, not
+if a goal is missed. The peers are transformers' ``generate``, eager and compiled with a static cache.
 
 The part ``http`` needs the packages of ``tapscope serve``; its server runs on the same GPU.
 """
@@ -39,31 +39,31 @@ from tapscope.engine import LLM, SamplingParams
 _PART_SECONDS = 400
 _NEW = 96
 _COMPILED_TOKENS_PER_S = {"qwen3-0.6b": {1: 3.0, 32: 3.0, 256: 3.0}, "llama-8b": {1: 1.4, 32: 2.0, 256: 3.0}}
-"""Goals: how many times as fast as compiled transformers."""
+"""Goals: speedup over compiled transformers."""
 
 
 class Row(NamedTuple):
-    """One line of the table."""
+    """One row of the table."""
 
     name: str
     value: float
     unit: str
     goal: float | None = None
     is_upper_bound: bool = False
-    """Whether the goal is the most that is allowed, not the least."""
+    """Whether the goal is an upper bound rather than a lower bound."""
     share: float | None = None
-    """Of the physical limit."""
+    """Share of the physical limit."""
     note: str = ""
 
     @property
     def met(self) -> bool | None:
-        """None without a goal."""
+        """Whether the goal is met; None without a goal."""
         if self.goal is None:
             return None
         return self.value <= self.goal if self.is_upper_bound else self.value >= self.goal
 
     def line(self) -> str:
-        """Fixed columns: name, figure, goal, verdict, share of the limit, note."""
+        """Format the row in fixed columns: name, figure, goal, verdict, share of the limit, note."""
         digits = 0 if self.value >= 100 else 2
         figure = f"{self.value:,.{digits}f} {self.unit}"
         bound = "" if self.goal is None else f"{'<=' if self.is_upper_bound else '>='} {self.goal:,g}"
@@ -73,7 +73,7 @@ class Row(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """A model with what a step must read."""
+    """A model and the weight bytes that a step must read."""
 
     name: str
     folder: Path
@@ -81,7 +81,7 @@ class Shape(NamedTuple):
 
     @classmethod
     def of(cls, name: str, folder: Path, max_positions: int = 4096) -> "Shape":
-        """Save the configuration; an input embedding that is not tied is not read."""
+        """Save the config and count the weight bytes; an untied input embedding is not read."""
         config = _SHAPES[name]()
         config.max_position_embeddings = max_positions
         with torch.device("meta"):
@@ -92,26 +92,27 @@ class Shape(NamedTuple):
         return cls(name, folder, sum(int(p.nbytes) for p in model.parameters()) - tables)
 
     def share(self, batch: int, context: float, seconds: float, copy: float) -> float:
-        """Reading weights and cache at the copy rate, relative to a step's duration."""
+        """Return the time to read weights and cache at the copy rate, relative to a step's duration."""
         read = self.weight_bytes + batch * context * kv_bytes_per_token(self.name)
         return read / copy / seconds
 
 
 def start(folder: Path, max_num_seqs: int, **settings: Any) -> LLM:
-    """An engine with dummy weights and a cache of all memory that is left."""
+    """Create an engine with dummy weights and a large KV cache."""
     defaults = {"load_format": "dummy", "prefix_cache": False, "kv_cache_memory_bytes": 100 << 30}
     return LLM(folder, dtype="bfloat16", device="cuda", max_num_seqs=max_num_seqs, **(defaults | settings))
 
 
 def step_seconds(llm: LLM, batch: int, context: int, rounds: int = 2) -> float:
-    """Median of the steps in which all requests decode; the least of the rounds after the first."""
+    """Return the median duration of steps in which all requests decode; the minimum over rounds after a warm-up
+    round."""
     ids = Requests(Path(), batch, context, _NEW, "cuda", 1).ids().tolist()
     params = SamplingParams(max_new_tokens=1 + _NEW, ignore_eos=True)
     return min([decode_step_seconds(llm, ids, params)[0] for _ in range(rounds + 1)][1:])
 
 
 def decode_row(llm: LLM, shape: Shape, batch: int, context: int, goal: float | None, copy: float) -> Row:
-    """Tokens a second of decoding."""
+    """Return the row of decode tokens per second."""
     seconds = step_seconds(llm, batch, context)
     name = f"{shape.name}, decode, batch {batch}, context {context:,}"
     share = shape.share(batch, context + _NEW / 2, seconds, copy)
@@ -119,7 +120,8 @@ def decode_row(llm: LLM, shape: Shape, batch: int, context: int, goal: float | N
 
 
 def ragged_rate(llm: LLM) -> float:
-    """Output tokens a second of 256 requests with 100 to 1,024 tokens in and out, repeated once."""
+    """Return the output tokens per second of 256 requests with 100 to 1,024 tokens in and out; the second of two
+    runs."""
     generator = torch.Generator().manual_seed(3)
     lengths = torch.randint(100, 1025, (256, 2), generator=generator).tolist()
     prompts = [torch.randint(0, 256, (length,), generator=generator).tolist() for length, _ in lengths]
@@ -133,7 +135,7 @@ def ragged_rate(llm: LLM) -> float:
 
 
 def dense_rows(name: str, goals: dict[int, float], ragged: float, folder: Path) -> Iterator[Row]:
-    """Decoding at context 1,024, and a ragged load."""
+    """Measure decoding at context 1,024, and a ragged load."""
     copy, shape = kernels_triton.copy_rate(), Shape.of(name, folder / name)
     with start(shape.folder, 256) as llm:
         for batch, goal in goals.items():
@@ -142,14 +144,14 @@ def dense_rows(name: str, goals: dict[int, float], ragged: float, folder: Path) 
 
 
 def peer_rows(name: str, folder: Path) -> Iterator[Row]:
-    """Decoding at context 128, relative to transformers in the same process."""
+    """Measure decoding at context 128, relative to transformers in the same process."""
     copy, shape, ours = kernels_triton.copy_rate(), Shape.of(name, folder / name), {}
     with start(shape.folder, 256) as llm:
         for batch in _COMPILED_TOKENS_PER_S[name]:
             row = decode_row(llm, shape, batch, 128, None, copy)
             ours[batch] = row.value
             yield row
-    del llm  # whose KV cache takes 100 GiB
+    del llm  # its KV cache takes 100 GiB
     free_memory()
     torch.manual_seed(0)
     with torch.device("cuda"):
@@ -175,27 +177,27 @@ def peer_rows(name: str, folder: Path) -> Iterator[Row]:
 
 
 def qwen(folder: Path) -> Iterator[Row]:
-    """Qwen3-0.6B."""
+    """Measure Qwen3-0.6B."""
     yield from dense_rows("qwen3-0.6b", {1: 700, 32: 16_000, 256: 24_000}, 18_000, folder)
 
 
 def llama(folder: Path) -> Iterator[Row]:
-    """Llama-8B in bf16."""
+    """Measure Llama-8B in bf16."""
     yield from dense_rows("llama-8b", {1: 210, 32: 5_300, 256: 15_500}, 8_700, folder)
 
 
 def qwen_peers(folder: Path) -> Iterator[Row]:
-    """Qwen3-0.6B relative to transformers."""
+    """Measure Qwen3-0.6B relative to transformers."""
     yield from peer_rows("qwen3-0.6b", folder)
 
 
 def llama_peers(folder: Path) -> Iterator[Row]:
-    """Llama-8B relative to transformers."""
+    """Measure Llama-8B relative to transformers."""
     yield from peer_rows("llama-8b", folder)
 
 
 def prompts(folder: Path) -> Iterator[Row]:
-    """Llama-8B: one prompt of 8,192 tokens in one step."""
+    """Measure one prompt of 8,192 tokens in one step of Llama-8B."""
     shape, count = Shape.of("llama-8b", folder / "long", 16_384), 8192
     config = _SHAPES["llama-8b"]()
     product = kernels_triton.matmul_rate()
@@ -218,7 +220,7 @@ def prompts(folder: Path) -> Iterator[Row]:
 
 
 def fp8(folder: Path) -> Iterator[Row]:
-    """Llama-8B with weights in blocks of FP8, relative to bf16."""
+    """Measure Llama-8B with block-quantized FP8 weights, relative to bf16."""
     times = {}
     make("llama-8b", folder / "fp8", "cuda", "fp8-block")
     bf16 = Shape.of("llama-8b", folder / "bf16")
@@ -231,7 +233,8 @@ def fp8(folder: Path) -> Iterator[Row]:
 
 
 def moe(folder: Path) -> Iterator[Row]:
-    """The Qwen3-MoE of engine_cuda.py; its share counts all experts, of which a small batch reads few."""
+    """Measure the Qwen3-MoE of engine_cuda.py; its share counts all experts, of which a small batch reads only a
+    few."""
     copy, shape = kernels_triton.copy_rate(), Shape.of("qwen3-moe", folder / "moe")
     with start(shape.folder, 32) as llm:
         for batch, goal in {1: 500, 32: 8_000}.items():
@@ -239,7 +242,7 @@ def moe(folder: Path) -> Iterator[Row]:
 
 
 def kernels(folder: Path) -> Iterator[Row]:
-    """Attention of decoding at 32 x 4,096 with pages of 16."""
+    """Measure decode attention at 32 x 4,096 with pages of 16."""
     copy = kernels_triton.copy_rate()
     for case in kernels_triton.decode_cases():
         if case.name.startswith("decode 32 x 4096, 32/8 x 128 bfloat16"):
@@ -254,7 +257,7 @@ _GRAPH_GOALS = {"nothing selected": None, "statistics, every output": 1.05, "ske
 
 
 def graph_taps(folder: Path) -> Iterator[Row]:
-    """Taps while Llama-8B decodes in CUDA graphs at batch 32; the plain engine is measured before and after."""
+    """Measure taps while Llama-8B decodes in CUDA graphs at batch 32; the plain engine is measured before and after."""
     model = cuda_graph_taps.save_config("llama-8b", folder)
 
     def measured(mode: str, number: int) -> cuda_graph_taps.Step:
@@ -279,9 +282,9 @@ _TURNS = 3
 
 
 def eager_taps(folder: Path) -> Iterator[Row]:
-    """Taps of an eager Llama with 8B's width and half its layers: 2,048 tokens on the device, 16 on the host.
+    """Measure taps of an eager Llama with 8B's width and half its layers: 2,048 tokens (device-bound), 16 (host-bound).
 
-    Modes take turns, because the processor's clock changes within seconds; the figures are medians of the turns.
+    Modes are interleaved, because the CPU clock changes within seconds; the figures are medians over the turns.
     """
     args = argparse.Namespace(hidden=4096, layers=16, tokens=2048, rounds=7, host_gib=6, out=folder)
     model, ids = cuda_capture.build(args), torch.arange(2048, device="cuda")[None] % 16000
@@ -295,7 +298,7 @@ def eager_taps(folder: Path) -> Iterator[Row]:
 
 
 def eager_row(name: str, turns: list[cuda_capture.Priced], goal: float | None, *, is_host_bound: bool) -> Row:
-    """The wall time of a forward relative to a plain one; back to back where the host is the limit."""
+    """Return the row of a forward's wall time relative to a plain one; back to back if the host is the bottleneck."""
     after_pause = [each.cost.wall / each.wall for each in turns]
     repeated = [each.cost.back_to_back / each.back_to_back for each in turns]
     device = statistics.median(each.cost.device / each.device for each in turns)
@@ -310,7 +313,7 @@ def eager_row(name: str, turns: list[cuda_capture.Priced], goal: float | None, *
 
 
 def full(folder: Path) -> Iterator[Row]:
-    """Everything in full into host memory."""
+    """Measure capture of everything in full into host memory."""
     args = argparse.Namespace(hidden=8192, layers=4, tokens=2048, rounds=3, host_gib=12, out=folder)
     model, ids = cuda_capture.build(args), torch.arange(2048, device="cuda")[None] % 16000
     rate = cuda_capture.pinned_rate()
@@ -323,7 +326,7 @@ def full(folder: Path) -> Iterator[Row]:
 
 
 def http(folder: Path) -> Iterator[Row]:
-    """Taps that are switched on over HTTP while a server decodes in CUDA graphs; it started without a Triton cache."""
+    """Measure taps switched on over HTTP while a server decodes in CUDA graphs, started without a Triton cache."""
     os.environ["TRITON_CACHE_DIR"] = str(folder / "triton")
     names = "statistics, first switch", "statistics, second switch", "ten layers in full, new graph"
     for name, seconds in zip(names, gpu_walkthrough.switched(folder), strict=True):
@@ -347,13 +350,13 @@ PARTS: dict[str, Callable[[Path], Iterator[Row]]] = {
 
 
 def free_memory() -> None:
-    """Give what models that are gone held back to the GPU."""
+    """Release the cached GPU memory of deleted models."""
     gc.collect()
     torch.cuda.empty_cache()
 
 
 def run_part(name: str, path: Path | None) -> None:
-    """Measure one part; appends a JSON object per row to the file."""
+    """Measure one part; append a JSON object per row to the file."""
     num_rows = 0
     with tempfile.TemporaryDirectory() as folder:
         for row in PARTS[name](Path(folder)):
@@ -388,7 +391,7 @@ def main() -> int:
         try:
             code: int | str = process.wait(_PART_SECONDS)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # with the server that the part may have started
+            os.killpg(process.pid, signal.SIGKILL)  # including the server that the part may have started
             process.wait()
             code = f"not finished after {_PART_SECONDS} s"
         print(f"# {name}: {time.perf_counter() - began:.0f} s" + (f", FAILED ({code})" if code else ""), flush=True)

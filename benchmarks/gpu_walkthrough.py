@@ -3,9 +3,9 @@
     python benchmarks/gpu_walkthrough.py [--out DIR] [--only compiled|planted_nan|switched]
 
 1. A transformers model, called eagerly and compiled by ``torch.compile(mode="reduce-overhead")``, whose steps are CUDA
-   graphs: two runs, and their ``tapscope diff``. Then the same with a wrong scale in one layer of the compiled model.
-2. A NaN that comes into a weight of layer 17 while the engine decodes in CUDA graphs: found by a trigger.
-3. Taps switched on over HTTP in a server that decodes in CUDA graphs: how long until the first step with records.
+  graphs: two runs, and their ``tapscope diff``. Then the same with a wrong scale in one layer of the compiled model.
+2. A NaN that is written to a weight of layer 17 while the engine decodes in CUDA graphs: found by a trigger.
+3. Taps switched on over HTTP in a server that decodes in CUDA graphs: the time until the first step with records.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def say(title: str) -> None:
 
 
 def tapscope(*words: str, lines: int = 40) -> None:
-    """Run a command and show it."""
+    """Run a tapscope command and print its output."""
     print("$ tapscope", " ".join(words), flush=True)
     done = subprocess.run([sys.executable, "-m", "tapscope", *words], capture_output=True, text=True)
     print("\n".join((done.stdout + done.stderr).rstrip().splitlines()[:lines]), flush=True)
@@ -75,7 +75,7 @@ def compiled(out: Path) -> None:
 
 
 def count_replays() -> Any:
-    """Counts replays of CUDA graphs from now on."""
+    """Count CUDA graph replays from now on; the returned function stops counting and returns the count."""
     number = [0]
     replay = torch.cuda.CUDAGraph.replay
 
@@ -94,7 +94,7 @@ def count_replays() -> Any:
 
 
 def checkpoint(out: Path) -> Path:
-    """The configuration of Qwen3-0.6B, without weights."""
+    """Save the config of Qwen3-0.6B, without weights; return its directory."""
     config = _SHAPES["qwen3-0.6b"]()
     config.dtype = torch.bfloat16
     config.architectures = ["Qwen3ForCausalLM"]
@@ -125,7 +125,7 @@ def planted_nan(out: Path) -> None:
 
 
 def switched(out: Path) -> list[float]:
-    """Seconds until the first record of each switch to more data."""
+    """Return the seconds until the first record after each switch to more data."""
     say("Taps switched on over HTTP while a server decodes in CUDA graphs")
     address, run = "127.0.0.1:8123", out / "switched"
     words = ["serve", str(checkpoint(out)), "-o", str(run), "--listen", address, "-q", "--set", "load_format=dummy"]
@@ -160,7 +160,7 @@ def measure_switch(http: httpx.Client, run: Path) -> list[float]:
     thread = threading.Thread(target=generate)
     thread.start()
     deadline = time.monotonic() + 60
-    while len(arrivals) < 100:  # until it decodes steadily
+    while len(arrivals) < 100:  # until decoding is steady
         if not thread.is_alive() or time.monotonic() > deadline:
             stop.set()
             raise SystemExit(f"the server generated {len(arrivals)} tokens in 60 s; expected 100")
@@ -181,7 +181,7 @@ def measure_switch(http: httpx.Client, run: Path) -> list[float]:
             time.sleep(0.001)
         seen = time.perf_counter() - began
         time.sleep(0.5)
-        while arrivals[-1] < began + seen:  # it has not gone on yet: the pause is not over
+        while arrivals[-1] < began + seen:  # decoding has not resumed yet
             if not thread.is_alive() or time.perf_counter() - began > 40:
                 stop.set()
                 raise SystemExit(f"no token within 40 s of {json.dumps(change)}")
@@ -199,13 +199,13 @@ def measure_switch(http: httpx.Client, run: Path) -> list[float]:
 
 
 class Journal:
-    """The record lines that come into a run from now on."""
+    """The record lines added to a run from now on."""
 
     def __init__(self, run: Path) -> None:
         self._files = {path: path.stat().st_size for path in run.rglob("records.jsonl")}
 
     def came(self) -> bool:
-        """Whether there is one."""
+        """Return whether a record was added."""
         for path, begin in self._files.items():
             with path.open("rb") as file:
                 file.seek(begin)

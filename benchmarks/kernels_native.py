@@ -1,9 +1,10 @@
-"""Speed of summarising and comparing in one thread: GB/s, and the share of the speed of reading.
+"""Speed of the native summary and comparison kernels in one thread: GB/s, and the share of the read rate.
 
     python benchmarks/kernels_native.py [--mebibytes 128] [--width 4096] [--only-take]
 
-Predicted before the first run: summaries at 6 GB/s or more, digests at 28, comparison at 60 % of the
-read ceiling for fp32 and bf16, less for fp16, whose subnormal numbers cost a branchless selection.
+Predicted before the first run: summaries at 6 GB/s or more, digests at 28, comparison at 60 % of the read ceiling for
+fp32 and bf16, less for fp16, whose subnormals cost a branchless selection.
+
 The ceiling is ``np.sum`` over the bytes as int64; every figure is the best of several interleaved rounds.
 """
 
@@ -23,7 +24,7 @@ DTYPES = ("float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "int64")
 
 
 def best_seconds(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Least processor time of each call, in seconds; rounds are interleaved so a busy neighbour slows all alike."""
+    """Return the minimum CPU seconds of each call; rounds are interleaved, so that other load slows all alike."""
     best = dict.fromkeys(calls, float("inf"))
     for _ in range(rounds):
         for name, call in calls.items():
@@ -34,7 +35,7 @@ def best_seconds(calls: dict[str, Callable[[], object]], rounds: int) -> dict[st
 
 
 def make_pair(dtype: str, nbytes: int, width: int) -> tuple[Array, Array]:
-    """Two nearly equal matrices of ``nbytes`` each."""
+    """Return two nearly equal matrices of ``nbytes`` each."""
     rows = max(1, nbytes // (width * dtypes.itemsize(dtype)))
     rng = np.random.default_rng(0)
     baseline = rng.standard_normal((rows, width), np.float32)
@@ -45,7 +46,7 @@ def make_pair(dtype: str, nbytes: int, width: int) -> tuple[Array, Array]:
 
 
 def measure_dtype(dtype: str, nbytes: int, width: int, rounds: int) -> str:
-    """One line of the table."""
+    """Return one row of the table."""
     baseline, target = make_pair(dtype, nbytes, width)
     words = baseline.reshape(-1).view(np.int64), target.reshape(-1).view(np.int64)
     flat = baseline.reshape(1, -1), target.reshape(1, -1)
@@ -65,7 +66,7 @@ def measure_dtype(dtype: str, nbytes: int, width: int, rounds: int) -> str:
 
 
 def microseconds_per_call(calls: int = 20000) -> tuple[float, float]:
-    """Time per call on a tensor of 64 values: summarize, compare_rows."""
+    """Return the microseconds per call of summarize and compare_rows on a tensor of 64 values."""
     tiny = np.ones((1, 64), np.float32)
     address = tiny.ctypes.data
     both = best_seconds(
@@ -82,7 +83,7 @@ SIZES = (2 << 10, 256 << 10, 4 << 20)
 
 
 def measure_take(dtype: str, nbytes: int, rounds: int) -> str:
-    """One line of the table of takes: the same tensor again and again, as the hook of a layer finds it in the cache."""
+    """Return one row of the table of takes, for a tensor that stays in the cache, as a layer's output in its hook."""
     values = (
         np.random.default_rng(0).standard_normal(nbytes // dtypes.itemsize(dtype)).astype(dtypes.numpy_dtype(dtype))
     )
@@ -108,7 +109,7 @@ def measure_take(dtype: str, nbytes: int, rounds: int) -> str:
 
 
 def repeated(way: Callable[[], object], calls: int) -> Callable[[], object]:
-    """``calls`` calls as one."""
+    """Return a function that makes ``calls`` calls."""
 
     def run() -> None:
         for _ in range(calls):

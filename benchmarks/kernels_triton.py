@@ -2,10 +2,10 @@
 
     python benchmarks/kernels_triton.py [--only decode]
 
-Each kernel is captured several times in one CUDA graph; the figure is the median of replays, without the launches of
-Python. Bytes count what must be read and written once; the share is of a copy on this GPU, read and write counted, or
-for prefill of a bf16 matrix product. References run eagerly, as the engine calls them. What fits into the L2 cache
-(norms of few rows) shows latency: read the microseconds there, not the share.
+Each kernel is captured several times in one CUDA graph; the figure is the median of replays, without Python launch
+overhead. Bytes count only what must be read and written once. The share is relative to a copy on this GPU (read and
+write counted), or for prefill to a bf16 matrix product. References run eagerly, as the engine calls them. Inputs that
+fit the L2 cache (norms of few rows) measure latency: use the microseconds there, not the share.
 """
 
 import argparse
@@ -39,19 +39,19 @@ CUDA = torch.device("cuda")
 
 
 class Case(NamedTuple):
-    """One line of the table."""
+    """One row of the table."""
 
     name: str
     call: Callable[[], object]
     reference: Callable[[], object] | None
     amount: float
-    """Bytes, or floating-point operations, of one call."""
+    """Bytes, or floating-point operations, per call."""
     torch_own: Callable[[], object] | None = None
     is_flops: bool = False
 
 
 def graph_us(call: Callable[[], object], calls: int = 10, replays: int = 9) -> float:
-    """Median microseconds of one call within a CUDA graph."""
+    """Return the median microseconds of one call in a CUDA graph."""
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -62,13 +62,13 @@ def graph_us(call: Callable[[], object], calls: int = 10, replays: int = 9) -> f
 
 
 def eager_us(call: Callable[[], object], rounds: int = 5) -> float:
-    """Median microseconds of one eager call, host included."""
+    """Return the median microseconds of one eager call, including host time."""
     call()
     return statistics.median(events_us(call) for _ in range(rounds))
 
 
 def events_us(call: Callable[[], object]) -> float:
-    """Microseconds of the device between before and after."""
+    """Return the device microseconds of one call, between events."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
     start.record()
@@ -79,32 +79,33 @@ def events_us(call: Callable[[], object]) -> float:
 
 
 def copy_rate() -> float:
-    """Bytes a second, read and written, of an elementwise kernel over 1 GiB; cudaMemcpy is slower within a GPU."""
+    """Return the rate, read and written, of an elementwise kernel over 1 GiB in bytes per second; cudaMemcpy is slower
+    within a GPU."""
     source = torch.zeros(1 << 28, device=CUDA)
     target = torch.empty_like(source)
     return 8 * source.numel() / (graph_us(lambda: torch.neg(source, out=target), 3) * 1e-6)
 
 
 def matmul_rate() -> float:
-    """Floating-point operations a second of a bf16 product of 8192 x 8192."""
+    """Return the floating-point operations per second of a bf16 product of 8192 x 8192."""
     a = torch.randn(8192, 8192, device=CUDA, dtype=BF16)
     return 2 * 8192**3 / (graph_us(lambda: a @ a, 3) * 1e-6)
 
 
 def noise(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
-    """Normal numbers on the GPU."""
+    """Return normally distributed values on the GPU."""
     return torch.randn(shape, device=CUDA).to(dtype)
 
 
 def paged(batch: int, length: int) -> tuple[Tensor, Tensor, int]:
-    """A page table in disorder, lengths, and the number of pages."""
+    """Return a shuffled page table, lengths, and the number of pages."""
     count = -(-length // PAGE)
     table = torch.randperm(batch * count, device=CUDA).int().view(batch, count)
     return table, torch.full((batch,), length, dtype=torch.int32, device=CUDA), batch * count
 
 
 def decode_cases() -> Iterator[Case]:
-    """Attention of one row a request."""
+    """Decode attention: one query row per request."""
     for batch, length, heads, kv_heads, dim, stored in (
         (1, 1024, 32, 8, 128, BF16),
         (1, 32768, 32, 8, 128, BF16),
@@ -138,7 +139,7 @@ def decode_cases() -> Iterator[Case]:
 
 
 def latent_cases() -> Iterator[Case]:
-    """Decode of latents: keys of 576 features, of which the first 512 are the values."""
+    """Latent attention (MLA) decode: keys of 576 features, of which the first 512 are the values."""
     for batch, length, heads in ((1, 4096, 16), (32, 4096, 16), (32, 4096, 128)):
         table, lengths, pages = paged(batch, length)
         keys, query = noise(pages, PAGE, 1, 576), noise(batch, heads, 576)
@@ -152,7 +153,8 @@ def latent_cases() -> Iterator[Case]:
 
 
 def prefill_cases() -> Iterator[Case]:
-    """Whole prompts, chunks behind a cached prefix, and many short requests; operations of what the mask leaves."""
+    """Prefill of full prompts, of chunks after a cached prefix, and of many short requests; operations count unmasked
+    elements."""
     for batch, cached, rows, heads, kv_heads, dim in (
         (1, 0, 1024, 32, 8, 128),
         (1, 0, 8192, 32, 8, 128),
@@ -182,7 +184,7 @@ def prefill_cases() -> Iterator[Case]:
 
 
 def layer_cases() -> Iterator[Case]:
-    """Norms, rotation with the cache's write, activations."""
+    """Norms, rotary embedding with KV cache write, activations."""
     for rows in (1, 32, 256, 8192):
         states, residual, weight = noise(rows, 4096), noise(rows, 4096), noise(4096)
         yield Case(
@@ -213,7 +215,7 @@ def layer_cases() -> Iterator[Case]:
 
 
 def tap_cases() -> Iterator[Case]:
-    """Statistics, digests and sketches, of one tensor and of the outputs of many modules in one launch."""
+    """Statistics, digests and sketches, of one tensor and of many module outputs in one launch."""
     for rows, columns, dtype in ((1, 4096, BF16), (32, 4096, BF16), (256, 4096, BF16), (65536, 4096, BF16)):
         tensor, row = noise(rows, columns, dtype=dtype), torch.zeros(tap.WIDTH, dtype=torch.int64, device=CUDA)
         name = f"tap {rows} x {columns} {str(dtype)[6:]}"
@@ -232,7 +234,7 @@ def tap_cases() -> Iterator[Case]:
 
 
 def sampling_cases() -> Iterator[Case]:
-    """Draws from 152k tokens; torch's own is the most likely token alone."""
+    """Sampling from 152k tokens; torch's own is argmax only."""
     for rows in (1, 32, 256):
         logits, ones = noise(rows, 151936, dtype=torch.float32), torch.ones(rows, device=CUDA)
         longs = torch.arange(rows, device=CUDA)
@@ -245,7 +247,7 @@ def sampling_cases() -> Iterator[Case]:
 
 
 def transform_cases() -> Iterator[Case]:
-    """Hadamard transforms of powers of two, and of 28 * 512."""
+    """Hadamard transforms of power-of-two sizes, and of 28 * 512."""
     for rows, size in ((8192, 128), (2048, 4096), (2048, 14336)):
         states = noise(rows, size)
         yield Case(
@@ -257,7 +259,8 @@ def transform_cases() -> Iterator[Case]:
 
 
 def transfer_cases() -> Iterator[Case]:
-    """Pages of 28 layers (32 KiB each) within the GPU, to host memory and back; torch's own is one copy of as much."""
+    """Page transfers of 28 layers (32 KiB each) within the GPU, to host memory and back; torch's own is one copy of the
+    same size."""
     shape = 28, 512, PAGE, 8, 128
     pool, other = noise(*shape), noise(*shape)
     host = torch.zeros(shape, dtype=BF16, pin_memory=True)
@@ -284,7 +287,7 @@ GROUPS: dict[str, Callable[[], Iterator[Case]]] = {
 
 
 def line_of(case: Case, copy: float, product: float) -> str:
-    """One line of the table."""
+    """Return one row of the table."""
     us = graph_us(case.call)
     rate = case.amount / (us * 1e-6)
     share = rate / (product if case.is_flops else copy)

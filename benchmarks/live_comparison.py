@@ -1,10 +1,10 @@
-"""The cost of `--against`: CPU time of the forward's thread with a live comparison, relative to full capture without.
+"""Cost of `--against`: CPU time of the forward's thread with a live comparison, relative to full capture without.
 
     python benchmarks/live_comparison.py [--layers 4] [--hidden 256] [--tokens 256] [--rounds 15] [--profile]
 
 A Llama with random weights, the same 256 tokens in every step. The reference is the fp32 run. Each round captures four
-steps plain and four compared, in turn, in one process; medians of the rounds. In the first step of a run nothing is
-known of any site; in the later ones a plain capture takes its fast path.
+plain and four compared steps, interleaved in one process; medians of the rounds. In the first step of a run, all sites
+are new; in later steps, a plain capture takes its fast path.
 """
 
 import argparse

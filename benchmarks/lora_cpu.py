@@ -1,15 +1,15 @@
-"""LoRA adapters on a CPU against the same engine without: the same weights and prompts, in turn.
+"""LoRA adapters on a CPU against the same engine without: same weights and prompts, interleaved.
 
     python benchmarks/lora_cpu.py [--new 16] [--rounds 5] [--hidden 2048] [--layers 2] [--rank 8] [--batch 8]
         [--experts 8]
 
-One process, one torch thread; weights and adapters of every linear layer are random. A ratio is the CPU time of the
-engine without adapters over that of the engine with adapters: 1 is as fast, 0.85 is 15 % slower. Median of rounds, in
-which the order is turned. With `--experts` the MLP is that many experts, of which a token has two.
+One process, one torch thread; weights, and adapters of every linear layer, are random. A ratio is the CPU time of the
+engine without adapters over that of the engine with adapters: 1 is equally fast, 0.85 is 15 % slower. Median of rounds,
+with rotated order. With `--experts`, the MLP has that many experts, two per token.
 
-Cases: `again` a second engine without adapters, which shows the noise; `unused` eight adapters are loaded and no
-request has one; `one` all requests have the same; `eight` each request has another. `decode` generates from prompts
-of 8 tokens, `prompt` computes prompts of 64 tokens.
+Cases: `again` a second engine without adapters, which shows the noise; `unused` eight adapters are loaded but no
+request uses one; `one` all requests use the same adapter; `eight` each request uses a different one. `decode` generates
+from prompts of 8 tokens, `prompt` computes prompts of 64 tokens.
 """
 
 import argparse
@@ -31,7 +31,7 @@ _ADAPTERS = 8
 
 
 def save_adapter(folder: Path, config: PretrainedConfig, rank: int, seed: int) -> Path:
-    """A random adapter of every linear layer."""
+    """Save a random adapter of every linear layer; return its directory."""
     generator = torch.Generator().manual_seed(seed)
     width, size = config.hidden_size, config.intermediate_size
     shapes = dict.fromkeys(("self_attn.q_proj", "self_attn.o_proj"), (width, width))
@@ -56,7 +56,7 @@ def save_adapter(folder: Path, config: PretrainedConfig, rank: int, seed: int) -
 
 
 def measure(llm: LLM, prompts: list[list[int]], num_new: int, adapters: list[str]) -> float:
-    """CPU time of a batch."""
+    """Return the CPU seconds of a batch."""
     llm.engine.scheduler.flush()
     begin = time.process_time()
     llm.generate(prompts, SamplingParams(max_new_tokens=num_new, ignore_eos=True), adapter=adapters)
@@ -102,7 +102,7 @@ def main() -> None:
                 prompts = [[(7 * i + 31 * row) % 4096 for i in range(length)] for row in range(args.batch)]
                 taken: dict[str, list[float]] = {case: [] for case in cases}
                 order = list(cases)
-                for turn in range(args.rounds + 1):  # the first warms up
+                for turn in range(args.rounds + 1):  # the first round is warm-up
                     for case in order[turn % len(order) :] + order[: turn % len(order)]:
                         llm, adapters = cases[case]
                         took = measure(llm, prompts, num_new, adapters)

@@ -1,18 +1,18 @@
-"""The C++ metrics kernel relative to reading the same arrays, in one process, by dtype.
+"""The C++ comparison kernel relative to reading the same arrays, in one process, by dtype.
 
     python benchmarks/measure_ceiling.py [--mib 128] [--width 4096] [--rounds 9] [--native 1,avx2]
 
-Two arrays a type, each larger than the caches, about a third of whose values differ a little. They lie as two mapped
-files do: each starts a page, `--shift` bytes into it, `--apart` bytes after the end of the other. (`--shift 16 --apart
-4096` is how malloc places two such arrays, and a trap on AMD: its level 1 cache finds a line by a hash of the address
-in which bits 12 and 27 cancel, so that 128 MiB and a page apart lines of both sides drive each other out wherever a
-vector straddles two of them; whatever reads both in turn, not the ceiling, then takes up to twice as long.)
+Two arrays per dtype, each larger than the caches; about a third of their values differ slightly. Their placement
+imitates two mapped files: each starts `--shift` bytes into a page, `--apart` bytes after the end of the other.
+(`--shift 16 --apart 4096` is where malloc places two large arrays, which is a pitfall on AMD CPUs: the L1 cache finds a
+line by an address hash in which bits 12 and 27 cancel. At a distance of 128 MiB and a page, lines of both sides then
+evict each other wherever a vector straddles two lines. Code that reads both sides alternately takes up to twice as
+long; the ceiling does not.)
 
-The ceiling is the quicker of two ways in which numpy reads both as 64-bit integers (a sum and a bitwise or); what is
-measured are the default measures, row by row. Rounds are interleaved and the least is shown: of processor time on one
-thread, and of wall time where every core has its share of the rows, which says little while others use them.
-``avx2`` is the same in
-a process that leaves 64-byte vectors alone.
+The ceiling is the faster of two ways in which numpy reads both arrays as 64-bit integers (a sum and a bitwise or). The
+measured kernel computes the default measures, row by row. Rounds are interleaved and the minimum is shown: of CPU time
+on one thread, and of wall time with the rows split over all cores, which is unreliable if other processes use them.
+``avx2`` is the same in a process without 64-byte vectors.
 """
 
 import argparse
@@ -39,15 +39,15 @@ PAIRS = (
 )  # fmt: skip
 PAGE = 4096
 TILE = 1 << 20
-"""Values that are made; larger arrays repeat them."""
+"""Number of generated values; larger arrays repeat them."""
 
 
 def pair(names: tuple[str, str], nbytes: int, width: int, apart: int, shift: int) -> tuple[Array, Array]:
-    """Baseline and target, [rows, width], in one block of memory; ``nbytes`` is the size of the larger."""
+    """Return baseline and target, [rows, width], in one memory block; ``nbytes`` is the size of the larger one."""
     rng = np.random.default_rng(0)
     one = rng.standard_normal(TILE) * 4
     two = one + np.where(rng.random(TILE) < 0.3, rng.standard_normal(TILE) * 0.05, 0.0)
-    if "float8_e8m0fnu" in names:  # has no sign
+    if "float8_e8m0fnu" in names:  # E8M0 has no sign
         one, two = abs(one), abs(two)
     kinds = [dtypes.numpy_dtype(name) for name in names]
     rows = nbytes // max(kind.itemsize for kind in kinds) // width
@@ -64,13 +64,13 @@ def pair(names: tuple[str, str], nbytes: int, width: int, apart: int, shift: int
 
 
 def scheduled(matrix: Array, parts: int) -> Iterator[Array]:
-    """Its rows in equal parts."""
+    """Split the rows into equal parts."""
     bounds = [len(matrix) * i // parts for i in range(parts + 1)]
     return (matrix[first:stop] for first, stop in pairwise(bounds))
 
 
 def least(calls: dict[str, Callable[[], object]], clock: Callable[[], float], rounds: int) -> dict[str, float]:
-    """Seconds of each call, over interleaved rounds."""
+    """Return the minimum seconds of each call over interleaved rounds."""
     best = dict.fromkeys(calls, float("inf"))
     for _ in range(rounds):
         for name, call in calls.items():
@@ -83,7 +83,7 @@ def least(calls: dict[str, Callable[[], object]], clock: Callable[[], float], ro
 def measure(
     names: tuple[str, str], sides: tuple[Array, Array], rounds: int, pool: ThreadPoolExecutor, cores: int
 ) -> str:
-    """One line of the table."""
+    """Return one row of the table."""
     one, two = sides
     parts = list(zip(scheduled(one, cores), scheduled(two, cores), strict=True))
 

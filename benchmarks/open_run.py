@@ -3,8 +3,8 @@
     python benchmarks/open_run.py [--records 100000 1000000] [--sites 10000] [--rounds 3] [--keep FOLDER]
 
 Statistics and hashes in every record, one rank. `plain` reads all lines, `first` reads them and writes the record
-index, `open` reads the index, and `table` makes a frame of it. `view` is what the dashboard does: it opens the run and
-arranges its records; `compacted` the same after `tapscope compact`.
+index, `open` reads the index, and `table` builds a data frame from it. `view` does the same as the dashboard: it opens
+the run and sorts its records; `compacted` is the same after `tapscope compact`.
 """
 
 import argparse
@@ -41,7 +41,7 @@ print(json.dumps([*found, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1
 
 
 def make(folder: Path, num_records: int, num_sites: int = 10_000) -> Path:
-    """A run of one rank."""
+    """Write a run of one rank."""
     rank = folder / "rank-00000"
     rank.mkdir(parents=True)
     (folder / "run.json").write_text(json.dumps({"version": 2, "format": "tapscope-run", "world_size": 1}))
@@ -67,13 +67,13 @@ def make(folder: Path, num_records: int, num_sites: int = 10_000) -> Path:
 
 
 def measured(kind: str, *paths: Path) -> list[float]:
-    """Wall and CPU seconds and MiB of a fresh process."""
+    """Return wall seconds, CPU seconds and MiB of a fresh process."""
     found = subprocess.run([sys.executable, "-c", _MEASURE, kind, *map(str, paths)], capture_output=True, check=True)
     return list(json.loads(found.stdout))
 
 
 def timed(kind: str, path: Path) -> list[float]:
-    """The same with or without an index."""
+    """Measure opening a run, after removing its index or compacting it as ``kind`` requires."""
     index = path / "rank-00000" / "records.jsonl.index"
     if kind in ("plain", "first"):
         index.unlink(missing_ok=True)

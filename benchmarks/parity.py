@@ -1,15 +1,16 @@
-"""Largest difference of the engine's float32 logits from transformers', by family; the tests' limit is 1e-4.
+"""Largest difference of the engine's float32 logits from transformers', by model family; the tests' limit is 1e-4.
 
     python benchmarks/parity.py [llama gemma3 ...] [--device cuda]
 
-Prints a Markdown table. The models are the tests': 2 to 5 layers, hidden size 64, random weights, also of norms and
-biases. Four prompts of 1 to 35 tokens run in one batch, which generates 12 tokens; windows of 7 to 11 positions are
-crossed. A figure is the largest difference of a logit over all positions, prompts and ranks from transformers' full
-forward of the same tokens without a cache; every token must be transformers' greedy choice, or the run stops.
+Prints a Markdown table. The models are those of the tests: 2 to 5 layers, hidden size 64, random weights, including
+norms and biases. Four prompts of 1 to 35 tokens run in one batch, which generates 12 tokens and crosses attention
+windows of 7 to 11 positions. A figure is the largest logit difference, over all positions, prompts and ranks, from
+transformers' full forward of the same tokens without a cache. Every token must be transformers' greedy choice,
+otherwise the run stops.
 
-Columns: `whole` prompts in one step, `chunks` at most 5 rows in a step, `TP 2` two ranks, `EP 2` two ranks that split
-experts instead of features; both are computed on a CPU only. `logit` is the largest logit of the longest prompt: the
-scale of a difference.
+Columns: `whole` full prompts in one step, `chunks` at most 5 rows per step, `TP 2` two ranks, `EP 2` two ranks that
+shard experts instead of features; the last two run on the CPU only. `logit` is the largest logit of the longest prompt,
+as the scale of a difference.
 """
 
 import argparse
@@ -32,7 +33,7 @@ FAMILIES = sorted((*checkpoints.FAMILIES, "qwen3_5", *moe_checkpoints.FAMILIES))
 
 
 def save(folder: Path, family: str) -> Path:
-    """The checkpoint that the tests of ``family`` use."""
+    """Save the checkpoint that the tests of ``family`` use."""
     if family == "qwen3_5":
         return moe_checkpoints.make_qwen3_5(folder, seed=3)
     make = checkpoints.make_checkpoint if family in checkpoints.FAMILIES else moe_checkpoints.make_moe
@@ -40,7 +41,7 @@ def save(folder: Path, family: str) -> Path:
 
 
 def measure(family: str, device: str = "cpu") -> list[str]:
-    """The cells of a family's row."""
+    """Return the cells of a family's row."""
     with tempfile.TemporaryDirectory() as folder:
         path = save(Path(folder) / "model", family)
         config = ModelConfig.read(path)
@@ -54,7 +55,7 @@ def measure(family: str, device: str = "cpu") -> list[str]:
 
 
 def main() -> None:
-    """Print a row for each family."""
+    """Print one row per family."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("families", nargs="*", metavar="FAMILY", help=", ".join(FAMILIES))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the engine")

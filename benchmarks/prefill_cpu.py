@@ -1,13 +1,14 @@
-"""Prefill of a cold prompt on a CPU: the engine, transformers and vLLM, the same weights, each in its own process.
+"""Prefill of a cold prompt on a CPU: the engine, transformers and vLLM, same weights, each in its own process.
 
     python benchmarks/prefill_cpu.py [--vllm-python PATH] [--lengths 129 1025 4097] [--dtypes float32 bfloat16]
                                      [--threads 1 0] [--rounds 5]
 
-A small random Llama (27 M parameters) is asked for one token after a prompt of new random tokens, so that no prefix
-cache helps. The processes stay, and take their turns within each round, in another order each time; 0 threads are as
-many as there are cores. Medians of CPU time (of the process, all threads) and of wall time; a ratio above 1 says that
-the engine is faster. "of the peak" is the time that the forward's arithmetic takes at the pace of torch's own product
-of 1,024 by 512 by 3,072, measured in the engine's process, over the CPU time. Only products and causal attention count.
+A small random Llama (27 M parameters) generates one token after a prompt of new random tokens, so that no prefix cache
+helps. The processes persist and run interleaved within each round, in a different order each time; 0 threads means one
+per core. Medians of CPU time (of the process, all threads) and of wall time; a ratio above 1 means that the engine is
+faster. "of the peak" is the time of the forward's arithmetic at the rate of torch's own product of 1,024 by 512 by
+3,072, measured in the engine's process, over the CPU time. Only matrix products and causal attention count.
+
 ``--vllm-python`` is the interpreter of an environment with vLLM for CPUs.
 """
 
@@ -29,11 +30,11 @@ HIDDEN, INTERMEDIATE, LAYERS, HEADS, KV_HEADS, VOCAB = 512, 1536, 8, 8, 4, 4096
 MAX_POSITIONS = 8192
 
 Prompt = Callable[[list[int]], list[int]]
-"""A prompt to the one token that follows."""
+"""Maps a prompt to the one generated token."""
 
 
 def operations(length: int) -> float:
-    """Of a prompt's forward: linear layers, causal attention and the last row's logits."""
+    """Return the operations of a prompt's forward: linear layers, causal attention and the last row's logits."""
     head_dim = HIDDEN // HEADS
     weights = HIDDEN * (2 * HIDDEN + 2 * KV_HEADS * head_dim) + 3 * HIDDEN * INTERMEDIATE
     return 2.0 * LAYERS * (length * weights + length * (length + 1) * HIDDEN) + 2 * HIDDEN * VOCAB
@@ -93,7 +94,7 @@ _WAYS: dict[str, Callable[[str, str], Prompt]] = {"ours": ours, "transformers": 
 
 
 def peak(dtype: str) -> float:
-    """Operations per second of CPU time in torch's product of the model's widest shape."""
+    """Return the operations per CPU second of torch's product of the model's widest shape."""
     import torch
 
     x, weight = (torch.randn(rows, HIDDEN, dtype=getattr(torch, dtype)) for rows in (1024, 2 * INTERMEDIATE))
@@ -106,12 +107,12 @@ def peak(dtype: str) -> float:
 
 
 def serve(way: str, folder: str, dtype: str, threads: int) -> None:
-    """A process of its own: a line of JSON in, a line of JSON out on what was stdout."""
+    """Serve requests in a worker process: a line of JSON in, a line of JSON out on the original stdout."""
     import torch
 
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print goes elsewhere
-    if way != "vllm":  # which sets them itself, by OMP_NUM_THREADS
+    os.dup2(2, 1)  # redirects library output to stderr
+    if way != "vllm":  # vLLM sets its threads by OMP_NUM_THREADS
         torch.set_num_threads(threads)
     run = _WAYS[way](folder, dtype)
     for line in sys.stdin:
@@ -123,7 +124,7 @@ def serve(way: str, folder: str, dtype: str, threads: int) -> None:
             tokens = run(prompt)
             answer = time.process_time() - cpu, time.perf_counter() - wall, tokens
         print(json.dumps(answer), file=answers, flush=True)
-    os._exit(0)  # nothing of it is to be kept
+    os._exit(0)  # skips cleanup: there is no state to keep
 
 
 class WorkerProcess:
@@ -140,7 +141,7 @@ class WorkerProcess:
         self._process = subprocess.Popen(command, env=os.environ | settings, text=True, **pipes)
 
     def measure(self, prompt: list[int] | None) -> Any:
-        """CPU seconds, wall seconds and tokens of a prompt; the peak without one."""
+        """Return CPU seconds, wall seconds and tokens for a prompt; the peak rate without one."""
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None
         assert stdout is not None
@@ -167,7 +168,7 @@ def compare(asked: dict[str, WorkerProcess], length: int, rounds: int, label: st
         tokens: dict[str, Any] = {}
         for way in names[turn % len(names) :] + names[: turn % len(names)]:
             cpu, wall, tokens[way] = asked[way].measure(prompt)
-            if turn:  # the first is to warm up
+            if turn:  # the first round is warm-up
                 taken[way].append((cpu, wall))
         for way in names:
             same[way] += tokens[way] == tokens["ours"]

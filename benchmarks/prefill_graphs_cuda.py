@@ -2,12 +2,12 @@
 
     python benchmarks/prefill_graphs_cuda.py [--shape qwen3-0.6b] [--tokens 16 128 512] [--mixed 31x1024] [--serve 96]
 
-Random weights of a real model's shape, bf16. A line is one step, run again and again by the model runner without a
-scheduler: wall time from the launch to its token on the host, the part of it until everything was launched, and the
-time in which the device was busy; medians in milliseconds. ``n`` is a prompt of n tokens; ``31x1024+128`` are 31
-decoding requests with a context of 1,024 and a chunk of 128 tokens after a cached prefix of 512.
+Random weights in a real model's shape, bf16. A row is one step, repeated by the model runner without a scheduler: wall
+time from launch until the token is on the host, the part until everything is launched, and the device's busy time;
+medians in milliseconds. ``n`` is a prompt of n tokens; ``31x1024+128`` are 31 decoding requests with a context of 1,024
+and a chunk of 128 tokens after a cached prefix of 512.
 
-``--serve n``: n requests of 64 to 256 tokens, 32 of which run at a time, generate 16 to 48 tokens each.
+``--serve n``: n requests of 64 to 256 tokens, 32 of them at a time, generate 16 to 48 tokens each.
 """
 
 import argparse
@@ -30,7 +30,7 @@ PAGE, PAGES = 16, 4500
 
 
 def write_config(shape: str, folder: Path) -> None:
-    """The config.json of a checkpoint without weights."""
+    """Write the config.json of a checkpoint without weights."""
     config = _SHAPES[shape]()
     with torch.device("meta"):
         config.architectures = [type(AutoModelForCausalLM.from_config(config)).__name__]
@@ -40,7 +40,7 @@ def write_config(shape: str, folder: Path) -> None:
 
 
 def request(row: int, position: int, count: int) -> ScheduledRequest:
-    """``count`` rows from ``position`` on, in pages of its own."""
+    """Return a scheduled request with ``count`` rows from ``position`` on, in its own pages."""
     end = position + count
     return ScheduledRequest(
         request=str(row),
@@ -67,7 +67,7 @@ def plan_of(scheduled: list[ScheduledRequest]) -> StepPlan:
 
 
 def once(runner: Any, plan: StepPlan) -> tuple[float, float]:
-    """Milliseconds until launched, and until the token is on the host."""
+    """Run one step; return the milliseconds until launched, and until the token is on the host."""
     torch.cuda.synchronize()
     began = time.perf_counter()
     launched = runner.launch(plan)
@@ -85,7 +85,7 @@ def logits(runner: Any, plan: StepPlan) -> torch.Tensor:
 
 
 def busy(runner: Any, plan: StepPlan, count: int = 2, pause: float = 0.0) -> tuple[float, int]:
-    """Milliseconds in which the device computed or copied, and its operations, of one step."""
+    """Return the device's busy milliseconds (compute and copies) and its number of operations per step."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(count):
             once(runner, plan)
@@ -109,7 +109,7 @@ def measure(runner: Any, plan: StepPlan, rounds: int) -> str:
 
 
 def use(runner: Any, graphs: Any) -> None:
-    """Compute steps with prompts by ``graphs``, or eagerly without."""
+    """Compute steps with prompts through ``graphs``, or eagerly if None."""
     if runner.graphs is not None:
         runner.graphs.prefill = graphs
 

@@ -2,11 +2,10 @@
 
     python benchmarks/recorder_speed.py [--out DIRECTORY] [--rounds 7] [--fsync never] [--recorder]
 
-One process, one rank: `RankWriter.batch` as the recorder calls it, in batches of up to 8 MiB and 64 records, the lines
-of ordinary length. A raw append is one `pwrite` of the same size after the other into one new file. Rounds alternate
-between the two; printed are medians. Nothing is synced unless asked for, so a disk shows its page cache.
-``--recorder`` goes through a real recorder process as well, payloads through its ring: wall time until everything is
-acknowledged.
+One process, one rank: `RankWriter.batch` as the recorder calls it, in batches of up to 8 MiB and 64 records, with lines
+of typical length. A raw append is a sequence of `pwrite` calls of the same size into one new file. Rounds alternate
+between the two; medians are printed. Nothing is synced unless requested, so a disk shows its page cache. ``--recorder``
+also measures a real recorder process with payloads through its ring: wall time until everything is acknowledged.
 """
 
 import argparse
@@ -38,11 +37,11 @@ T = TypeVar("T")
 BATCH_BYTES = 8 << 20
 BATCH_RECORDS = 1024
 SIZES = {"1 MiB": (1 << 20, 512), "64 KiB": (1 << 16, 4096), "2 KiB": (2048, 40_000)}
-"""Name -> (bytes of one tensor, tensors in a round)."""
+"""Name -> (bytes of one tensor, tensors per round)."""
 
 
 def lines_of(count: int, nbytes: int) -> list[bytes]:
-    """Record lines as a real capture has them."""
+    """Return record lines like those of a real capture."""
     stats = Stats(nbytes // 4, 0, 0, 0, 3, 0, -3.1415927410125732, 2.7182817459106445, 3.1415927410125732, 1.5, 97.25)
     site = "model.layers.{}.self_attn.o_proj:out"
     return [
@@ -56,12 +55,12 @@ def _key(site: str, n: int) -> Key:
 
 
 def batch_size(nbytes: int) -> int:
-    """Records of a batch."""
+    """Return the number of records per batch."""
     return max(min(BATCH_RECORDS, BATCH_BYTES // max(nbytes, 1)), 1)
 
 
 def write(folder: Path, lines: list[bytes], nbytes: int, data: memoryview, fsync: str) -> float:
-    """Seconds until the records are written and the rank is closed."""
+    """Return the seconds until the records are written and the rank is closed."""
     per_batch = batch_size(nbytes)
     heads = [(_key("layers.{}.mlp:out", n).tensor_name, [nbytes // 4]) for n in range(len(lines))]
     offsets = range(0, max(len(data) - nbytes, 1), max(nbytes, 1))
@@ -84,7 +83,7 @@ def _head(head: tuple[str, list[int]]) -> tuple[str, str, list[int]]:
 
 
 def append(folder: Path, count: int, nbytes: int, data: memoryview) -> tuple[float, float]:
-    """Wall and CPU seconds of the raw append."""
+    """Return the wall and CPU seconds of the raw append."""
     offsets = range(0, max(len(data) - nbytes, 1), nbytes)
     begun, cpu = time.perf_counter(), time.process_time()
     fd = os.open(folder / "raw", os.O_RDWR | os.O_CREAT | os.O_EXCL)
@@ -96,7 +95,7 @@ def append(folder: Path, count: int, nbytes: int, data: memoryview) -> tuple[flo
 
 
 def timed(out: Path, work: Callable[[Path], T]) -> T:
-    """The result of ``work`` in a fresh folder."""
+    """Return the result of ``work`` in a fresh directory."""
     folder = Path(tempfile.mkdtemp(prefix="recorder-speed-", dir=out))
     try:
         return work(folder)
@@ -105,14 +104,14 @@ def timed(out: Path, work: Callable[[Path], T]) -> T:
 
 
 def measure_size(name: str, out: Path, rounds: int, data: memoryview, fsync: str) -> str:
-    """One line of the table."""
+    """Return one row of the table."""
     nbytes, count = SIZES[name]
     lines = lines_of(count, nbytes)
     raw, ours = [], []
     for _ in range(rounds + 1):
         raw.append(timed(out, lambda folder: append(folder, count, nbytes, data))[0])
         ours.append(timed(out, lambda folder: write(folder, lines, nbytes, data, fsync)))
-    raw, ours = raw[1:], ours[1:]  # the first round of a size finds cold pages
+    raw, ours = raw[1:], ours[1:]  # warm-up: the first round of a size has cold pages
     ratio = statistics.median(a / b for a, b in zip(raw, ours, strict=True))
     total, raw_s, ours_s = nbytes * count / 1e9, statistics.median(raw), statistics.median(ours)
     return (
@@ -122,7 +121,7 @@ def measure_size(name: str, out: Path, rounds: int, data: memoryview, fsync: str
 
 
 class RealRecorder:
-    """A recorder process of its own, and one rank that sends it batches through a ring, as the dumper does."""
+    """A separate recorder process, and one rank that sends batches through a ring, as the dumper does."""
 
     def __init__(self, run: Path, data: memoryview, fsync: str) -> None:
         run.mkdir()
@@ -144,7 +143,8 @@ class RealRecorder:
         self._ask("joined", rank=0, manifest={}, opening=opening, ring=ring, config={"keep": "full"}, modules=[])
 
     def write(self, lines: list[bytes], nbytes: int) -> tuple[float, float]:
-        """Wall seconds until all is acknowledged, at most 8 batches on their way; CPU seconds of the recorder."""
+        """Return the wall seconds until all is acknowledged, with at most 8 batches in flight, and the recorder's CPU
+        seconds."""
         per_batch = batch_size(nbytes)
         names = [_key("layers.{}.mlp:out", n).tensor_name for n in range(len(lines))]
         places = range(0, self._ring.nbytes - nbytes + 1, -(-nbytes // 64) * 64 or 64)
@@ -163,7 +163,7 @@ class RealRecorder:
         return time.perf_counter() - begun, cpu_seconds(self.process.pid) - cpu
 
     def close(self) -> None:
-        """Send the close message and wait for the end."""
+        """Send the close message and wait for the process to exit."""
         self._send(Message("close"))
         self._socket.close()
         self.process.wait()
@@ -190,13 +190,13 @@ class RealRecorder:
 
 
 def cpu_seconds(pid: int) -> float:
-    """User and system time of a process so far."""
+    """Return the user and system CPU seconds of a process."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def measure_recorder(name: str, out: Path, rounds: int, data: memoryview, fsync: str) -> str:
-    """One line: the recorder's cost relative to that of a raw append of the same bytes."""
+    """Return one row: the recorder's cost relative to a raw append of the same bytes."""
     nbytes, count = SIZES[name]
     lines = lines_of(count, nbytes)
     raw, raw_cpu, walls, cpus = [], [], [], []

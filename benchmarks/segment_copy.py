@@ -2,15 +2,14 @@
 
     python benchmarks/segment_copy.py [--mib 512] [--rounds 5] [--out DIR]
 
-Asks whether the recorder could be cheaper than it is. ``write`` is what it does, to new pages; ``overwrite`` the same
-to pages that exist. ``copy_file_range`` (within one file system) and ``sendfile`` leave the copy to the kernel. A
-ring that is the segment itself would need new pages in the producer, in place of a copy: ``allocate`` (``fallocate``)
-and ``map_pages``, or ``fault_in``, page by page, or ``huge_pages`` of 2 MiB (``MADV_COLLAPSE``, Linux 6.1, tmpfs
-only).
+Answers whether the recorder could be cheaper. ``write`` is the recorder's method, to new pages; ``overwrite`` is the
+same to existing pages. ``copy_file_range`` (within one file system) and ``sendfile`` leave the copy to the kernel. If
+the ring itself were the segment, the producer would need new pages instead of a copy: ``allocate`` (``fallocate``) and
+``map_pages``, or ``fault_in``, page by page, or ``huge_pages`` of 2 MiB (``MADV_COLLAPSE``, Linux 6.1, tmpfs only).
 
-Predicted before the first run, for tmpfs, relative to ``write()``: ``copy_file_range`` and ``sendfile`` 0.95 to 1.3,
-as they copy too; ``allocate`` alone 0.4 to 0.7; ``overwrite`` 0.7; ``fault_in`` 1.3 to 1.6; ``huge_pages`` 0.3 to
-0.5. benchmarks/RESULTS.md has what was measured.
+Predicted before the first run, for tmpfs, relative to ``write()``: ``copy_file_range`` and ``sendfile`` 0.95 to 1.3, as
+they copy too; ``allocate`` alone 0.4 to 0.7; ``overwrite`` 0.7; ``fault_in`` 1.3 to 1.6; ``huge_pages`` 0.3 to 0.5. The
+measured figures are in benchmarks/RESULTS.md.
 """
 
 import argparse
@@ -30,7 +29,7 @@ _PIECE = 4 << 20
 _HUGE = 2 << 20
 _MADV_COLLAPSE = 25
 Way = Callable[[int, int, memoryview, int], float | None]
-"""(new file, ring file, ring memory, bytes) -> CPU seconds, or None where all of it counts."""
+"""(new file, ring file, ring memory, bytes) -> CPU seconds, or None if the full call counts."""
 
 
 def cpu_s() -> float:
@@ -83,7 +82,8 @@ def fault_in(file: int, ring_file: int, ring: memoryview, nbytes: int) -> None:
 
 
 def huge_pages(file: int, ring_file: int, ring: memoryview, nbytes: int) -> float:
-    """Of an aligned mapping, which replaces a part of a larger one: mmap alone aligns to small pages."""
+    """Collapse an aligned mapping to huge pages; the mapping replaces part of a larger one, because mmap aligns only to
+    small pages."""
     os.ftruncate(file, nbytes)
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype, libc.mmap.argtypes = ctypes.c_void_p, [ctypes.c_void_p, *[ctypes.c_size_t] * 5]
@@ -95,7 +95,7 @@ def huge_pages(file: int, ring_file: int, ring: memoryview, nbytes: int) -> floa
     map_fixed = 0x10
     before = cpu_s()
     libc.mmap(aligned, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | map_fixed, file, 0)
-    for at in range(0, nbytes, _HUGE):  # the kernel collapses what has at least one page
+    for at in range(0, nbytes, _HUGE):  # the kernel collapses only ranges with at least one page
         ctypes.memset(aligned + at, 1, 1)
     failed = libc.madvise(aligned, nbytes, _MADV_COLLAPSE)
     spent = cpu_s() - before
@@ -136,7 +136,8 @@ def main() -> None:
 
 
 def compare(ways: list[Way], out: Path, ring_file: int, nbytes: int, rounds: int) -> dict[str, list[float]]:
-    """CPU seconds of every way in every round; of one that is not possible between these file systems none."""
+    """Return the CPU seconds of each method in every round; a method that these file systems do not support has
+    none."""
     found: dict[str, list[float]] = {way.__name__: [] for way in ways}
     os.posix_fallocate(ring_file, 0, _RING)
     with mmap.mmap(ring_file, _RING) as memory, memoryview(memory) as ring:

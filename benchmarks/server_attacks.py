@@ -1,12 +1,12 @@
-"""How long one malicious request delays the other clients of `tapscope serve`.
+"""Delay that one malicious request causes to other clients of `tapscope serve`.
 
     python -m benchmarks.server_attacks [MODEL] [--seconds 6] [--server-cores 0] [--client-cores 1] [--json]
 
-The server runs on cores of its own; the attacker (a process, one attack at a time, again and again) and the clients
-that are measured share the others, the attacker with lower priority. Measured are GET /health every 5 ms, the gaps
-between tokens of a stream, and whole requests of eight tokens; first without an attack, then under each. Times in ms.
-A gap is what the slowest moment cost one client, so `max` is the figure to look at: 250 ms is the goal, and 50 ms for
-the p99 of /health. Without MODEL a tiny Llama is made on the spot.
+The server runs on its own cores; the attacker (a process that repeats one attack at a time) and the measured clients
+share the others, the attacker with lower priority. Measured are GET /health every 5 ms, the gaps between tokens of a
+stream, and full requests of eight tokens; first without an attack, then under each. Times in ms. A gap is the cost of
+the slowest moment to one client, so `max` is the figure to look at: the goals are 250 ms, and 50 ms for the p99 of
+/health. Without MODEL, a tiny Llama is created.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from typing import Any
 import httpx
 
 Attack = Callable[[str], str]
-"""Does it once to the server at this address; says what became of it."""
+"""Attacks the server at an address once and returns a description of the outcome."""
 
 OVERLAPPING = {f"^a{i}[a-z]*$": {"type": "string", "pattern": f"x{i}y*"} for i in range(1000)}
 
@@ -91,7 +91,7 @@ ATTACKS: dict[str, Attack] = {
 
 
 class Watch:
-    """Times of one client, in seconds."""
+    """Latencies seen by the measured clients, in seconds."""
 
     def __init__(self) -> None:
         self.health: list[float] = []
@@ -99,7 +99,7 @@ class Watch:
         self.requests: list[float] = []
 
     def row(self) -> list[float]:
-        """p50, p99 and the longest of each, in ms."""
+        """Return p50, p99 and maximum of each, in ms."""
         return [value for times in (self.health, self.gaps, self.requests) for value in _summary(times)]
 
 
@@ -111,7 +111,7 @@ def _summary(times: Sequence[float]) -> tuple[float, float, float]:
 
 
 async def measure(address: str, seconds: float) -> Watch:
-    """What three clients see for so long."""
+    """Measure the latencies of three clients for ``seconds``."""
     watch, end = Watch(), time.monotonic() + seconds
     async with httpx.AsyncClient(base_url=address, timeout=120) as client:
 
@@ -160,7 +160,7 @@ def _attacker(name: str, address: str, cores: Sequence[int], said: "multiprocess
 
 @contextmanager
 def attacked(name: str | None, address: str, cores: Sequence[int]) -> Iterator["multiprocessing.Queue[str]"]:
-    """Under one attack after the other of this name, by a process."""
+    """Context manager: a process repeats the named attack inside the ``with`` block."""
     context = multiprocessing.get_context("fork")
     said: multiprocessing.Queue[str] = context.Queue()
     if name is None:
@@ -177,7 +177,7 @@ def attacked(name: str | None, address: str, cores: Sequence[int]) -> Iterator["
 
 @contextmanager
 def serving(model: Path, cores: str) -> Iterator[str]:
-    """`tapscope serve` on its own cores; gives its address."""
+    """Context manager: run `tapscope serve` on its own cores; yields its address."""
     command = ["taskset", "-c", cores, sys.executable, "-m", "tapscope", "serve", str(model), "--listen", "127.0.0.1:0"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
@@ -215,7 +215,7 @@ def main() -> None:
             make_checkpoint(model, steps=1)
         address = stack.enter_context(serving(model, args.server_cores))
         os.sched_setaffinity(0, cores[:-1] or cores)
-        asyncio.run(measure(address, 2))  # warm
+        asyncio.run(measure(address, 2))  # warm-up
         print(f"{'':<36} {'/health':^22} {'gap of a stream':^22} {'request of 8 tokens':^22}")
         print(f"{'':<36}" + f" {'p50':>6} {'p99':>7} {'max':>7}" * 3)
         for name in (None, *(each for each in ATTACKS if args.only in each), None):

@@ -1,20 +1,21 @@
-"""Speculative decoding on a CPU against the same engine without: the same weights and prompts, in turn.
+"""Speculative decoding on a CPU against the same engine without: same weights and prompts, interleaved.
 
     python benchmarks/speculation_cpu.py [--new 96] [--rounds 3] [--dtype float32] [--case ngram-1 draft-1 ...]
 
-One process, one torch thread. The weights are built, not trained, so that the acceptance is known: the target's next
-token is a function of the last one. Everything is computed as with trained weights of that shape (62 M parameters).
+One process, one torch thread. The weights are constructed, not trained, so that the acceptance rate is known: the
+target's next token is a function of the last one. The computation is the same as with trained weights of that shape (62
+M parameters).
 
-Cases, with the batch size: `ngram` prompts that contain what follows (copying); `draft` a checkpoint of 2 M parameters
-that knows nine of ten successors; `hopeless-ngram` uniformly sampled tokens of a small vocabulary, whose n-grams occur
-again by chance; `hopeless-draft` a draft that knows no successor. `eagle` and `nextn` are heads that read the last
-token through a noisy matrix: four of five successors are their first guess, every second of the others is their second
-or third. One is an EAGLE head of the same target, the other the MTP layer of a GLM-4-MoE model of 86 M parameters, 58 M
-of which compute a token. They draft chains of 3 tokens, or with `tree` 7 tokens of the 3 best branches of 3 levels; a
-`hopeless` head knows nothing.
+Cases, with the batch size: `ngram` prompts that contain the continuation (copying); `draft` a checkpoint of 2 M
+parameters that knows nine of ten successors; `hopeless-ngram` uniformly sampled tokens of a small vocabulary, whose
+n-grams repeat only by chance; `hopeless-draft` a draft model that knows no successor. `eagle` and `nextn` are heads
+that read the last token through a noisy matrix: four of five successors are their first guess, half of the others their
+second or third. The first is an EAGLE head of the same target, the second the MTP layer of a GLM-4-MoE model of 86 M
+parameters, 58 M of them active. They draft chains of 3 tokens, or with `tree` 7 tokens of the 3 best branches of 3
+levels; a `hopeless` head knows nothing.
 
-A ratio is the plain engine's CPU time over the speculating one's: above 1 speculation is faster. Median of rounds;
-outputs must be equal where they are greedy.
+A ratio is the plain engine's CPU time over the speculating one's: above 1, speculation is faster. Median of rounds;
+greedy outputs must be equal.
 """
 
 import argparse
@@ -40,8 +41,8 @@ _MOE = {"moe_intermediate_size": 768, "n_routed_experts": 4, "num_experts_per_to
 _CHAIN: dict[str, Any] = {"speculative_num_steps": 3}
 _TREE: dict[str, Any] = _CHAIN | {"speculative_eagle_topk": 3, "speculative_num_draft_tokens": 8}
 _MARGIN = 0.68
-"""By which a head prefers the successor to the best other token: 82 to 85 % of the first guesses are right, 90 % of the
-first three."""
+"""Margin by which a head prefers the successor to the best other token: 82 to 85 % of the first guesses are correct, 90
+% of the first three."""
 _HEADS = ("eagle", "eagle-tree", "nextn", "nextn-tree", "hopeless-eagle", "hopeless-eagle-tree")
 _CASES = (
     *("ngram-1", "ngram-8", "draft-1", "draft-8", "hopeless-ngram-1", "hopeless-draft-1", "hopeless-draft-8"),
@@ -50,13 +51,14 @@ _CASES = (
 
 
 def successor(token: torch.Tensor) -> torch.Tensor:
-    """The next token in a cycle of :data:`_CYCLE` tokens."""
+    """Return the next token in a cycle of :data:`_CYCLE` tokens."""
     return token // _CYCLE * _CYCLE + (token + 1) % _CYCLE
 
 
 @torch.no_grad()
 def save(folder: Path, shape: dict[str, int], dtype: str, known: float) -> Path:
-    """A checkpoint that gives the successor of a share ``known`` of the tokens, and else an arbitrary token."""
+    """Save a checkpoint that predicts the successor for a share ``known`` of the tokens, and otherwise an arbitrary
+    token."""
     torch.manual_seed(0)
     config = LlamaConfig(
         **shape, vocab_size=_VOCAB, num_key_value_heads=shape["num_attention_heads"] // 3, max_position_embeddings=1024,
@@ -69,7 +71,7 @@ def save(folder: Path, shape: dict[str, int], dtype: str, known: float) -> Path:
 
 
 def teach(model: PreTrainedModel, known: float) -> None:
-    """Let ``model`` give the successor of a share ``known`` of the tokens."""
+    """Modify ``model`` to predict the successor for a share ``known`` of the tokens."""
     vocab = model.config.vocab_size
     embedding = torch.randn(vocab, model.config.hidden_size)
     tokens = torch.arange(vocab)
@@ -78,16 +80,18 @@ def teach(model: PreTrainedModel, known: float) -> None:
     heads = embedding.new_zeros(embedding.shape).index_copy(0, following[~unknown], embedding[~unknown])
     model.model.embed_tokens.weight.copy_(embedding)
     model.lm_head.weight.copy_(heads + 0.01 * torch.randn_like(heads))
-    for name, weight in model.named_parameters():  # what is added to the embedding stays small
+    for name, weight in model.named_parameters():  # keeps the layers' contribution to the embedding small
         if name.endswith(("o_proj.weight", "down_proj.weight", "down_proj")):
             weight.mul_(0.01)
 
 
 def reading(size: int, vocab: int, *, is_hopeless: bool, margin: float = _MARGIN) -> Tensor:
-    """[size, 2 size]: reads the embedding with noise, or noise alone, and nothing of the hidden state.
+    """Return a projection [size, 2 size] that reads the embedding with noise, or only noise, and ignores the hidden
+    state.
 
-    The best of ``vocab`` tokens with noise is about sqrt(2 log vocab) standard deviations above their mean, so that a
-    larger vocabulary needs less noise for as many right guesses; ``margin``: how many the successor is above that.
+    With noise, the best of ``vocab`` tokens is about sqrt(2 log vocab) standard deviations above their mean, so a
+    larger vocabulary needs less noise for the same accuracy. ``margin`` is the distance of the successor above that
+    best token, in standard deviations.
     """
     noise = torch.randn(size, size)
     right = torch.eye(size) + noise / (math.sqrt(2 * math.log(vocab)) + margin)
@@ -96,7 +100,7 @@ def reading(size: int, vocab: int, *, is_hopeless: bool, margin: float = _MARGIN
 
 @torch.no_grad()
 def save_eagle(folder: Path, dtype: str, *, is_hopeless: bool) -> Path:
-    """An EAGLE head of the target: a projection, then one of its layers."""
+    """Save an EAGLE head of the target: a projection, then one of the target's layers."""
     torch.manual_seed(1)
     shape = _TARGET | {"num_hidden_layers": 1}
     config = LlamaConfig(
@@ -115,7 +119,7 @@ def save_eagle(folder: Path, dtype: str, *, is_hopeless: bool) -> Path:
 
 @torch.no_grad()
 def save_nextn(folder: Path, dtype: str) -> Path:
-    """A mixture of experts with an MTP layer after its last one."""
+    """Save a mixture-of-experts model with an MTP layer after its last layer."""
     torch.manual_seed(0)
     config = Glm4MoeConfig(
         **_TARGET, **_MOE, vocab_size=_VOCAB, num_key_value_heads=4, head_dim=64, max_position_embeddings=1024,
@@ -136,13 +140,14 @@ def save_nextn(folder: Path, dtype: str) -> Path:
 
 
 def prompts(kind: str, batch: int) -> list[list[int]]:
-    """Tokens of other cycles for each request; of one and a half cycles if what follows is in them."""
+    """Return prompts from a different cycle per request; for ``ngram``, one and a half cycles, which contain the
+    continuation."""
     count = _CYCLE * 3 // 2 if kind == "ngram" else _CYCLE // 4
     return [[number * _CYCLE + i % _CYCLE for i in range(count)] for number in range(1, batch + 1)]
 
 
 def measure(llm: LLM, given: list[list[int]], params: SamplingParams) -> tuple[float, list[tuple[int, ...]]]:
-    """CPU time and outputs."""
+    """Return the CPU seconds and the outputs."""
     llm.engine.scheduler.flush()
     begin = time.process_time()
     found = llm.generate(given, params)
@@ -168,7 +173,7 @@ def run(case: str, folder: Path, args: argparse.Namespace) -> None:
     params, given = SamplingParams(**settings), prompts(kind, batch)
     with LLM(target, max_num_seqs=8) as plain, LLM(target, max_num_seqs=8, **options) as other:
         times: list[tuple[float, float]] = []
-        for _ in range(args.rounds + 1):  # the first warms up
+        for _ in range(args.rounds + 1):  # the first round is warm-up
             (before, expected), (after, found) = measure(plain, given, params), measure(other, given, params)
             assert found == expected, f"{case}: outputs differ"
             times.append((before, after))

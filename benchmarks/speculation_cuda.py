@@ -1,17 +1,17 @@
-"""Speculative decoding on one GPU against the same engine without: tokens a second, and the duration of a step.
+"""Speculative decoding on one GPU against the same engine without: tokens per second, and the duration of a step.
 
     python benchmarks/speculation_cuda.py [--shape qwen3-0.6b] [--layers N] [--batch 1 8] [--new 256] [--case ngram …]
 
-Weights of a real model's shape in bf16, built so that the acceptance is known (as in speculation_cpu.py): the target's
-next token is a function of the last one. A draft checkpoint has two of its layers and knows nine of ten successors; an
-EAGLE head has one layer and knows about four of five, a `weak` one about three. `ngram` prompts contain what follows;
-`hopeless` drafts know nothing. All verify 4 rows of a request in a step (3 drafts). `eager` runs the same without CUDA
-graphs.
+Weights in a real model's shape in bf16, constructed so that the acceptance rate is known (as in speculation_cpu.py):
+the target's next token is a function of the last one. A draft checkpoint has two of the target's layers and knows nine
+of ten successors; an EAGLE head has one layer and knows about four of five, a `weak` one about three. `ngram` prompts
+contain the continuation; `hopeless` drafts know nothing. Every step verifies 4 rows per request (3 drafts). `eager`
+runs the same without CUDA graphs.
 
-Printed: tokens a second, median of rounds, relative to plain decoding in graphs with asynchronous scheduling; the
-median duration of a step with drafts, drafting included, and of its verification alone; tokens per verification, and
-the share of steps that went without drafts because they do not pay. Outputs are those of plain decoding where they are
-equal in `same`.
+Printed: tokens per second, median of rounds, relative to plain decoding in graphs with asynchronous scheduling; the
+median duration of a step with drafts, including drafting, and of its verification alone; tokens per verification, and
+the share of steps without drafts because drafting was unprofitable. `same` counts outputs equal to those of plain
+decoding.
 """
 
 import argparse
@@ -34,12 +34,12 @@ from tapscope.engine import LLM, SamplingParams
 _CASES = ("ngram", "draft", "eagle", "weak-eagle", "hopeless-draft", "hopeless-eagle")
 _DRAFTS = 3
 _WEAK = {"weak-eagle": {"margin": -0.1}}
-"""How the head of a case differs from the others, see :func:`.reading`."""
+"""Changes of a case's head, see :func:`.reading`."""
 
 
 @torch.no_grad()
 def save(folder: Path, config: Any, known: float, device: str) -> None:
-    """A checkpoint that gives the successor of a share ``known`` of the tokens."""
+    """Save a checkpoint that predicts the successor for a share ``known`` of the tokens."""
     torch.manual_seed(0)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
@@ -50,7 +50,7 @@ def save(folder: Path, config: Any, known: float, device: str) -> None:
 
 @torch.no_grad()
 def save_eagle(folder: Path, target: Any, device: str, *, case: str) -> None:
-    """The EAGLE head of ``target`` that ``case`` names: a Llama layer behind a projection."""
+    """Save the EAGLE head of ``target`` for ``case``: a Llama layer after a projection."""
     torch.manual_seed(1)
     names = "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "max_position_embeddings"
     shape = {name: getattr(target, name) for name in names} | {"head_dim": getattr(target, "head_dim", None)}
@@ -72,7 +72,7 @@ def save_eagle(folder: Path, target: Any, device: str, *, case: str) -> None:
 
 
 def prompts(batch: int, length: int) -> list[list[int]]:
-    """Tokens of another cycle for each request."""
+    """Return prompts from a different cycle per request."""
     found = []
     for number in range(1, batch + 1):
         ids = [number * 64]
@@ -83,7 +83,7 @@ def prompts(batch: int, length: int) -> list[list[int]]:
 
 
 def measure(llm: LLM, given: list[list[int]], params: SamplingParams, rounds: int) -> tuple[float, Any, dict[str, Any]]:
-    """Tokens a second, the outputs, and durations of steps in ms."""
+    """Return tokens per second, the outputs, and the durations of steps in ms."""
     with_drafts, verifying, alone = [], [], []
     engine = llm.engine
     step = engine.step
@@ -102,7 +102,7 @@ def measure(llm: LLM, given: list[list[int]], params: SamplingParams, rounds: in
 
     engine.step = timed_step  # type: ignore[method-assign]
     paces, found = [], None
-    for number in range(rounds + 1):  # the first warms up
+    for number in range(rounds + 1):  # the first round is warm-up
         engine.scheduler.flush()
         if number == 1:
             for each in (with_drafts, verifying, alone):
@@ -117,7 +117,7 @@ def measure(llm: LLM, given: list[list[int]], params: SamplingParams, rounds: in
 
 
 def options_of(case: str, folder: Path) -> dict[str, Any]:
-    """Engine settings of a case."""
+    """Return the engine settings of a case."""
     rows = {"speculative_num_draft_tokens": _DRAFTS + 1}
     if case == "ngram":
         return {"speculative_algorithm": "NGRAM"} | rows
@@ -182,13 +182,13 @@ def main() -> None:
 
 
 def counts(llm: LLM) -> dict[str, Any]:
-    """What the speculation has counted."""
+    """Return the counters of speculative decoding."""
     found: dict[str, Any] = llm.engine.state().get("speculation", {})
     return found
 
 
 def told(before: dict[str, Any], after: dict[str, Any]) -> str:
-    """Tokens per verification, and steps that went without drafts, between two :func:`counts`."""
+    """Format tokens per verification, and steps without drafts, between two :func:`counts`."""
     if not after:
         return ""
     names = "num_verifications", "num_accepted_tokens", "num_unprofitable_steps"

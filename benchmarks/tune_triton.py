@@ -1,9 +1,9 @@
-"""Tunes the launches of the Triton kernels; prints the tables of kernels/triton.
+"""Tune the launches of the Triton kernels; prints the tables of kernels/triton.
 
     python benchmarks/tune_triton.py [decode | prefill | linear]
 
-For each class of shapes every launch is compiled and measured within a CUDA graph; the class's figure is the geometric
-mean over its shapes. What does not compile (too much shared memory) is left out.
+For each class of shapes, every launch is compiled and measured in a CUDA graph; the figure of the class is the
+geometric mean over its shapes. Launches that do not compile (too much shared memory) are skipped.
 """
 
 import itertools
@@ -42,9 +42,9 @@ PREFILL = {
 
 
 def launches(dim: int, itemsize: int) -> Iterator[Launch]:
-    """The candidates; with n stages keys and values have n - 1 buffers each.
+    """Yield the candidate launches; with n stages, keys and values have n - 1 buffers each.
 
-    ``resident`` only changes the number of parts of a sequence, so it needs no other compilation.
+    ``resident`` only changes the number of parts of a sequence, so it needs no recompilation.
     """
     blocks = (16, 32, 64) if dim > 256 else (32, 64, 128)
     for block, warps, stages, registers in itertools.product(blocks, (4, 8), (2, 3, 4), (None, 128)):
@@ -54,7 +54,7 @@ def launches(dim: int, itemsize: int) -> Iterator[Launch]:
 
 
 def decode_calls(shapes: list[tuple[int, int, int, int, int, torch.dtype]]) -> list[Callable[[], object]]:
-    """One call for each shape."""
+    """Return one decode call per shape."""
     calls: list[Callable[[], object]] = []
     for batch, length, heads, kv_heads, dim, stored in shapes:
         table, lengths, pages = paged(batch, length)
@@ -66,14 +66,14 @@ def decode_calls(shapes: list[tuple[int, int, int, int, int, torch.dtype]]) -> l
 
 
 def prefill_launches(dim: int) -> Iterator[PrefillLaunch]:
-    """The candidates; stages as for :func:`launches`."""
+    """Yield the candidate launches; stages as in :func:`launches`."""
     for rows, block, warps, stages in itertools.product((64, 128, 256), (32, 64, 128), (4, 8), (2, 3, 4)):
         if (stages - 1) * block * dim * 4 <= 200 << 10 and not (rows == 64 and warps == 8):
             yield PrefillLaunch(rows, block, warps, stages)
 
 
 def prefill_calls(shapes: list[tuple[int, int, int, int, int, int]]) -> list[Callable[[], object]]:
-    """One call for each shape."""
+    """Return one prefill call per shape."""
     calls: list[Callable[[], object]] = []
     for batch, cached, rows, heads, kv_heads, dim in shapes:
         table, lengths, pages = paged(batch, cached + rows)
@@ -84,7 +84,7 @@ def prefill_calls(shapes: list[tuple[int, int, int, int, int, int]]) -> list[Cal
 
 
 def linear_launches(rows: int) -> Iterator[LinearLaunch]:
-    """The candidates."""
+    """Yield the candidate launches."""
     outputs = (2, 4, 8) if rows == 1 else (16, 32)
     for out, block, warps, stages in itertools.product(outputs, (128, 256, 512, 1024), (2, 4, 8), (3, 5)):
         size = (out + (1 if rows == 1 else max(16, rows))) * block * 2 * stages
@@ -93,7 +93,7 @@ def linear_launches(rows: int) -> Iterator[LinearLaunch]:
 
 
 def tune_linear() -> None:
-    """Print the launches that are best over all shapes, next to torch's time; weights come from memory."""
+    """Print the best launches over all shapes, next to torch's time; weights are read from memory."""
     for rows in LINEAR_LAUNCHES:
         calls, theirs = [], []
         for outs, ins in LINEAR:
@@ -116,7 +116,7 @@ def tune_linear() -> None:
 
 
 def _each_us(linear: Callable[..., object], weights: list[torch.Tensor], inputs: torch.Tensor) -> float:
-    """Microseconds of one product, each with another weight than the one before."""
+    """Return the microseconds of one product; consecutive products use different weights."""
     return graph_us(lambda: [linear(inputs, weight) for weight in weights], 1, 5) / len(weights)
 
 

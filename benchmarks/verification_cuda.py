@@ -1,11 +1,11 @@
-"""A step that verifies drafts against a plain step, on one GPU: 1 and 4 rows a request in CUDA graphs.
+"""A step that verifies drafts against a plain step, on one GPU: 1 and 4 rows per request in CUDA graphs.
 
     python benchmarks/verification_cuda.py [--shape llama-8b] [--layers N] [--batch 1 8] [--context 1024] [--rounds 5]
 
-Random weights of a real model's shape in bf16; no request decodes: the same step is computed again and again, from the
-host's plan to the tokens on the host (*step*), and its graph alone is replayed (*graph*, time of the device). Rounds
-of all forms in turn, medians. *apart* is the same step where each row reads the keys and values for itself. `--kernels`
-prints the device time of kernels in both steps.
+Random weights in a real model's shape in bf16. No request progresses: the same step is computed repeatedly, from the
+host's plan to the tokens on the host (*step*), and its graph alone is replayed (*graph*, device time). Rounds of all
+variants are interleaved; medians. *apart* is the same step where each row reads the keys and values separately.
+`--kernels` prints the device time of the kernels in both steps.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from tapscope.engine.requests.step_plan import ScheduledRequest, StepPlan
 
 
 def step_of(batch: int, rows: int, context: int, page_size: int) -> StepPlan:
-    """``rows`` rows of each request at position ``context``, all but the first drafts."""
+    """Return a step with ``rows`` rows per request at position ``context``, all but the first being drafts."""
     pages = -(-(context + rows) // page_size)
     scheduled = tuple(
         ScheduledRequest(
@@ -40,7 +40,7 @@ def step_of(batch: int, rows: int, context: int, page_size: int) -> StepPlan:
 
 
 def wall_ms(run: Callable[[], object], calls: int = 10) -> float:
-    """Median milliseconds of a call."""
+    """Return the median wall milliseconds of a call."""
     taken = []
     for _ in range(calls):
         torch.cuda.synchronize()
@@ -51,7 +51,7 @@ def wall_ms(run: Callable[[], object], calls: int = 10) -> float:
 
 
 def device_ms(run: Callable[[], object], calls: int = 10) -> float:
-    """Milliseconds of the device for a call, of several in a row."""
+    """Return the device milliseconds per call, averaged over consecutive calls."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     run()
     torch.cuda.synchronize()
@@ -64,7 +64,7 @@ def device_ms(run: Callable[[], object], calls: int = 10) -> float:
 
 
 def kernels_of(run: Callable[[], object]) -> Counter[str]:
-    """Microseconds of the device by kernel, of one call."""
+    """Return the device microseconds per call, by kernel."""
     run()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
@@ -78,7 +78,7 @@ def kernels_of(run: Callable[[], object]) -> Counter[str]:
 
 
 def main() -> None:
-    """Print a line for each batch size."""
+    """Print one row per batch size."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=_SHAPES, default="llama-8b")
     parser.add_argument("--layers", type=int)
@@ -97,7 +97,7 @@ def main() -> None:
     settings: dict[str, Any] = {"dtype": "bfloat16", "device": "cuda", "max_num_seqs": max(args.batch)}
     settings |= {"load_format": "dummy", "num_pages": max(args.batch) * (-(-(args.context + args.rows) // 16) + 1)}
     settings |= {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": args.rows} | dict(args.set)
-    torch.set_num_threads(max(torch.get_num_threads(), 8))  # draw the weights
+    torch.set_num_threads(max(torch.get_num_threads(), 8))  # speeds up weight initialization
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(Path(folder))
         began = time.perf_counter()

@@ -2,9 +2,9 @@
 
     python benchmarks/weights_diff.py [--gb 8] [--shards 4] [--rounds 3] [--dir DIR] [--changed] [--jobs 1]
 
-Writes two checkpoints of `--gb` each below DIR (the directory of temporary files by default), which must fit the page
-cache, and compares them in processes of their own. GB/s are bytes of both sides over the time. On a loaded machine
-only the CPU time means something. *anonymous*: the most that the process and its children held, sampled every 20 ms.
+Writes two checkpoints of `--gb` each below DIR (default: the directory for temporary files), which must fit the page
+cache, and compares them in separate processes. GB/s are bytes of both sides per time. On a loaded machine, only the CPU
+time is meaningful. *anonymous*: peak memory of the process and its children, sampled every 20 ms.
 """
 
 import argparse
@@ -72,7 +72,7 @@ def _change(folder: Path) -> None:
 
 
 def _measured(command: list[str], code: int) -> tuple[float, float, int]:
-    """(CPU seconds, wall seconds, bytes of anonymous memory)."""
+    """Return (CPU seconds, wall seconds, bytes of anonymous memory)."""
     before, began, most = os.times(), time.perf_counter(), 0
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         while process.poll() is None:
@@ -94,7 +94,7 @@ def _children(pid: int) -> list[int]:
 def _anonymous(pid: int) -> int:
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:  # it has ended
+    except OSError:  # the process has ended
         return 0
     return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon:"))
 
