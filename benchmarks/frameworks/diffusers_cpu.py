@@ -12,7 +12,7 @@ SCHEDULE = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_l
 
 
 def build() -> Any:
-    """The pipeline of diffusers' own fast tests, smaller, without a tokenizer."""
+    """Return the pipeline of diffusers' own fast tests, smaller and without a tokenizer."""
     from diffusers import AutoencoderKL, EulerDiscreteScheduler, StableDiffusionPipeline, UNet2DConditionModel
     from transformers import CLIPTextConfig, CLIPTextModel
 
@@ -53,7 +53,7 @@ def build() -> Any:
 
 
 def scheduled(**settings: Any) -> Callable[[Any], None]:
-    """The scheduler with other settings."""
+    """Return a bug that replaces the scheduler's settings."""
 
     def bug(pipeline: Any) -> None:
         pipeline.scheduler = type(pipeline.scheduler)(**SCHEDULE | settings)
@@ -62,7 +62,7 @@ def scheduled(**settings: Any) -> Callable[[Any], None]:
 
 
 def latents(pipeline: Any) -> None:
-    """The VAE gets latents of another scale."""
+    """Give the VAE latents of a different scale."""
     pipeline.vae.register_to_config(scaling_factor=0.13025)
 
 
@@ -83,11 +83,11 @@ BUGS: dict[str, tuple[str, Callable[[Any], None] | None]] = {
     "denoiser": ("unet.mid_block.resnets.1.conv2", denoiser),
     "scale of latents": ("vae.post_quant_conv", latents),
 }
-"""Name -> (what must be named, what is done to the pipeline)."""
+"""Name -> (module that must be named, change to the pipeline)."""
 
 
 def captured(out: Path, dtype: str, bug: str) -> Path:
-    """A run of three denoising steps with classifier-free guidance."""
+    """Capture a run of three denoising steps with classifier-free guidance."""
     from tapscope.frameworks.diffusers import capture
 
     pipeline = build()
@@ -110,7 +110,7 @@ def captured(out: Path, dtype: str, bug: str) -> Path:
 
 
 def pairs(folder: Path, dtypes: Sequence[str]) -> Iterator[Pair]:
-    """All bugs in all dtypes."""
+    """Yield pairs for all bugs in all dtypes."""
     baseline = captured(folder / "diffusers", "float32", CLEAN)
     for dtype in dtypes:
         for bug, (culprit, _) in BUGS.items():

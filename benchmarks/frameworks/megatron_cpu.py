@@ -1,7 +1,7 @@
 """Megatron-core on two ranks against transformers, forward and backward: TP with sequence parallelism, PP, EP, CP.
 
-The ranks are those of examples/megatron_team.py: Megatron's model and data-parallel wrapper, whose gradients its own
-`finalize_model_grads` reduces. Context parallelism uses the ring attention of examples/megatron_ring.py.
+The ranks are those of examples/megatron_team.py: Megatron's model and data-parallel wrapper, whose gradients are
+reduced by Megatron's `finalize_model_grads`. Context parallelism uses the ring attention of examples/megatron_ring.py.
 """
 
 import sys
@@ -18,7 +18,7 @@ from benchmarks.frameworks.pair import CLEAN, Pair, Suite
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 PROMPTS = {"0": list(range(3, 19)), "1": list(range(40, 48))}
 TIED = {"0": list(range(3, 35)), "1": list(range(40, 64))}
-"""Prompts of which bfloat16 sends a token of the last layer to another expert: a near tie of the router."""
+"""Prompts in which bfloat16 routes a token of the last layer to a different expert: a near tie of the router."""
 SIZES: dict[str, Any] = {
     "vocab_size": 512,
     "hidden_size": 64,
@@ -32,7 +32,7 @@ SIZES: dict[str, Any] = {
 
 
 def make_checkpoint(path: Path, *, is_moe: bool) -> None:
-    """A tiny Llama or Qwen3-MoE of random weights."""
+    """Save a tiny Llama or Qwen3-MoE with random weights."""
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
@@ -111,7 +111,7 @@ def experts_swapped(model: Any) -> None:
 
 
 def shared_weights_of_choices(model: Any) -> None:
-    """Every chosen expert gets the same weight."""
+    """Give every selected expert the same weight."""
 
     def equal(module: Any, args: Any, output: Any) -> Any:
         return output[1].to(output[0].dtype) / 2, output[1]
@@ -120,7 +120,7 @@ def shared_weights_of_choices(model: Any) -> None:
 
 
 def next_expert_chosen(model: Any) -> None:
-    """Every token goes to the expert after the chosen one, with the weight of that one."""
+    """Route every token to the expert after the selected one, with the weight of the selected one."""
 
     def turned(module: Any, args: Any, output: Any) -> Any:
         return tuple(each.roll(1, -1) for each in output)
@@ -178,11 +178,11 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[Callable[[Any], None], str]]] = {
         },
     ),
 }
-"""Name -> sizes of the axes, and bug -> the first parts of the module that must be named."""
+"""Name -> axis sizes, and bug -> path prefix of the module that must be named."""
 
 
 def captured(name: str, folder: Path, dtypes: Sequence[str]) -> Iterator[Pair]:
-    """The pairs of one layout; its ranks are started once."""
+    """Yield the pairs of one layout; its ranks are started once."""
     sys.path.append(str(EXAMPLES))
     from megatron_team import Job, Team, run_transformers
 
@@ -221,7 +221,7 @@ def captured(name: str, folder: Path, dtypes: Sequence[str]) -> Iterator[Pair]:
                 if first is not None:
                     module = culprit.partition(" ")[0].replace("model.", "decoder.")
                     yield replace(pair, suite=f"{pair.suite} against itself", culprit=module, baseline=first)
-                elif kind == "moe":  # its prompts have padding, which goes to experts as well
+                elif kind == "moe":  # the prompts are padded, and padding is routed to experts as well
                     first = out
 
 

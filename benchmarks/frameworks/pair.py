@@ -13,32 +13,32 @@ CLEAN = "clean"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """Two runs. No pair has dims or a map written by hand."""
+    """Two runs. No pair uses handwritten dims or a handwritten map."""
 
     suite: str
     dtype: str
-    """Of the target; the baseline is float32."""
+    """Dtype of the target; the baseline is float32."""
     bug: str = CLEAN
     culprit: str = ""
-    """What must be named, or "seen at": the first parts of a module's path, or of a site."""
+    """Path prefix of the module or site that must be named, or "seen at"."""
     baseline: Path
     target: Path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suite:
-    """Pairs of one framework."""
+    """The pairs of one framework."""
 
     name: str
     packages: tuple[str, ...]
     """Modules that must be importable."""
     pairs: Callable[[Path, Sequence[str]], Iterator[Pair]]
-    """``pairs(folder, dtypes)`` captures one pair after the other."""
+    """``pairs(folder, dtypes)`` captures and yields pairs one by one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """The answer to one pair."""
+    """The answer of `tapscope diff` for one pair."""
 
     exit_code: int
     what: str

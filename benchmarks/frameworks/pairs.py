@@ -1,10 +1,10 @@
-"""Clean and bugged pairs of real frameworks on CPU: does `tapscope diff` agree with the clean one and name the bug?
+"""Clean and buggy pairs of real frameworks on CPU: does `tapscope diff` pass the clean pairs and name the bugs?
 
     python -m benchmarks.frameworks.pairs [--suite SUITE ...] [--dtype float32 bfloat16] [--folder FOLDER]
                                           [--vllm-python VENV/bin/python]
 
-Runs the suites whose packages are installed and prints a Markdown table. vLLM needs an environment of its own, see
-vllm_cpu.py. Exit code 0 when every answer is right. Baselines are float32; no `--dims`, no map.
+Runs the suites whose packages are installed and prints a Markdown table. vLLM needs its own environment, see
+vllm_cpu.py. The exit code is 0 if every answer is correct. Baselines are float32; no `--dims`, no map.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from benchmarks.frameworks.pair import Suite, answer
 
 
 def suites(vllm_python: str | None) -> list[Suite]:
-    """All suites, whether their packages are installed or not."""
+    """Return all suites, including those whose packages are not installed."""
     found = [*megatron_cpu.SUITES, *transformers_cpu.SUITES, *diffusers_cpu.SUITES]
     return found + (vllm_cpu.suites(vllm_python) if vllm_python else [])
 

@@ -2,7 +2,7 @@
 
     PYTHONPATH=tests/support python -m benchmarks.frameworks.plugin_cost [--requests 32]
 
-Prints microseconds per step of each, and of the difference. The stand-in's forward does nothing.
+Prints the microseconds per step of each, and of the difference. The stub's forward does nothing.
 """
 
 import argparse

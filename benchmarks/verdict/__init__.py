@@ -1,4 +1,4 @@
-"""The verdict bench: does `tapscope diff` name the culprit of a known bug, and report nothing where there is none?
+"""The verdict bench: does `tapscope diff` name the culprit of a known bug, and report nothing for a benign change?
 
-``python -m benchmarks.verdict``; how to add a bug: README.md in this directory.
+Run ``python -m benchmarks.verdict``; README.md in this directory explains how to add a bug.
 """

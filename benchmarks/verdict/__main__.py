@@ -64,7 +64,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def seeds_of(commit: str) -> tuple[int, int, int]:
-    """The seeds of a commit: the first 18 digits of its hash in groups of six, as hexadecimal numbers."""
+    """Return the seeds of a commit: the first 18 digits of its hash as three hexadecimal numbers of six digits."""
     first, second, third = (int(commit[i : i + 6], 16) for i in (0, 6, 12))
     return first, second, third
 
@@ -135,7 +135,7 @@ def _run_generated(args: argparse.Namespace) -> int:
 
 
 def _chosen(args: argparse.Namespace) -> Iterator[Any]:
-    """The selected cases; --bugs or --benign alone replaces both parts of the catalogue."""
+    """Yield the selected cases; --bugs or --benign alone replaces both parts of the catalogue."""
     from benchmarks.verdict.catalogue import load
     from tapscope.core.errors import UsageError
 
@@ -151,7 +151,7 @@ def _chosen(args: argparse.Namespace) -> Iterator[Any]:
 
 
 def _placed(cases: list[Any], device: str | None) -> tuple[list[Any], list[str]]:
-    """(cases that this machine can run, with both sides on ``device`` if given; notes on those that are left out)."""
+    """Return (cases that this machine can run, notes on the others); both sides run on ``device`` if given."""
     import torch
 
     kept = [case for case in cases if device != "cuda" or case.fits_one_gpu]

@@ -19,7 +19,7 @@ class Bench:
     """Runs cases one after the other; call :meth:`close` at the end."""
 
     def __init__(self, root: Path, teams: Teams | None = None) -> None:
-        """``teams`` of Megatron ranks may be shared; the caller then closes them."""
+        """Create a bench; shared ``teams`` of Megatron ranks are closed by the caller."""
         self._root = root
         self._checkpoints: dict[Model, Path] = {}
         self._runs: dict[tuple[Model, Setup], Path] = {}
@@ -28,12 +28,12 @@ class Bench:
         self._count = 0
 
     def close(self) -> None:
-        """End the processes that were started."""
+        """Stop the processes that this bench has started."""
         if self._owned:
             self._teams.close()
 
     def run(self, case: Case) -> Outcome:
-        """The case's outcome; an error in one case does not stop the bench."""
+        """Run a case and return its outcome; an error in one case does not stop the bench."""
         start = time.perf_counter()
         try:
             outcome = self._bug(case) if case.is_bug else self._benign(case)
@@ -56,7 +56,7 @@ class Bench:
         return judged(case, compared(baseline, target), 0.0)
 
     def clean(self, model: Model, setup: Setup) -> Path:
-        """The run of the unpatched model, recorded once."""
+        """Return the run of the unpatched model, recorded once."""
         if (model, setup) not in self._runs:
             out = self._new(f"{model.family}-clean")
             self._capture(self.checkpoint(model), setup, out)
@@ -64,7 +64,7 @@ class Bench:
         return self._runs[model, setup]
 
     def patched(self, case: Case) -> Path:
-        """The run of the case's patched target."""
+        """Record the run of the case's patched target."""
         checkpoint, out = self.checkpoint(case.model), self._new(case.family)
         if case.patches == "checkpoint":
             self._capture(self._damaged(checkpoint, case.patch), case.target, out)
@@ -87,13 +87,13 @@ class Bench:
             run_transformers(checkpoint, setup, out, patch)
 
     def checkpoint(self, model: Model) -> Path:
-        """The checkpoint of the unpatched model, written once."""
+        """Return the checkpoint of the unpatched model, written once."""
         if model not in self._checkpoints:
             self._checkpoints[model] = model.save(self._new(f"checkpoint-{model.family}"))
         return self._checkpoints[model]
 
     def _damaged(self, checkpoint: Path, patch: Patch | None) -> Path:
-        """A copy of a checkpoint whose weights, a dict of tensors, ``patch`` has changed."""
+        """Write a copy of a checkpoint whose weights, a dict of tensors, are changed by ``patch``."""
         from safetensors.torch import load_file, save_file
 
         copy = self._new("checkpoint")
@@ -111,7 +111,7 @@ class Bench:
 
 
 def compared(baseline: Path, target: Path, options: CompareOptions | None = None) -> Report | Exception:
-    """The report, or the exception that the comparison raised."""
+    """Return the report, or the exception that the comparison raised."""
     with open_run(baseline) as one, open_run(target) as two:
         try:
             return compare(one, two, options)
@@ -120,7 +120,7 @@ def compared(baseline: Path, target: Path, options: CompareOptions | None = None
 
 
 def _effect(clean: Path, target: Path) -> float:
-    """Largest relative L2 change of any site due to a patch, between runs of equal settings; 0 for none."""
+    """Return the largest relative L2 change of any site due to a patch, between runs of equal settings; 0 for none."""
     report: Any = compared(clean, target, CompareOptions(atol=0.0, rtol=0.0, allow_partial=True))
     if isinstance(report, NothingInCommonError):
         return float("inf")

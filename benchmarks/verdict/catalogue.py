@@ -22,7 +22,7 @@ _KNOWN = ("FAMILY", "PATCHES", "EXPECT", "VISIBILITY", "CAUSE", "BASELINE", "TAR
 _MEGATRON: Mapping[str, Any] = {
     "schedule": "whole",
     "batch": "right",
-}  # the only settings it supports, so the other side uses them too
+}  # the only settings Megatron supports, so the other side uses them too
 _PLACE = ("step", "rank", "request", "position")
 
 
@@ -31,7 +31,7 @@ class Case:
     """A baseline, a target, and the expected result of comparing them."""
 
     name: str
-    """The file's name; family and changed settings are appended where a file describes several cases."""
+    """The file name; family and changed settings are appended if a file describes several cases."""
     model: Model
     baseline: Setup
     target: Setup
@@ -39,25 +39,25 @@ class Case:
     """Argument of ``patch``: one of :data:`PATCHES`."""
     patch: Patch | None = None
     expect: tuple[str, ...] = ()
-    """Globs of the module to be named; with a ``:`` globs of the site. Empty for a benign change."""
+    """Globs of the module to be named, or with a ``:`` of the site. Empty for a benign change."""
     visibility: str = ""
     cause: tuple[str, ...] = ()
-    """Case-insensitive regular expressions, any of which accepts the stated cause; empty where it is not scored."""
+    """Case-insensitive regular expressions, any of which accepts the stated cause; empty if the cause is not scored."""
     where: Mapping[str, Any] = field(default_factory=dict)
     """The place to be named: any of step, rank, request, position."""
     path: Path
-    """The file."""
+    """The case file."""
     about: str = ""
     """First line of the file's docstring."""
 
     @property
     def family(self) -> str:
-        """Family of the model."""
+        """The model's family."""
         return self.model.family
 
     @property
     def fits_one_gpu(self) -> bool:
-        """Whether both sides could run with device ``cuda``."""
+        """Whether both sides can run with device ``cuda``."""
         return self.baseline.fits_one_gpu and self.target.fits_one_gpu
 
     @property
@@ -66,18 +66,18 @@ class Case:
         return "cuda" in (self.baseline.device, self.target.device)
 
     def on(self, device: str) -> "Case":
-        """The case with both sides on this device."""
+        """Return the case with both sides on this device."""
         sides = {"baseline": self.baseline.but({"device": device}), "target": self.target.but({"device": device})}
         return replace(self, **sides)
 
     @property
     def is_bug(self) -> bool:
-        """Whether it is a bug, not a benign change."""
+        """Whether the case is a bug rather than a benign change."""
         return bool(self.expect)
 
 
 def load(folder: Path, *, bugs: bool) -> list[Case]:
-    """The cases of every ``*.py`` in a directory, ordered by name; raises UsageError for an invalid file."""
+    """Return the cases of every ``*.py`` in a directory, ordered by name; raises UsageError for an invalid file."""
     if not folder.is_dir():
         raise UsageError(
             f"not a directory: {folder}; give a directory of case files (see benchmarks/verdict/README.md)"
@@ -89,7 +89,7 @@ def load(folder: Path, *, bugs: bool) -> list[Case]:
 
 
 def read(path: Path, *, is_bug: bool) -> list[Case]:
-    """The cases of one file; raises UsageError with the invalid setting and the valid ones."""
+    """Return the cases of one file; raises UsageError with the invalid setting and the valid ones."""
     module = _imported(path)
     names = [name for name in vars(module) if name.isupper() and not name.startswith("_")]
     unknown = [name for name in names if name not in _KNOWN]
@@ -128,7 +128,7 @@ def read(path: Path, *, is_bug: bool) -> list[Case]:
 
 
 def _expanded(path: Path, values: Mapping[str, Any], patches: str, *, patched: bool) -> list[dict[str, Any]]:
-    """One case per family, MODEL, BOTH, BASELINE and TARGET."""
+    """Return the fields of one case per combination of family, MODEL, BOTH, BASELINE and TARGET."""
     families = _strings(path, "FAMILY", values.get("FAMILY", "llama"))
     framework = patches if patches in ("engine", "megatron") else "transformers"
     found = []
@@ -155,7 +155,7 @@ def _expanded(path: Path, values: Mapping[str, Any], patches: str, *, patched: b
 
 
 def _settings_text(settings: Mapping[str, Any]) -> str:
-    """``bfloat16 tp=2``: settings as part of a name."""
+    """Format settings as part of a name, for example ``bfloat16 tp=2``."""
     return " ".join(v if isinstance(v, str) else f"{k}={v}" for k, v in settings.items()) or "same"
 
 

@@ -1,4 +1,4 @@
-"""Families: configurations of small models of known architectures."""
+"""Families: configs of small models of known architectures."""
 
 import copy
 import functools
@@ -84,12 +84,12 @@ class Family:
 
     name: str
     classes: str
-    """Prefix of its classes in transformers, e.g. ``Llama``."""
+    """Prefix of the class names in transformers, e.g. ``Llama``."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
 
     def config(self, changes: Mapping[str, Any] | None = None) -> Any:
-        """Its transformers configuration, with changed values; raises UsageError for one that it does not have."""
+        """Return the transformers config with changed fields; raises UsageError for an unknown field."""
         import transformers
 
         kind = getattr(transformers, f"{self.classes}Config")
@@ -97,7 +97,7 @@ class Family:
         unknown = [name for name in changes or {} if not hasattr(known, name)]
         if unknown:
             raise UsageError(f"{type(known).__name__} has no {unknown[0]!r}")
-        return kind(**copy.deepcopy({**self.settings, **(changes or {})}))  # transformers writes into its dicts
+        return kind(**copy.deepcopy({**self.settings, **(changes or {})}))  # transformers modifies its dicts
 
 
 FAMILIES = {
@@ -137,7 +137,7 @@ FAMILIES = {
 
 
 def family(name: str) -> Family:
-    """The family of this name; raises UsageError."""
+    """Return the family with this name; raises UsageError for an unknown one."""
     if name not in FAMILIES:
         raise UsageError(f"there is no family {name!r}; families are {', '.join(FAMILIES)}")
     return FAMILIES[name]
@@ -145,6 +145,6 @@ def family(name: str) -> Family:
 
 @functools.cache
 def modeling(name: str) -> Any:
-    """The module of transformers that defines a family, to patch its functions, e.g. ``modeling("llama")``."""
+    """Return the modeling module of a family in transformers, to patch its functions, e.g. ``modeling("llama")``."""
     package = "llama" if name.startswith("llama") else name.replace("-", "_")
     return importlib.import_module(f"transformers.models.{package}.modeling_{package}")

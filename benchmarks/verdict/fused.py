@@ -1,4 +1,4 @@
-"""Fused: a transformers model whose q, k, v and gate, up projections run as one linear each, named as in vLLM."""
+"""Fused: a transformers model whose q, k, v and gate, up projections run as one linear layer each, named as in vLLM."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 def fuse(model: Any) -> Any:
-    """The model, changed in place: ``qkv_proj`` and ``gate_up_proj`` replace their parts."""
+    """Replace the projections of ``model`` by ``qkv_proj`` and ``gate_up_proj``, in place; return the model."""
     for module in list(model.modules()):
         for name, parts in (("qkv_proj", ("q_proj", "k_proj", "v_proj")), ("gate_up_proj", ("gate_proj", "up_proj"))):
             if all(isinstance(getattr(module, part, None), nn.Linear) for part in parts):
@@ -26,12 +26,12 @@ def _fuse(module: Any, name: str, parts: Sequence[str]) -> None:
     computed: dict[int, tuple[Tensor, ...]] = {}
     setattr(module, name, whole)
     for index, part in enumerate(parts):
-        delattr(module, part)  # no longer a module, so not a site: forward finds a function under the name
+        delattr(module, part)  # a plain function under the old name for forward: no module, hence no site
         object.__setattr__(module, part, _part(whole, widths, index, computed))
 
 
 def _part(whole: nn.Linear, widths: list[int], index: int, computed: dict[int, tuple[Tensor, ...]]) -> Any:
-    """The functions that forward calls: the first one computes all parts."""
+    """Return the function that replaces one part; the function of part 0 computes all parts."""
 
     def call(hidden: Tensor) -> Tensor:
         if index == 0:

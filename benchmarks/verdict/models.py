@@ -1,4 +1,4 @@
-"""Models: a family's model of a size, with weights of a style; written as a checkpoint in Hugging Face form."""
+"""Models: a model of a family, with a size and a weight style, saved as a Hugging Face checkpoint."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,13 +25,13 @@ class Model:
     seed: int = 0
     """Added to the family's seed."""
     sizes: tuple[tuple[str, Any], ...] = ()
-    """Values of the configuration that differ from the family's."""
+    """Config fields that differ from the family's."""
 
     @classmethod
     def of(cls, name: str, changes: Mapping[str, Any]) -> "Model":
-        """A family's model; ``changes`` may have ``weights`` (the style), ``seed``, and values of the configuration.
+        """Return a model of a family; ``changes`` may have ``weights`` (the style), ``seed``, and config fields.
 
-        Raises UsageError for a family, a style or a value that does not exist.
+        Raises UsageError for an unknown family, style or field.
         """
         sizes = {key: value for key, value in changes.items() if key not in ("weights", "seed")}
         style, seed = changes.get("weights", "spread"), changes.get("seed", 0)
@@ -44,7 +44,7 @@ class Model:
         return cls(family(name).name, style, seed, tuple(sorted(sizes.items())))
 
     def save(self, folder: Path) -> Path:
-        """Write the checkpoint; returns the folder."""
+        """Write the checkpoint; return its directory."""
         import transformers
         from transformers.utils import logging
 

@@ -16,36 +16,36 @@ class Score(StrEnum):
     """Score of a case."""
 
     NAMED = "named"
-    """A bug, named at its site."""
+    """A bug that was named at its site."""
     ANCESTOR = "ancestor"
-    """A bug whose site was not recorded on both sides, named at the nearest enclosing module that was."""
+    """A bug whose site was not recorded on both sides, named at the nearest recorded enclosing module."""
     MISNAMED = "misnamed"
-    """A bug that was detected, but another module was named."""
+    """A bug that was detected, but a different module was named."""
     MISPLACED = "misplaced"
-    """The module is right; the step, rank, request or position is not."""
+    """The module is correct, but the step, rank, request or position is not."""
     MISSED = "missed"
-    """A bug, but the report says that the runs agree."""
+    """A bug, but the report states that the runs agree."""
     FAULTY = "faulty"
     """An invalid case: its patch changes no tensor, or it cannot be run."""
     CLEAN = "clean"
-    """A benign change, and the report says that the runs agree."""
+    """A benign change, and the report states that the runs agree."""
     FLAGGED = "flagged"
     """A benign change that was reported."""
 
     @property
     def is_good(self) -> bool:
-        """Whether it is the expected result."""
+        """Whether the score is the expected result."""
         return self in (Score.NAMED, Score.ANCESTOR, Score.CLEAN)
 
 
 class CauseScore(StrEnum):
-    """Score of the cause that was stated for a named bug."""
+    """Score of the cause stated for a named bug."""
 
     UNASKED = ""
-    """Not scored: not a named bug, or its file has no CAUSE."""
+    """Not scored: the case is not a named bug, or its file has no CAUSE."""
     RIGHT = "right"
     WRONG = "wrong"
-    """A cause was stated that CAUSE does not accept."""
+    """The stated cause is not accepted by CAUSE."""
     NONE = "none"
     """No cause was stated."""
 
@@ -57,13 +57,13 @@ class Outcome:
     case: Case
     score: Score
     named: str = ""
-    """The module named."""
+    """The named module."""
     site: str = ""
-    """The site that shows it."""
+    """The site of the divergence."""
     place: str = ""
-    """Step, rank, request and position named."""
+    """The named step, rank, request and position."""
     ratio: float = math.nan
-    """error / floor at the named site; of the closest call where none was named."""
+    """error / floor at the named site; of the largest ratio if no module was named."""
     others: int = 0
     """Number of further modules named."""
     effect: float = 0.0
@@ -71,24 +71,24 @@ class Outcome:
     detail: str = ""
     """Evidence of the finding, or the reason for its absence."""
     cause: str = ""
-    """The cause that was stated."""
+    """The stated cause."""
     cause_score: CauseScore = CauseScore.UNASKED
     seconds: float = 0.0
 
     def timed(self, seconds: float) -> "Outcome":
-        """The outcome with its duration."""
+        """Return the outcome with its duration."""
         return replace(self, seconds=seconds)
 
 
 def failed(case: Case, error: Exception) -> Outcome:
-    """The outcome of a case that could not be run."""
-    lines = str(error).strip().splitlines() or [""]  # the last line of a rank's traceback has the error
+    """Return the outcome of a case that could not be run."""
+    lines = str(error).strip().splitlines() or [""]  # the last line of a rank's traceback is the error
     detail = f"{type(error).__name__}: {lines[-1].strip() if 'Traceback' in lines[0] else lines[0]}"
     return Outcome(case, Score.FAULTY, detail=detail)
 
 
 def judged(case: Case, report: Report | Exception, effect: float) -> Outcome:
-    """The outcome of a comparison."""
+    """Return the outcome of a comparison."""
     if isinstance(report, Exception):
         score = Score.MISNAMED if case.is_bug else Score.FLAGGED
         return Outcome(case, score, effect=effect, detail=f"{type(report).__name__}: {report}")
@@ -146,7 +146,7 @@ def _fits(glob: str, first: Divergence) -> bool:
 
 
 def _nearest(glob: str, recorded: set[str]) -> str | None:
-    """The nearest recorded ancestor of the expected module; None where that module was recorded."""
+    """Return the nearest recorded ancestor of the expected module; None if that module was recorded."""
     path = glob.partition(":")[0]
     if _is_recorded(path, recorded):
         return None

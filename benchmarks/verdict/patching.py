@@ -11,7 +11,7 @@ Patch = Callable[[Any], Any]
 
 @contextmanager
 def applied(patch: Patch | None, subject: Any) -> Iterator[None]:
-    """Apply ``patch(subject)``; leave its context manager on exit."""
+    """Context manager: apply ``patch(subject)``, and exit the patch's own context manager at the end."""
     if patch is None:
         yield
         return

@@ -1,4 +1,4 @@
-"""Report: a line per case, and the summary."""
+"""Report: a line per case, and a summary."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ _WORDS = {
 
 
 def line(outcome: Outcome) -> str:
-    """One line: score, name, expected and named module, error / floor, seconds."""
+    """Format one line: score, name, expected and named module, error / floor, seconds."""
     case = outcome.case
     kind = case.visibility or "benign"
     text = f"{outcome.score.upper() if not outcome.score.is_good else outcome.score:<9} {kind:<7} {case.name:<42}"
@@ -41,7 +41,7 @@ def line(outcome: Outcome) -> str:
 
 
 def score_lines(outcomes: Sequence[Outcome]) -> list[str]:
-    """Summary lines: scores, causes, and the number of cases by framework and model."""
+    """Return the summary lines: scores, causes, and the number of cases by framework and model."""
     lines = []
     for kind in ("strong", "subtle"):
         counts = Counter(o.score for o in outcomes if o.case.visibility == kind)
@@ -68,7 +68,7 @@ def score_lines(outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def _scored(kind: str, outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Named bugs whose file has CAUSE."""
+    """Return the named bugs whose file has CAUSE."""
     return [o for o in outcomes if o.case.visibility == kind and o.cause_score is not CauseScore.UNASKED]
 
 
@@ -87,14 +87,14 @@ def _cause(outcome: Outcome) -> str:
 
 
 def exit_code(outcomes: Sequence[Outcome]) -> int:
-    """1 when a strong bug is missed, a benign change is flagged, or a case is faulty; else 0."""
+    """Return 1 if a strong bug is missed, a benign change is flagged, or a case is faulty; else 0."""
     bad = [o for o in outcomes if o.score in (Score.FLAGGED, Score.FAULTY)]
     bad += [o for o in outcomes if o.score is Score.MISSED and o.case.visibility == "strong"]
     return int(bool(bad))
 
 
 def _expected(outcome: Outcome) -> str:
-    """The first accepted module, or the one that was named."""
+    """Return the first accepted module, or the named one if several are accepted."""
     wanted = outcome.case.expect
     if outcome.score in (Score.NAMED, Score.MISPLACED) and len(wanted) > 1:
         return _shown(outcome.named)

@@ -1,4 +1,4 @@
-"""Runs tapscope's engine over a workload and captures everything, on every rank."""
+"""Runs of tapscope's engine over a workload, captured in full on every rank."""
 
 import shutil
 import tempfile
@@ -57,7 +57,7 @@ def _in_processes(config: EngineConfig, setup: Setup, observer: Any) -> None:
 
 
 def _in_threads(config: EngineConfig, setup: Setup, observer: Any, patch: Patch | None) -> None:
-    """Ranks are threads with gloo in one process, so that a patch reaches all of them without spawning."""
+    """Run the ranks as threads of this process with gloo, so that a patch reaches all of them without spawning."""
     model_config = ModelConfig.read(Path(config.model))
     folder = Path(tempfile.mkdtemp(prefix="verdict-"))
     with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Runs Megatron-core over a workload and captures everything, on ranks that are reused from case to case."""
+"""Runs of Megatron-core over a workload, captured in full, on ranks that are reused across cases."""
 
 import sys
 from pathlib import Path
@@ -37,11 +37,11 @@ class Teams:
         try:
             self._teams[setup.tp].capture(job)
         except RuntimeError:
-            self._teams.pop(setup.tp).__exit__()  # its ranks may be out of sync: the next case starts new ones
+            self._teams.pop(setup.tp).__exit__()  # the ranks may be out of sync: the next case starts new ones
             raise
 
     def close(self) -> None:
-        """End all ranks."""
+        """Stop all ranks."""
         for team in self._teams.values():
             team.__exit__()
         self._teams.clear()

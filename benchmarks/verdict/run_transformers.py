@@ -1,4 +1,4 @@
-"""Runs a transformers model over a workload and captures everything."""
+"""Runs of a transformers model over a workload, captured in full."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -22,11 +22,11 @@ from tapscope.dumper.steps.input_rows import cache_of
 
 CHUNK = 5
 NUM_STEPS = 3
-"""Optimizer steps."""
+"""Number of optimizer steps."""
 
 
 def load(checkpoint: Path, setup: Setup) -> Any:
-    """The model of a checkpoint."""
+    """Load the model of a checkpoint."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -40,7 +40,7 @@ def load(checkpoint: Path, setup: Setup) -> Any:
 
 
 def run_transformers(checkpoint: Path, setup: Setup, out: Path, patch: Patch | None = None) -> None:
-    """Capture one run to ``out``; where an optimizer trains the model, ``patch`` is given the Trainer."""
+    """Capture one run to ``out``; with an optimizer, ``patch`` is called with the Trainer."""
     model, work = load(checkpoint, setup), requests(setup.workload, setup.seed, setup.order)
     if setup.optimizer:
         _train(model, setup, out, patch)
@@ -51,7 +51,7 @@ def run_transformers(checkpoint: Path, setup: Setup, out: Path, patch: Patch | N
 
 
 def _run_group(model: Any, dumper: Dumper, group: Sequence[Request], setup: Setup) -> None:
-    """The requests of one batch, from prefill to the last decode step."""
+    """Run the requests of one batch, from prefill to the last decode step."""
     if setup.batch == "packed":
         _run_packed(model, dumper, group, setup)
         return
@@ -77,7 +77,7 @@ def _run_group(model: Any, dumper: Dumper, group: Sequence[Request], setup: Setu
 
 
 def _train(model: Any, setup: Setup, out: Path, patch: Patch | None) -> None:
-    """Optimizer steps, each over its own requests."""
+    """Run the optimizer steps, each over its own requests."""
     trainer = Trainer(
         model, setup.optimizer, master=setup.master, foreach=setup.update == "foreach", fused=setup.update == "fused"
     )
@@ -108,7 +108,7 @@ def _autocast(setup: Setup) -> AbstractContextManager[Any]:
 
 
 def _run_packed(model: Any, dumper: Dumper, group: Sequence[Request], setup: Setup) -> None:
-    """All requests in one row, separated by their positions only."""
+    """Run all requests packed in one row, separated only by their positions."""
     rows, ids, positions = [], [], []
     for request in group:
         rows.append(RowSpan(request.name, 0, len(request.tokens), 0, len(ids)))
@@ -121,19 +121,19 @@ def _run_packed(model: Any, dumper: Dumper, group: Sequence[Request], setup: Set
         if setup.train:
             valid = [[True] * len(ids)]
             for run in rows[1:]:
-                valid[0][run.slot] = False  # the token before it is another request's
+                valid[0][run.slot] = False  # the previous token belongs to another request
             _backward(logits, [ids], valid)
 
 
 def _backward(logits: torch.Tensor, ids: list[list[int]], valid: list[list[bool]]) -> None:
-    """Mean cross-entropy of every next token that belongs to the same request."""
+    """Run the backward of the mean cross-entropy over every next token of the same request."""
     flat = logits[:, :-1].reshape(-1, logits.shape[-1]).float()
     labels = _labels(ids, valid).reshape(-1).to(logits.device)
     torch.nn.functional.cross_entropy(flat, labels, ignore_index=-100).backward()
 
 
 def _labels(ids: list[list[int]], valid: list[list[bool]]) -> torch.Tensor:
-    """The next token, or -100 where that or the token itself is padding."""
+    """Return the next-token labels; -100 where the token or its successor is padding."""
     known = torch.tensor(valid)
     return torch.tensor(ids)[:, 1:].masked_fill(~(known[:, 1:] & known[:, :-1]), -100)
 
@@ -145,13 +145,16 @@ class _Call:
     positions: list[list[int]]
     valid: list[list[bool]]
     mask: list[list[int]]
-    """Over everything fed so far."""
+    """Attention mask over all tokens fed so far."""
     at: int
-    """Index of the generated token that its last logits predict; negative while the prompt is not complete."""
+    """Index of the generated token that the last logits predict; negative while the prompt is incomplete."""
 
 
 def _calls(group: Sequence[Request], setup: Setup, generated: Sequence[Sequence[int]]) -> Iterator[_Call]:
-    """The forwards of one padded batch; ``generated`` holds the tokens after each prompt by the time they are fed."""
+    """Yield the forwards of one padded batch.
+
+    ``generated`` holds the tokens after each prompt by the time they are fed.
+    """
     whole = setup.schedule == "whole"
     first = [list(r.tokens if whole else r.prompt) for r in group]
     width = max(map(len, first))

@@ -1,4 +1,4 @@
-"""Setup: how one side of a case is run: framework, dtype, batching, schedule."""
+"""Setup: the settings of one side of a case: framework, dtype, batching, schedule."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -23,29 +23,29 @@ _CHOICES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """Settings of one run; raises ConfigError naming the field, the value and the rule."""
+    """Settings of one run; raises ConfigError with the field, the value and the rule."""
 
     framework: str = "transformers"
     device: str = "cpu"
-    """``cuda``: on one GPU."""
+    """``cpu``, or ``cuda`` for one GPU."""
     dtype: str = "float32"
     attention: str = "eager"
     """transformers: ``eager`` or ``sdpa``."""
     tp: int = 1
     """Tensor-parallel ranks; the engine's are threads of this process, Megatron's are processes."""
     sequence_parallel: bool = False
-    """Megatron: norms see a share of the sequence."""
+    """Megatron: norms run on a shard of the sequence."""
     batch: str = "left"
-    """transformers: requests padded on the ``left`` or ``right``, ``separate`` (a forward each), or ``packed`` into
-    one row. The engine always packs, or with ``separate`` runs one request after the other."""
+    """transformers: requests padded on the ``left`` or ``right``, ``separate`` (one forward per request), or
+    ``packed`` into one row. The engine always packs; with ``separate`` it runs one request after the other."""
     order: str = "given"
     """Order of the requests in the batch."""
     schedule: str = "decode"
-    """``decode``: the prompts, then one forced token a step; ``whole``: all tokens in one forward without a cache;
-    ``chunks``: prompts in pieces of five tokens, then as ``decode``."""
+    """``decode``: the prompts, then one forced token per step; ``whole``: all tokens in one forward without a cache;
+    ``chunks``: prompts in chunks of five tokens, then as ``decode``."""
     workload: str = "short"
-    """The requests: three ``short`` ones, ``one``, one ``long`` or very long (``longest``) one among others, a single
-    ``token``, ``many`` (eight), or three that begin with the same tokens (``shared``)."""
+    """The requests: three ``short`` ones, ``one``, one ``long`` or very long (``longest``) among others, a single
+    ``token``, ``many`` (eight), or three with a common prefix (``shared``)."""
     greedy: bool = False
     """Greedy decoding instead of the workload's tokens: two runs may diverge."""
     autocast: str = ""
@@ -53,29 +53,29 @@ class Setup:
     seed: int = 0
     """Seed of the requests' tokens."""
     train: bool = False
-    """Forward and backward of a cross-entropy; gradients are captured too. Needs schedule ``whole``."""
+    """Run forward and backward of a cross-entropy and capture gradients too. Needs schedule ``whole``."""
     optimizer: str = ""
-    """``adamw`` or ``sgd``: three steps of training; parameters are captured after each. Needs ``train``."""
+    """``adamw`` or ``sgd``: three training steps; parameters are captured after each. Needs ``train``."""
     update: str = "foreach"
-    """How the optimizer updates the parameters: one by one (``loop``), ``foreach`` or ``fused``."""
+    """Implementation of the parameter update: ``loop`` (one by one), ``foreach`` or ``fused``."""
     micros: int = 1
-    """Batches whose gradients are accumulated in each step of the optimizer."""
+    """Batches whose gradients are accumulated per optimizer step."""
     master: bool = False
     """The optimizer works on float32 copies of the parameters."""
     named: bool = True
     """False: the dumper is not given requests and positions; it infers them from the model's arguments."""
     fused: bool = False
-    """q, k, v and gate, up run as one linear each, named ``qkv_proj`` and ``gate_up_proj``."""
+    """q, k, v and gate, up run as one linear layer each, named ``qkv_proj`` and ``gate_up_proj``."""
     page_size: int = 16
-    """The engine's KV pages."""
+    """Positions per KV page of the engine."""
     processes: bool = False
     """The engine's ranks are real processes."""
     engine: Mapping[str, Any] | tuple[tuple[str, Any], ...] = ()
-    """Other settings of the engine, by the names of its EngineConfig, e.g. ``{"max_num_batched_tokens": 8}``; its
-    ``prefix_cache`` is off unless asked for."""
+    """Other engine settings, by the names of EngineConfig, e.g. ``{"max_num_batched_tokens": 8}``; ``prefix_cache``
+    is off unless set."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "engine", tuple(sorted(dict(self.engine).items())))  # a setup is a key of a dict
+        object.__setattr__(self, "engine", tuple(sorted(dict(self.engine).items())))  # setups are dict keys
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: must be one of {', '.join(choices)}")
@@ -105,11 +105,11 @@ class Setup:
 
     @property
     def fits_one_gpu(self) -> bool:
-        """Whether it could run with device ``cuda``."""
+        """Whether this setup can run with device ``cuda``."""
         return self.tp == 1 and self.framework != "megatron"
 
     def but(self, changes: dict[str, Any]) -> "Setup":
-        """This setup with some fields changed; raises ConfigError for one that does not exist."""
+        """Return this setup with some fields changed; raises ConfigError for an unknown field."""
         known = [field.name for field in fields(self)]
         unknown = [name for name in changes if name not in known]
         if unknown:

@@ -1,4 +1,4 @@
-"""Tools for patches: change what a module computes so that its taps record the change."""
+"""Tools for patches: change a module's computation so that its taps record the change."""
 
 import inspect
 from collections.abc import Callable
@@ -21,6 +21,6 @@ def after(module: nn.Module, change: Callable[[Any], Any]) -> None:
 
 
 def cache_argument(model: nn.Module) -> str:
-    """Name of the key-value cache among the arguments of a model of transformers, which renamed it in 5.24."""
+    """Return the name of a transformers model's KV cache argument, which was renamed in 5.24."""
     known = inspect.signature(type(model).forward).parameters
     return next((name for name in CACHE_ARGUMENTS if name in known), CACHE_ARGUMENTS[0])

@@ -6,26 +6,27 @@ import torch
 from torch import Tensor, nn
 
 LEARNING_RATE = {"adamw": 1e-3, "sgd": 0.05}
-"""Large for such small models: a parameter moves by about one per cent a step."""
+"""Large for small models: a parameter moves by about one percent per step."""
 MAX_NORM = 1.0
 
 
 class Trainer:
-    """A model, its optimizer and schedule. A ``patch`` changes members or replaces methods."""
+    """A model, its optimizer and schedule. A ``patch`` changes attributes or replaces methods."""
 
     def __init__(self, model: Any, name: str, *, master: bool, foreach: bool, fused: bool) -> None:
-        """``name`` is adamw or sgd; ``master``: the optimizer works on float32 copies of the parameters."""
+        """Create the optimizer ``name`` (adamw or sgd); with ``master``, it works on float32 copies of the
+        parameters."""
         self.model = model
         self.parameters: list[nn.Parameter] = [p for p in model.parameters() if p.requires_grad]
         self.masters = [nn.Parameter(p.detach().float()) for p in self.parameters] if master else self.parameters
         self.num_micros = 1
-        """Forwards and backwards of one step; set by the caller."""
+        """Forward and backward passes per step; set by the caller."""
         how = {"foreach": foreach} | ({"fused": True} if fused else {})
         self.optimizer: torch.optim.Optimizer = self._optimizer(name, how)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1.0 / (1 + step))
 
     def _optimizer(self, name: str, how: dict[str, bool]) -> torch.optim.Optimizer:
-        """Parameter groups with weight decay for matrices only, as usual."""
+        """Create the optimizer, with weight decay for matrices only, as usual."""
         groups = [
             {"params": [p for p in self.masters if p.ndim >= 2], "weight_decay": 0.1},
             {"params": [p for p in self.masters if p.ndim < 2], "weight_decay": 0.0},
@@ -36,7 +37,7 @@ class Trainer:
         return torch.optim.SGD(groups, lr=LEARNING_RATE[name], momentum=0.9, **how)
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """One micro-batch's share of the loss: mean cross-entropy without labels of -100."""
+        """Return one microbatch's share of the loss: mean cross-entropy, ignoring labels of -100."""
         flat = logits[:, :-1].reshape(-1, logits.shape[-1]).float()
         return nn.functional.cross_entropy(flat, labels.reshape(-1), ignore_index=-100) / self.num_micros
 

@@ -1,4 +1,4 @@
-"""Weights: distributions of a small model's weights, from random initialisation to those of long training."""
+"""Weights: distributions of a small model's weights, from random initialization to long training."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -10,7 +10,7 @@ from torch import Tensor
 from benchmarks.verdict.workload import BOS
 
 Fill = Callable[[str, Tensor, Any, torch.Generator], Tensor]
-"""(name, parameter, model configuration, random generator) -> new values of the parameter."""
+"""(name, parameter, model config, random generator) -> new values of the parameter."""
 
 
 def fill(model: Any, style: str, seed: int) -> None:
@@ -19,15 +19,15 @@ def fill(model: Any, style: str, seed: int) -> None:
     for name, parameter in model.named_parameters():
         parameter.data = STYLES[style](name, parameter.data, model.config, generator)
     for name, buffer in model.named_buffers():
-        if "e_score_correction_bias" in name:  # zero until a training has balanced the load
+        if "e_score_correction_bias" in name:  # zero before training balances the load
             buffer.copy_(0.15 * torch.randn(buffer.shape, generator=generator))
 
 
 def _spread(name: str, weight: Tensor, config: Any, draw: torch.Generator) -> Tensor:
-    """Every channel has its own scale; biases are large; the first token is a massive activation."""
+    """Draw weights with a scale per channel, large biases, and a massive activation at the first token."""
     if weight.ndim == 1 and name.endswith("bias"):
         return torch.randn(weight.shape, generator=draw) * (2.0 if "k_proj" in name else 0.3)
-    if "lambda_" in name:  # DiffLlama's: their product is an exponent
+    if "lambda_" in name:  # in DiffLlama, their product is an exponent
         return torch.randn(weight.shape, generator=draw) * 0.2
     if weight.ndim == 1:
         return _norm(name, weight, config, draw)
@@ -41,7 +41,7 @@ def _spread(name: str, weight: Tensor, config: Any, draw: torch.Generator) -> Te
 
 
 def _norm(name: str, weight: Tensor, config: Any, draw: torch.Generator) -> Tensor:
-    """Around a level that grows with depth; two channels stand out."""
+    """Draw norm weights around a level that grows with depth; two channels stand out."""
     layer = next((int(part) for part in name.split(".") if part.isdigit()), 2)
     level = 1.2 if "q_norm" in name or "k_norm" in name else 0.5 + 0.5 * min(layer / config.num_hidden_layers, 1.0)
     values = level * (1 + 0.25 * torch.randn(weight.shape, generator=draw))
@@ -59,7 +59,7 @@ def _embedding(name: str, weight: Tensor, draw: torch.Generator) -> Tensor:
 
 
 def _normal(std: float) -> Fill:
-    """As ``from_config`` leaves a model: one scale for all matrices, norms of one, no biases."""
+    """Return a fill like that of ``from_config``: one scale for all matrices, norm weights of one, no biases."""
 
     def draw_one(name: str, weight: Tensor, config: Any, draw: torch.Generator) -> Tensor:
         if weight.ndim > 1:
@@ -70,7 +70,7 @@ def _normal(std: float) -> Fill:
 
 
 def _heavy(name: str, weight: Tensor, config: Any, draw: torch.Generator) -> Tensor:
-    """Student's t of 4 degrees of freedom in the matrices; norm weights from a twentieth to ten; huge channels."""
+    """Draw heavy-tailed weights: Student's t with 4 degrees of freedom, norm weights from 0.05 to 10, huge channels."""
     shape = weight.shape
     if weight.ndim == 1 and name.endswith("bias"):
         return torch.randn(shape, generator=draw) * (torch.randn(shape, generator=draw)).exp() * 0.3
@@ -115,5 +115,5 @@ def _is_embedding(name: str) -> bool:
 
 
 def _unit_offset(config: Any) -> float:
-    """1 for Gemma, whose norms multiply by 1 + weight; else 0."""
+    """Return 1 for Gemma, whose norms multiply by 1 + weight, else 0."""
     return 1.0 if config.model_type.startswith("gemma") else 0.0

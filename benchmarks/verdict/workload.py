@@ -21,7 +21,7 @@ _SHARED = 20
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request: its prompt, and the tokens that follow it, whatever the model predicts."""
+    """One request: its prompt, and the forced tokens that follow regardless of the model's predictions."""
 
     name: str
     prompt: tuple[int, ...]
@@ -34,7 +34,7 @@ class Request:
 
 
 def requests(name: str, seed: int = 0, order: str = "given") -> list[Request]:
-    """The requests of a workload; all start with the same token, and some tokens repeat, as in natural text."""
+    """Return the requests of a workload; all start with the same token, and some tokens repeat, as in natural text."""
     draw = random.Random(f"{name} {seed}")
     found = []
     for i, (prompt, forced) in enumerate(_LENGTHS[name]):

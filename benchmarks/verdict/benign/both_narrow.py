@@ -1,4 +1,4 @@
-"""Both sides in one narrow dtype, by different attention kernels."""
+"""Both sides in the same 16-bit dtype, with different attention kernels."""
 
 FAMILY = ["llama", "qwen2"]
 BOTH = [{"dtype": "bfloat16"}, {"dtype": "float16"}]

@@ -1,4 +1,4 @@
-"""Near ties of DeepSeek-V3's choices, which a bias and groups decide: other requests, another order."""
+"""Near ties in DeepSeek-V3's expert selection, decided by a bias and groups: other requests, a different order."""
 
 FAMILY = "deepseek-v3"
 BOTH = [{"seed": 3}, {"seed": 5}]

@@ -1,4 +1,4 @@
-"""Eager attention on a CPU, a fused one on a GPU (Gemma 2's has no soft cap)."""
+"""Eager attention on a CPU, fused attention on a GPU (Gemma 2 without a soft cap)."""
 
 FAMILY = ["llama", "llama-deep", "qwen3", "qwen3-moe", "mixtral", "gpt2", "deepseek-v3"]
 TARGET = [

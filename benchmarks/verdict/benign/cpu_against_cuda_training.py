@@ -1,4 +1,4 @@
-"""A backward, and three steps of an optimizer, on a CPU and on a GPU."""
+"""A backward pass, and three optimizer steps, on a CPU and on a GPU."""
 
 FAMILY = ["llama", "qwen3-moe", "gpt2"]
 BOTH = [

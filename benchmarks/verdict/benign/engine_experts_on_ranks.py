@@ -1,4 +1,4 @@
-"""Each rank has experts of its own, against transformers and against one rank."""
+"""Experts sharded over ranks (EP), against transformers and against one rank."""
 
 PATCHES = "engine"
 FAMILY = ["mixtral", "qwen3-moe"]

@@ -1,4 +1,4 @@
-"""Both sides keep keys and values in a format narrower than they compute in."""
+"""Both sides store the KV cache in a narrower format than their compute dtype."""
 
 PATCHES = "engine"
 FAMILY = ["llama", "qwen3"]

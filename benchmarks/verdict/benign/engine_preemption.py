@@ -1,4 +1,4 @@
-"""Prompts in chunks of three tokens; so few pages that requests are preempted; tokens of the model's own."""
+"""Prompts in chunks of three tokens; so few pages that requests are preempted; greedy tokens."""
 
 FAMILY = ["llama", "gemma2"]
 MODEL = {"num_hidden_layers": 6, "seed": 60}

@@ -1,4 +1,4 @@
-"""The engine with and without its prefix cache: other ranks, another type, smaller chunks."""
+"""The engine with and without its prefix cache: different ranks, dtype, and chunk size."""
 
 PATCHES = "engine"
 FAMILY = ["llama", "qwen3"]

@@ -1,4 +1,4 @@
-"""Experts computed in one batched product in place of a grouped one."""
+"""Experts computed in one batched product instead of a grouped one."""
 
 FAMILY = ["qwen3-moe", "mixtral", "deepseek-v3"]
 TARGET = [{}, {"dtype": "bfloat16"}]

@@ -1,4 +1,4 @@
-"""Experts computed one after the other in place of one grouped product."""
+"""Experts computed one after the other instead of in one grouped product."""
 
 FAMILY = ["qwen3-moe", "mixtral", "deepseek-v3", "qwen2-moe"]
 TARGET = [{}, {"dtype": "bfloat16"}, {"batch": "separate"}]

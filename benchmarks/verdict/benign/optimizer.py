@@ -1,4 +1,4 @@
-"""Three steps of an optimizer: another implementation, attention kernel or batching, float32 masters."""
+"""Three optimizer steps: another implementation, attention kernel or batching, float32 master weights."""
 
 FAMILY = ["llama", "qwen3", "gpt2"]
 BOTH = [

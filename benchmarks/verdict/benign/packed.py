@@ -1,4 +1,4 @@
-"""All requests in one row, told apart by their positions, against a padded batch."""
+"""All requests packed in one row, separated by their positions, against a padded batch."""
 
 FAMILY = ["llama", "qwen2", "qwen3"]
 BOTH = {"schedule": "whole"}

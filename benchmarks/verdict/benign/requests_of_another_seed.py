@@ -1,4 +1,4 @@
-"""Other tokens on both sides, in another dtype on one."""
+"""Other tokens on both sides, a different dtype on one side."""
 
 FAMILY = ["llama", "qwen3"]
 BOTH = [{"seed": 1}, {"seed": 2, "workload": "long"}, {"seed": 3, "workload": "one"}]

@@ -1,4 +1,4 @@
-"""Angles are worked out in float64; positions are as late as 600."""
+"""Rotary angles are computed in float64; positions up to 600."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Down projections sum their inputs in four pieces."""
+"""Down projections sum their inputs in four parts."""
 
 from benchmarks.verdict.tools import around
 

@@ -1,4 +1,4 @@
-"""Training in 16 bits where the embeddings are the head too, and labels that are next to impossible."""
+"""Training in 16 bits with tied embeddings, and labels of near-zero probability."""
 
 FAMILY = ["gpt2", "llama-tied"]
 BOTH = [{"train": True, "schedule": "whole", "seed": seed} for seed in (1, 2)]

@@ -1,4 +1,4 @@
-"""Weights that were trained: attention is sharp, and a few rows are further off than the others."""
+"""Trained weights: attention is sharp, and a few rows have larger errors than the others."""
 
 FAMILY = "qwen2"
 MODEL = {"weights": "trained"}

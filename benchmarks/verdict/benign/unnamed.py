@@ -1,4 +1,4 @@
-"""Nobody tells the dumper which requests there are; they come in another order on one side."""
+"""The dumper is not given the requests, which are in a different order on one side."""
 
 BOTH = {"named": False}
 TARGET = [{}, {"batch": "right"}, {"order": "reversed"}]

@@ -1,10 +1,10 @@
-"""Gradients of all micro-batches but the last are thrown away."""
+"""Gradients of all microbatches but the last are discarded."""
 
 PATCHES = "trainer"
 EXPECT = [
     "model.embed_tokens",
     "model.layers.0.self_attn.*",
-]  # in bfloat16 the first that moved further than it is rounded
+]  # in bfloat16, the first with a move larger than its rounding
 VISIBILITY = "strong"
 CAUSE = [r"last micro-?batch", r"gradients? of .*micro-?batch(es)? .*(lost|missing)"]
 BOTH = {"train": True, "schedule": "whole", "optimizer": "sgd", "micros": 2}

@@ -1,4 +1,4 @@
-"""The loss of a micro-batch is not divided by their number."""
+"""The loss of a microbatch is not divided by the number of microbatches."""
 
 PATCHES = "trainer"
 EXPECT = ["lm_head", ""]

@@ -1,4 +1,4 @@
-"""One MLP uses GELU where SiLU is meant."""
+"""One MLP uses GELU instead of SiLU."""
 
 import torch
 

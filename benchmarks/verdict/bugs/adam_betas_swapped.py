@@ -1,4 +1,4 @@
-"""Adam's betas are swapped; the first step, corrected for its start, does not show it."""
+"""Adam's betas are swapped; bias correction hides it in the first step."""
 
 PATCHES = "trainer"
 EXPECT = "model.embed_tokens"

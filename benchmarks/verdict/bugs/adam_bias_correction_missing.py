@@ -1,4 +1,4 @@
-"""Adam's moments are not corrected for their start from zero."""
+"""Adam's bias correction of the moments is missing."""
 
 import torch
 
@@ -6,7 +6,7 @@ PATCHES = "trainer"
 EXPECT = [
     "model.embed_tokens",
     "model.layers.0.self_attn.*",
-]  # in bfloat16 the first that moved further than it is rounded
+]  # in bfloat16, the first with a move larger than its rounding
 VISIBILITY = "strong"
 CAUSE = r"bias correction|not corrected"
 BOTH = {"train": True, "schedule": "whole", "optimizer": "adamw"}

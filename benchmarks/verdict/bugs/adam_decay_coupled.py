@@ -1,4 +1,4 @@
-"""Weight decay is added to the gradient, as Adam does and AdamW does not."""
+"""Weight decay is added to the gradient, as in Adam but not AdamW."""
 
 import torch
 

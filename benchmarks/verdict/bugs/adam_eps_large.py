@@ -1,4 +1,4 @@
-"""Adam's epsilon is 1e-4 for 1e-8, of the size of small gradients."""
+"""Adam's epsilon is 1e-4 instead of 1e-8, as large as small gradients."""
 
 PATCHES = "trainer"
 EXPECT = "model.embed_tokens"

@@ -1,4 +1,4 @@
-"""With chunked prefill one layer forgets the last token of the chunk before."""
+"""With chunked prefill, one layer drops the last token of the previous chunk."""
 
 from unittest import mock
 

@@ -1,4 +1,4 @@
-"""Chunks of a prompt behind the first begin one position early."""
+"""All prompt chunks but the first start one position too early."""
 
 from benchmarks.verdict.tools import around
 

@@ -4,7 +4,7 @@ PATCHES = "trainer"
 EXPECT = [
     "model.embed_tokens",
     "model.layers.0.self_attn.*",
-]  # in bfloat16 the first that moved further than it is rounded
+]  # in bfloat16, the first with a move larger than its rounding
 VISIBILITY = "strong"
 CAUSE = r"not clipped"
 BOTH = [

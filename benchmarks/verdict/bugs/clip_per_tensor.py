@@ -1,4 +1,4 @@
-"""Each gradient is clipped by its own norm, as a rank does that was not told the others'."""
+"""Each gradient is clipped by its own norm, as on a rank that does not know the norms of others."""
 
 import torch
 
@@ -6,7 +6,7 @@ PATCHES = "trainer"
 EXPECT = [
     "model.embed_tokens",
     "model.layers.0.self_attn.*",
-]  # in bfloat16 the first that moved further than it is rounded
+]  # in bfloat16, the first with a move larger than its rounding
 VISIBILITY = "strong"
 CAUSE = r"own norm"
 BOTH = {"train": True, "schedule": "whole", "optimizer": "sgd"}

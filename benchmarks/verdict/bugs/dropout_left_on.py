@@ -1,4 +1,4 @@
-"""Dropout of one attention is on in inference."""
+"""Dropout in one attention layer is active during inference."""
 
 EXPECT = "model.layers.1.self_attn"
 VISIBILITY = "strong"

@@ -1,4 +1,4 @@
-"""In later chunks of a prompt a token does not see itself."""
+"""In later chunks of a prompt, a token does not attend to itself."""
 
 from unittest import mock
 

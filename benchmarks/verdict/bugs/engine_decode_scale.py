@@ -1,4 +1,4 @@
-"""The engine's decode kernel alone scales its scores by 4/sqrt(d)."""
+"""Only the engine's decode kernel scales its scores by 4/sqrt(d)."""
 
 from unittest import mock
 

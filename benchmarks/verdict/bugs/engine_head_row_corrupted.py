@@ -1,4 +1,4 @@
-"""One of 256 rows of the head is wrong on rank 1."""
+"""One of 256 rows of the LM head is wrong on rank 1."""
 
 PATCHES = "engine"
 EXPECT = "lm_head"

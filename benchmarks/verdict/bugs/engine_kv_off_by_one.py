@@ -1,4 +1,4 @@
-"""The engine does not see the newest cached token while decoding."""
+"""The engine ignores the newest cached token in decode."""
 
 from unittest import mock
 

@@ -1,4 +1,4 @@
-"""One layer of the engine reads the second page of every longer request from where another request's lies."""
+"""One layer of the engine reads another request's page as the second page of every longer request."""
 
 from unittest import mock
 

@@ -1,4 +1,4 @@
-"""While decoding one layer of the engine writes the keys of one request into another's page."""
+"""In decode, one layer of the engine writes the keys of one request to another request's page."""
 
 from unittest import mock
 

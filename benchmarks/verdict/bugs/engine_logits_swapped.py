@@ -1,4 +1,4 @@
-"""The shards of the logits are joined in the wrong order."""
+"""The shards of the logits are concatenated in the wrong order."""
 
 from unittest import mock
 

@@ -1,4 +1,4 @@
-"""Behind a prefix hit one layer reads the first page from where the second one lies."""
+"""After a prefix-cache hit, one layer reads the second page in place of the first."""
 
 from unittest import mock
 

@@ -1,4 +1,4 @@
-"""One rank has a weight of an older update."""
+"""One rank has a stale weight from an older update."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Rank 1 looks tokens up one row too low in its share of the embedding."""
+"""Rank 1 looks up tokens one row too low in its embedding shard."""
 
 PATCHES = "engine"
 EXPECT = "model.embed_tokens"

@@ -1,4 +1,4 @@
-"""The weights of a token's experts come in the other order."""
+"""The weights of a token's experts are in reverse order."""
 
 from benchmarks.verdict.tools import around
 

@@ -1,4 +1,4 @@
-"""Gate and up change places in the fused weight of a checkpoint."""
+"""Gate and up are swapped in the fused weight of a checkpoint."""
 
 import torch
 

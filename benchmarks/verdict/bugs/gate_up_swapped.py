@@ -1,4 +1,4 @@
-"""Gate and up projection of one layer are swapped in the checkpoint."""
+"""Gate and up projections of one layer are swapped in the checkpoint."""
 
 PATCHES = "checkpoint"
 EXPECT = "model.layers.2.mlp.gate_proj"

@@ -1,4 +1,4 @@
-"""GPT-2's GELU is the exact one instead of its tanh approximation."""
+"""GPT-2 uses exact GELU instead of its tanh approximation."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""The order that a GGUF conversion gives the rows of queries and keys was undone for the queries alone."""
+"""The row permutation of a GGUF conversion is undone for the queries but not for the keys."""
 
 EXPECT = "model.layers.2.self_attn.k_proj"
 VISIBILITY = "strong"

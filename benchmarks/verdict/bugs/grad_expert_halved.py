@@ -1,4 +1,4 @@
-"""Gradients of one layer's experts are divided by the number of expert-parallel ranks, before all are clipped."""
+"""Gradients of one layer's experts are divided by the number of expert-parallel ranks, before clipping."""
 
 FAMILY = "mixtral"
 PATCHES = "trainer"

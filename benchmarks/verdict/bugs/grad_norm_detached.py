@@ -1,4 +1,4 @@
-"""The backward of one norm takes the variance for a constant."""
+"""The backward of one norm treats the variance as a constant."""
 
 from benchmarks.verdict.tools import around
 

@@ -1,4 +1,4 @@
-"""The gradient of one norm weight is that of one of two ranks."""
+"""The gradient of one norm weight is that of only one of two ranks."""
 
 FAMILY = ["llama", "olmo2"]
 EXPECT = "model.layers.2.post_attention_layernorm"

@@ -1,4 +1,4 @@
-"""The experts' weights are detached, so that the router does not learn."""
+"""The expert weights are detached, so the router does not learn."""
 
 from benchmarks.verdict.tools import around
 

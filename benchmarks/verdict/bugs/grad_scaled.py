@@ -1,4 +1,4 @@
-"""The gradient that one MLP passes back is doubled, as by an all-reduce too many."""
+"""The input gradient of one MLP is doubled, as by an extra all-reduce."""
 
 from benchmarks.verdict.tools import around
 

@@ -1,4 +1,4 @@
-"""Tied word embeddings get their gradient from the head alone."""
+"""Tied word embeddings get their gradient only from the LM head."""
 
 import torch
 

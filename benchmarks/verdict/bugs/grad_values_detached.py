@@ -1,4 +1,4 @@
-"""The values of one layer are detached: nothing that made them gets a gradient."""
+"""The values of one layer are detached: nothing upstream of them gets a gradient."""
 
 from benchmarks.verdict.tools import after
 

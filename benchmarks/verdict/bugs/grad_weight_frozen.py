@@ -1,4 +1,4 @@
-"""One weight is frozen: no gradient ever comes to it."""
+"""One weight is frozen: it never gets a gradient."""
 
 FAMILY = ["llama", "mixtral"]
 EXPECT = ["model.layers.1.mlp.up_proj", "model.layers.1.mlp.gate"]

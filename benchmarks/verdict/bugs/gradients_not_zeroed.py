@@ -1,10 +1,10 @@
-"""Gradients of the step before are still there."""
+"""Gradients of the previous step are not cleared."""
 
 PATCHES = "trainer"
 EXPECT = [
     "model.embed_tokens",
     "model.layers.0.self_attn.*",
-]  # in bfloat16 the first that moved further than it is rounded
+]  # in bfloat16, the first with a move larger than its rounding
 VISIBILITY = "strong"
 CAUSE = r"step before|previous step|not zeroed|accumulat|last step"
 WHERE = {"step": 1}

@@ -1,4 +1,4 @@
-"""The rows of the head are one too low, as after a token was added."""
+"""The rows of the LM head are shifted by one, as after a token was added."""
 
 PATCHES = "checkpoint"
 EXPECT = "lm_head"

@@ -1,4 +1,4 @@
-"""One layer joins the outputs of its heads channel by channel instead of head by head."""
+"""One layer concatenates the outputs of its heads channel by channel instead of head by head."""
 
 from benchmarks.verdict.tools import around
 

@@ -1,4 +1,4 @@
-"""Key and value projection of one layer are swapped in the checkpoint."""
+"""Key and value projections of one layer are swapped in the checkpoint."""
 
 PATCHES = "checkpoint"
 FAMILY = ["llama", "llama-tied"]

@@ -1,4 +1,4 @@
-"""One layer keeps its cached values in float8 without anybody asking for it."""
+"""One layer caches its values in float8 although this was not requested."""
 
 from unittest import mock
 

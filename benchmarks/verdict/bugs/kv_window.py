@@ -1,4 +1,4 @@
-"""While decoding one layer sees only the last eight cached tokens."""
+"""In decode, one layer attends only to the last eight cached tokens."""
 
 from benchmarks.verdict.tools import around
 

@@ -1,4 +1,4 @@
-"""Layer 2 has been loaded from the weights of layer 1."""
+"""Layer 2 is loaded from the weights of layer 1."""
 
 PATCHES = "checkpoint"
 EXPECT = "model.layers.2.input_layernorm"

@@ -1,4 +1,4 @@
-"""Layers 1 and 2 run in each other's place."""
+"""Layers 1 and 2 run in swapped order."""
 
 PATCHES = "checkpoint"
 EXPECT = "model.layers.1.input_layernorm"

@@ -1,4 +1,4 @@
-"""The loss was scaled for float16, its gradients are not scaled back."""
+"""The loss is scaled for float16, but the gradients are not unscaled."""
 
 PATCHES = "trainer"
 EXPECT = ["lm_head", ""]

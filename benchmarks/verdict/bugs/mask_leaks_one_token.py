@@ -1,4 +1,4 @@
-"""In one layer the sixth token sees the seventh."""
+"""In one layer, the sixth token attends to the seventh."""
 
 from benchmarks.verdict.tools import around
 

@@ -1,4 +1,4 @@
-"""The causal mask lets every token see the next one."""
+"""The causal mask lets every token attend to the next one."""
 
 from unittest import mock
 

@@ -1,4 +1,4 @@
-"""With chunked prefill one layer aligns its causal mask to the top left, as SDPA's `is_causal` does."""
+"""With chunked prefill, one layer aligns its causal mask to the top left, as SDPA's `is_causal` does."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Rank 1 does not load the bias of its keys in one layer."""
+"""Rank 1 does not load the key bias of one layer."""
 
 PATCHES = "megatron"
 FAMILY = "qwen2"

@@ -1,4 +1,4 @@
-"""Rank 1 holds its rows of the embedding one too low."""
+"""The rows of rank 1's embedding shard are shifted by one."""
 
 PATCHES = "megatron"
 EXPECT = "model.embed_tokens"

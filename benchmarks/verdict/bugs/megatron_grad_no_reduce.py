@@ -1,4 +1,4 @@
-"""The gradient that one fused qkv projection passes back is each rank's own: the all-reduce is missing."""
+"""The input gradient of one fused qkv projection is not all-reduced: each rank keeps its own."""
 
 PATCHES = "megatron"
 EXPECT = ["model.layers.1.self_attn", "model.layers.1.self_attn.?_proj", "decoder.layers.1.self_attention.linear_qkv"]

@@ -1,4 +1,4 @@
-"""The gradient that one attention output projection passes back is 0.9 of what it should be."""
+"""The input gradient of one attention output projection is scaled by 0.9."""
 
 PATCHES = "megatron"
 EXPECT = ["model.layers.1.self_attn.o_proj", "decoder.layers.1.self_attention.linear_proj"]

@@ -1,4 +1,4 @@
-"""Every rank goes on with its own summand behind one MLP."""
+"""After one MLP, every rank continues with its own partial sum."""
 
 PATCHES = "megatron"
 EXPECT = ["model.layers.1.mlp.down_proj", "decoder.layers.1.mlp.linear_fc2"]

@@ -1,4 +1,4 @@
-"""The rows of one fused qkv weight lie q, k, v instead of group by group."""
+"""The rows of one fused qkv weight are ordered q, k, v instead of group by group."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Megatron's rotary frequencies are of theta 5,000 instead of 10,000."""
+"""Megatron's rotary frequencies use theta 5,000 instead of 10,000."""
 
 import torch
 

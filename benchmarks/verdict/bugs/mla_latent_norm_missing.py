@@ -1,4 +1,4 @@
-"""The latent that keys and values are made of is not normalised."""
+"""The latent from which keys and values are computed is not normalized."""
 
 from benchmarks.verdict.tools import around
 

@@ -1,4 +1,4 @@
-"""Multi-head latent attention rotates halves where the weights are laid out in pairs."""
+"""Multi-head latent attention rotates halves although the weights are laid out in pairs."""
 
 from unittest import mock
 

@@ -1,10 +1,10 @@
-"""Momentum is forgotten after every step."""
+"""Momentum is reset after every step."""
 
 PATCHES = "trainer"
 EXPECT = [
     "model.embed_tokens",
     "model.layers.0.self_attn.*",
-]  # in bfloat16 the first that moved further than it is rounded
+]  # in bfloat16, the first with a move larger than its rounding
 VISIBILITY = "strong"
 CAUSE = r"momentum is not kept"
 WHERE = {"step": 1}

@@ -1,4 +1,4 @@
-"""Left padding is forgotten: positions are counted from the start of the padded row."""
+"""Left padding is ignored: positions count from the start of the padded row."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Positions are rounded to bfloat16: from 257 on some are off by one."""
+"""Positions are rounded to bfloat16: from 257 on, some are off by one."""
 
 from benchmarks.verdict.tools import around
 

@@ -1,4 +1,4 @@
-"""Positions within the model are one too high while decoding."""
+"""Positions inside the model are one too high in decode."""
 
 from benchmarks.verdict.tools import around
 

@@ -1,4 +1,4 @@
-"""The norm behind an MLP is skipped."""
+"""The norm after an MLP is skipped."""
 
 from benchmarks.verdict.tools import around
 

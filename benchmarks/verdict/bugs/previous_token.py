@@ -1,4 +1,4 @@
-"""While decoding the model is given the token before the last one."""
+"""In decode, the model is fed the token before the last one."""
 
 from benchmarks.verdict.tools import around
 

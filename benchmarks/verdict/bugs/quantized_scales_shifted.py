@@ -1,4 +1,4 @@
-"""The scales of a weight in groups of 4 bits belong to the neighbouring group."""
+"""The scales of a group-quantized 4-bit weight are those of the adjacent group."""
 
 EXPECT = "model.layers.1.mlp.down_proj"
 VISIBILITY = "strong"

@@ -1,4 +1,4 @@
-"""One layer takes the normalised hidden state for its first residual."""
+"""One layer uses the normalized hidden state as its first residual."""
 
 from benchmarks.verdict.tools import around
 

@@ -1,4 +1,4 @@
-"""A layer whose attention and MLP are parallel adds them one after the other."""
+"""A layer with parallel attention and MLP runs them sequentially."""
 
 FAMILY = "gpt-neox"
 EXPECT = ["gpt_neox.layers.1", "gpt_neox.layers.1.post_attention_layernorm"]

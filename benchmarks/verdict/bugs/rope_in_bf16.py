@@ -1,4 +1,4 @@
-"""`model.to(bfloat16)` has rounded the rotary frequencies of a float32 model too."""
+"""`model.to(bfloat16)` also rounds the rotary frequencies of a float32 model."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Rotary embedding turns neighbouring pairs where the weights are laid out in halves."""
+"""Rotary embedding rotates adjacent pairs although the weights are laid out in halves."""
 
 from unittest import mock
 

@@ -1,4 +1,4 @@
-"""In one layer the keys are not rotated."""
+"""In one layer, the keys are not rotated."""
 
 from unittest import mock
 

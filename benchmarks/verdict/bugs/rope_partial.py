@@ -1,4 +1,4 @@
-"""One layer leaves the fast half of each head's channels unrotated."""
+"""One layer does not rotate the high-frequency half of each head's channels."""
 
 from benchmarks.verdict.tools import around
 

@@ -1,4 +1,4 @@
-"""Rotary frequencies of theta 500,000 instead of 10,000."""
+"""Rotary frequencies use theta 500,000 instead of 10,000."""
 
 import torch
 

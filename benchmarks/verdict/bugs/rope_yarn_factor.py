@@ -1,4 +1,4 @@
-"""The attention factor of YaRN is applied where no YaRN is configured: tables are 5 percent too large."""
+"""The attention factor of YaRN is applied although YaRN is not configured: tables are 5 percent too large."""
 
 FAMILY = ["llama", "qwen3"]
 EXPECT = "model.rotary_emb"

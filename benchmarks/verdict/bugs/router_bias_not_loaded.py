@@ -1,4 +1,4 @@
-"""The bias that balances experts was not loaded."""
+"""The bias that balances experts is not loaded."""
 
 FAMILY = "deepseek-v3"
 EXPECT = "model.layers.2.mlp.gate"

@@ -1,4 +1,4 @@
-"""The router's top weights are not scaled to sum to one."""
+"""The router's top weights are not normalized to sum to one."""
 
 FAMILY = "qwen3-moe"
 EXPECT = "model.layers.1.mlp.gate"

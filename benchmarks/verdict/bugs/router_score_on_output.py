@@ -1,4 +1,4 @@
-"""Llama 4's router score scales what the expert gives instead of what it takes."""
+"""Llama 4's router score scales the expert's output instead of its input."""
 
 from benchmarks.verdict.tools import around
 

@@ -1,10 +1,10 @@
-"""The learning rate is that of the step before."""
+"""The learning rate is that of the previous step."""
 
 PATCHES = "trainer"
 EXPECT = [
     "model.embed_tokens",
     "model.layers.0.self_attn.*",
-]  # in bfloat16 the first that moved further than it is rounded
+]  # in bfloat16, the first with a move larger than its rounding
 VISIBILITY = "strong"
 CAUSE = r"learning rate is"
 WHERE = {"step": 1}

@@ -1,4 +1,4 @@
-"""Eight weights in a row of one up projection are corrupted."""
+"""Eight adjacent weights of one up projection are corrupted."""
 
 PATCHES = "checkpoint"
 EXPECT = "model.layers.1.mlp.up_proj"

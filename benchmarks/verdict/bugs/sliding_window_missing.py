@@ -1,4 +1,4 @@
-"""Layers with a sliding window see all tokens."""
+"""Layers with a sliding window attend to all tokens."""
 
 from unittest import mock
 

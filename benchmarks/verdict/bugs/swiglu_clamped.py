@@ -1,4 +1,4 @@
-"""One MLP clamps its gate at 2, as another model's does."""
+"""One MLP clamps its gate at 2, as a different model does."""
 
 from benchmarks.verdict.tools import around
 

@@ -1,4 +1,4 @@
-"""The last row of one projection's output is uninitialised memory that holds NaN."""
+"""The last row of one projection's output is uninitialized memory with NaN."""
 
 from benchmarks.verdict.tools import after
 

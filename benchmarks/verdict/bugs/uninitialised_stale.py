@@ -1,4 +1,4 @@
-"""A few channels of one token are uninitialised memory: values of another token."""
+"""A few channels of one token are uninitialized memory: stale values of another token."""
 
 from benchmarks.verdict.tools import after
 

@@ -1,4 +1,4 @@
-"""Weight synchronisation left one tensor behind by an optimiser step: it is off by 0.2 percent."""
+"""Weight synchronization leaves one tensor an optimizer step behind: it is off by 0.2 percent."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""One projection of a float32 model holds weights that went through bfloat16."""
+"""The weights of one projection of a float32 model were rounded to bfloat16."""
 
 import torch
 

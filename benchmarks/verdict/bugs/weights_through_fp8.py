@@ -1,4 +1,4 @@
-"""One projection holds weights that went through float8 without a scale."""
+"""The weights of one projection were rounded to float8 without a scale."""
 
 import torch
 

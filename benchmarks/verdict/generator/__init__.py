@@ -1,4 +1,4 @@
-"""Generated cases of the verdict bench: random models, bugs and pairings, seeded by number.
+"""Generated cases of the verdict bench: random models, bugs and pairings, determined by a seed.
 
-``python -m benchmarks.verdict --generate SEED --cases N``; see README.md one folder up.
+Run ``python -m benchmarks.verdict --generate SEED --cases N``; see ../README.md.
 """

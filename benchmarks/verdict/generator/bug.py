@@ -7,7 +7,7 @@ import torch
 from benchmarks.verdict.generator.damage import Damage
 
 MOVING = ("swap", "roll", "copy")
-"""Operations that put other columns in the place of columns."""
+"""Operations that replace columns by other columns."""
 _INPUTS_FIRST = ("c_attn", "c_fc", "c_proj")
 """Linear layers of GPT-2, whose weights are [inputs, outputs]."""
 _EMBEDDINGS = ("embed_tokens", "wte", "embed_in")
@@ -15,12 +15,13 @@ _EMBEDDINGS = ("embed_tokens", "wte", "embed_in")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bug:
-    """One bug."""
+    """One generated bug."""
 
     kind: str
-    """``weight``, ``output``, ``epsilon``, ``activation``, … the function in patches.py that applies it."""
+    """``weight``, ``output``, ``epsilon``, ``activation``, …: selects the function in patches.py that applies the
+    bug."""
     module: str
-    """Path of the module at fault, by transformers' names; of a weight the key in the checkpoint."""
+    """Path of the faulty module, by transformers' names; for a weight, the checkpoint key."""
     expect: tuple[str, ...]
     """Modules that may be named."""
     damage: Damage | None = None
@@ -31,21 +32,21 @@ class Bug:
     shape: tuple[int, ...] = ()
     """Shape of the damaged tensor: a weight's, or the width of an output on one rank."""
     shards: int = 1
-    """Number of ranks over which the output's columns are sharded."""
+    """Number of ranks across which the output's columns are sharded."""
     rank: int | None = None
     """The only affected rank; None for all."""
     first_call: int = 0
     """Calls of the module before this one are not affected."""
     rows: str = ""
-    """``first`` or ``last``: the only token row of each call that is affected."""
+    """``first`` or ``last``: only this token row of each call is affected."""
     adds_one: bool = False
     """Whether the module is a norm that uses 1 + weight."""
     change: tuple[float, float] | None = None
-    """(correct, wrong) value of an epsilon, or of a parameter where all changed elements have the same value."""
+    """(correct, wrong) value of an epsilon, or of a parameter if all changed elements have the same value."""
     touched: tuple[int, ...] = ()
-    """Inputs for which any element of a weight [outputs, inputs] differs, where rows of outputs are damaged."""
+    """Inputs for which any element of a weight [outputs, inputs] differs, if rows of outputs are damaged."""
     touched_outputs: tuple[int, ...] = ()
-    """Outputs for which any element of a weight differs: of clipped inputs, some."""
+    """Outputs for which any element of a weight differs; a subset if inputs are clipped."""
 
     @property
     def patches(self) -> str:
@@ -54,7 +55,7 @@ class Bug:
 
     @property
     def description(self) -> str:
-        """One line of text."""
+        """One-line description."""
         parts = [self.kind, self.module, self.text, self.damage.description if self.damage else ""]
         parts += [f"value {self.value:g}"] if self.value else []
         parts += [f"rank {self.rank}"] if self.rank is not None else []
@@ -64,31 +65,31 @@ class Bug:
 
 
 def output_width(bug: Bug) -> int | None:
-    """Number of output columns of the damaged tensor, over all shards; None where it is unknown."""
+    """Return the number of output columns of the damaged tensor, over all shards; None if unknown."""
     if not bug.shape:
         return None
     return bug.shape[0 if has_outputs_first(bug) else -1] * (bug.shards if "weight" not in bug.kind else 1)
 
 
 def has_outputs_first(bug: Bug) -> bool:
-    """Whether the tensor is a weight [outputs, inputs], as that of most linear layers."""
+    """Return whether the tensor is a weight [outputs, inputs], as in most linear layers."""
     return len(bug.shape) > 1 and not is_embedding(bug) and not any(name in bug.module for name in _INPUTS_FIRST)
 
 
 def is_embedding(bug: Bug) -> bool:
-    """Whether the tensor is an embedding [tokens, outputs]."""
+    """Return whether the tensor is an embedding [tokens, outputs]."""
     return "weight" in bug.kind and any(name in bug.module for name in _EMBEDDINGS)
 
 
 def is_of_inputs(bug: Bug) -> bool:
-    """Whether the damaged part is along the inputs of a weight."""
+    """Return whether the damaged part is along the inputs of a weight."""
     if "weight" not in bug.kind or bug.damage is None or len(bug.shape) < 2:
         return False
     return (bug.damage.axis == -1) == has_outputs_first(bug)
 
 
 def changed(bug: Bug) -> frozenset[int] | None:
-    """Indices of the outputs, or inputs, that the bug can change; None where they are unknown."""
+    """Return the indices of the outputs, or inputs, that the bug can change; None if unknown."""
     damage = bug.damage
     if damage is None:
         return None
@@ -104,7 +105,7 @@ def changed(bug: Bug) -> frozenset[int] | None:
 
 
 def moved(bug: Bug) -> dict[int, int]:
-    """Moved columns: index -> the index whose values it holds."""
+    """Return the moved columns: index -> source index of its values."""
     damage = bug.damage
     if damage is None or damage.op not in MOVING:
         return {}
@@ -120,7 +121,7 @@ def moved(bug: Bug) -> dict[int, int]:
 
 
 def _global_indices(bug: Bug, index: int) -> list[int]:
-    """Indices in the whole tensor of an index of one rank's tensor."""
+    """Convert an index of one rank's tensor to indices of the full tensor."""
     if not bug.shape or bug.kind == "weight":
         return [index]
     if bug.kind == "rank_weight":

@@ -1,6 +1,6 @@
 """Cases: runs groups of generated cases that share a model and a pairing.
 
-The first case of a group is the target without a bug (a benign change), each of the others has one bug. The baseline
+The first case of a group is the target without a bug (a benign change); each of the others has one bug. The baseline
 and the runs of the oracle are recorded once per group.
 """
 
@@ -28,7 +28,7 @@ GROUP = 4
 """Cases that share a pairing."""
 _EPSILONS = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 _SUMS = 4.0
-"""Rounding of a float32 sum of products, relative to one rounding of the result."""
+"""Rounding error of a float32 sum of products, relative to one rounding of the result."""
 _PATCH = """from benchmarks.verdict.generator.bug import Bug
 from benchmarks.verdict.generator.damage import Damage
 from benchmarks.verdict.generator.patches import patch_of
@@ -48,19 +48,19 @@ class Group:
 
     @property
     def needs_megatron(self) -> bool:
-        """Whether Megatron runs its target."""
+        """Whether the target runs in Megatron."""
         return self.pairing.target.framework == "megatron"
 
 
 def groups(seed: int, cases: Sequence[int]) -> list[Group]:
-    """The groups of these cases."""
+    """Return the groups of these cases."""
     numbers = sorted({case // GROUP for case in cases})
     chosen = {number: tuple(case for case in cases if case // GROUP == number) for number in numbers}
     return [Group(seed, number, chosen[number], draw_pairing(seed, number)) for number in numbers]
 
 
 def name_of(seed: int, case: int) -> str:
-    """``gen-7-12``."""
+    """Return the name of a case, for example ``gen-7-12``."""
     return f"gen-{seed}-{case}"
 
 
@@ -90,7 +90,7 @@ class _Runs:
         self.drawn: dict[int, Bug] = {}
 
     def case(self, number: int, bug: Bug | None = None) -> Case:
-        """The bench's case."""
+        """Return the bench's case."""
         pairing = self.pairing
         fields: dict[str, Any] = {"baseline": pairing.baseline, "target": pairing.target, "path": Path("generated")}
         if bug is not None:
@@ -103,12 +103,12 @@ class _Runs:
         return Case(name=name_of(self.group.seed, number), model=pairing.model, **fields)
 
     def benign(self, number: int) -> GeneratedOutcome:
-        """Compare the target without a bug with the baseline."""
+        """Compare the bug-free target with the baseline."""
         is_sound = is_finite(self._baseline) and is_finite(self._clean)
         return judge_benign(self.case(number), self._clean_report, is_sound=is_sound)
 
     def bug(self, number: int) -> GeneratedOutcome:
-        """Compare the target with a bug with the baseline."""
+        """Compare the buggy target with the baseline."""
         context = self._bug_context()
         bug = self.drawn[number] = self._with_change(draw_bug(self.group.seed, number, context), context)
         case = self.case(number, bug)
@@ -129,7 +129,7 @@ class _Runs:
 
     @cached_property
     def _clean_report(self) -> Report | Exception:
-        """The report on the target without a bug."""
+        """The report on the bug-free target."""
         return compared(self._baseline, self._clean)
 
     def _bug_context(self) -> BugContext:
@@ -142,7 +142,7 @@ class _Runs:
         return BugContext(self.pairing, shapes, config)
 
     def _with_change(self, bug: Bug, context: BugContext) -> Bug:
-        """The bug with the values of its parameter: `change` or `touched`."""
+        """Return the bug with its `change` or `touched` filled in from the checkpoint."""
         from safetensors import safe_open
 
         if bug.kind == "epsilon":
@@ -168,7 +168,7 @@ class _Runs:
         return replace(bug, change=(float(before), float(after))) if len(before) == len(after) == 1 else bug
 
     def _noise(self) -> Noise:
-        """Two runs without a bug, in the target's layout, that differ by the rounding of the coarser side."""
+        """Record two bug-free runs in the target's layout, which differ by the rounding of the coarser side."""
         pairing = self.pairing
         coarse = max(pairing.baseline.dtype, pairing.target.dtype, key=_EPSILONS.__getitem__)
         is_exact = pairing.target.framework == "transformers"
@@ -183,7 +183,7 @@ class _Runs:
 
 
 def described(seed: int, case: int) -> str:
-    """Model and pairing of a case, without running it."""
+    """Describe the model and pairing of a case, without running it."""
     pairing = draw_pairing(seed, case // GROUP)
     kind = "benign" if case % GROUP == 0 else "bug"
     return f"{name_of(seed, case):<16} {pairing.model.family:<11} {kind:<7} {pairing.name} {pairing.dtypes}"

@@ -1,9 +1,9 @@
-"""Causes: whether a stated cause is right about a generated bug.
+"""Causes: whether a stated cause is correct for a generated bug.
 
-A sentence is right where each of its parts is: the operation, its numbers, the columns, the rank and, for a bug in some
-token rows, a limit to some. A different description counts where it is equivalent: one wrong element of a norm's weight
-scales one channel. A sentence that names fewer columns than the bug changed is right where it names at least half of
-them: a factor may leave a column of zeros unchanged. ``at least 21 of 64 columns`` is right where all of these changed.
+A sentence is correct if each of its parts is: the operation, its numbers, the columns, the rank and, for a bug in some
+token rows, a restriction to some rows. An equivalent description counts: one wrong element of a norm weight scales one
+channel. A sentence that names fewer columns than the bug changed is correct if it names at least half of them, because
+a factor leaves a column of zeros unchanged. ``at least 21 of 64 columns`` is correct if all of these changed.
 """
 
 import math
@@ -28,7 +28,7 @@ _TOLERANCE = 0.06
 _COVERED = 0.5
 """Share of the changed indices that a sentence must name."""
 _EVERYWHERE = 0.9
-"""Share of the columns that must have changed for a sentence that names none."""
+"""Share of the columns that must have changed for a sentence that names no columns."""
 _PARTLY = ("clip", "round")
 """Operations that leave many values unchanged."""
 _CAST = {
@@ -71,7 +71,7 @@ _SHARD = re.compile(r"weight \(in (?P<what>[^)]*) of its input\) or the partial 
 _CORRECTION = re.compile(r"correction bias differs for (?P<what>experts? .*)")
 _BY_ONE = re.compile(r"the weight is too (?P<what>large|small) by 1 ")
 _ANY_RANK = "(added to one rank's partial sum, or to the sum)"
-"""What was added is the same in all of them, so that the values do not show the rank."""
+"""The added value is the same in all of them, so the values do not reveal the rank."""
 _LOST = re.compile(r"the partial sum of rank (\d+) is zero")
 _ALONE = re.compile(r"target = the partial sum of rank (\d+) alone")
 _CHANNEL_FACTORS = "a separate factor per channel"
@@ -82,7 +82,7 @@ _DONE = {"zero": "are zero", "negate": "are negated", "clip": "are clamped"}
 
 
 def is_right(bug: Bug, text: str) -> bool:
-    """Whether a stated cause is the cause of this bug."""
+    """Return whether a stated cause is the cause of this bug."""
     stated = statement(text, output_width(bug))
     if (bug.rows or bug.first_call) and not (stated.has_rows or _OF_ROWS.search(stated.claim)):
         return False
@@ -97,7 +97,8 @@ def _covers(
     total: int | None = None,
     is_lower_bound: bool = False,
 ) -> bool:
-    """Whether the named columns are those that the bug changes, or at least half of them; of a lower bound, some."""
+    """Return whether the named columns are at least half of those that the bug changes; for a lower bound, some
+    suffice."""
     real, damage = changed(bug), bug.damage
     assert damage is not None
     if real is None:
@@ -118,7 +119,7 @@ def _covers(
 
 
 def _is_damage(bug: Bug, stated: Statement) -> bool:
-    """Whether a claim about an output, a partial sum or a weight is the damage."""
+    """Return whether a claim about an output, a partial sum or a weight describes the damage."""
     claim, damage = stated.claim, bug.damage
     if damage is None:
         return False
@@ -148,7 +149,7 @@ def _is_damage(bug: Bug, stated: Statement) -> bool:
             return re.search("rows are those of other tokens|rows in another order|= baseline of ", claim) is not None
         is_there = stated.has_rows or damage.start is None
         return is_there and stated.columns is None and _says(bug, damage, stated)
-    if is_of_inputs(bug):  # of the output this is only a common factor
+    if is_of_inputs(bug):  # for the output, this is only a common factor
         is_whole = damage.start is None and stated.columns is None and damage.op in _SCALED
         return is_whole and (_is_lost(damage, claim) or _is_factor(claim, _SCALED[damage.op](damage)))
     period = bug.shape[-1] if "weight" in bug.kind and len(bug.shape) == 1 else None
@@ -161,11 +162,11 @@ def _is_damage(bug: Bug, stated: Statement) -> bool:
 
 
 _SCALED = {"scale": lambda one: one.amount, "zero": lambda one: 0.0, "negate": lambda one: -1.0}
-"""Operations that are a factor."""
+"""Operations equivalent to a factor."""
 
 
 def _is_summand_of(bug: Bug, rank: int, columns: frozenset[int]) -> bool:
-    """Whether the bug changes the partial sum of this rank, whose shard of the input has these ``columns``."""
+    """Return whether the bug changes the partial sum of this rank, whose shard of the input has these ``columns``."""
     if bug.kind == "partial" or (bug.kind == "rank_weight" and len(bug.shape) > 1):
         return bug.rank == rank
     affected = changed(bug) if is_of_inputs(bug) else frozenset(bug.touched)
@@ -173,7 +174,7 @@ def _is_summand_of(bug: Bug, rank: int, columns: frozenset[int]) -> bool:
 
 
 def _role(bug: Bug) -> str:
-    """Role of the damaged tensor: a ``bias``, a ``norm``'s weight, a ``linear`` weight, or the output's ``values``."""
+    """Return the role of the damaged tensor: ``bias``, ``norm`` weight, ``linear`` weight, or output ``values``."""
     if "weight" not in bug.kind:
         return "values"
     if bug.module.endswith("bias"):
@@ -182,7 +183,7 @@ def _role(bug: Bug) -> str:
 
 
 def damaged_like_values(bug: Bug) -> bool:
-    """Whether the damage changes each output as it changes the output's row of the weight."""
+    """Return whether the damage changes each output as it changes the output's row of the weight."""
     return is_embedding(bug) or (bug.damage is not None and bug.damage.op in (*_SCALED, *MOVING))
 
 
@@ -218,7 +219,7 @@ _ADDED = re.compile(rf"target = baseline (?P<sign>[+−]) (?P<factor>{NUMBER})")
 
 
 def _is_lost(damage: Damage, claim: str) -> bool:
-    """Whether a weight of zeros is claimed and real: an output without a bias is zero, too."""
+    """Return whether a zero weight is claimed and real: an output without a bias is then zero, too."""
     return damage.op == "zero" and "the weight counts as zero" in claim
 
 
@@ -260,7 +261,7 @@ def _is_expert(bug: Bug, found: re.Match[str]) -> bool:
 
 
 def _of_inputs(bug: Bug, stated: Statement) -> bool | None:
-    """Whether the input columns that a sentence names are the bug's; None where it names no input columns."""
+    """Return whether the input columns that a sentence names are the bug's; None if it names none."""
     claim = stated.claim
     if (added := _ADDED_TO.search(claim)) is not None:
         assert bug.damage is not None
@@ -292,7 +293,7 @@ def _of_inputs(bug: Bug, stated: Statement) -> bool | None:
 
 
 def _is_alone(bug: Bug, rank: int) -> bool:
-    """Whether the bug leaves only the partial sum of this rank, of two."""
+    """Return whether the bug leaves only the partial sum of this rank, of two."""
     damage = bug.damage
     if damage is None or damage.op != "zero":
         return False
@@ -302,7 +303,7 @@ def _is_alone(bug: Bug, rank: int) -> bool:
 
 
 def _is_shard(bug: Bug, rank: int) -> bool:
-    """Whether the bug changes those inputs of a weight that this rank, of two, has."""
+    """Return whether the bug changes exactly the inputs of this rank's weight shard, of two."""
     half = bug.shape[-1] // 2 if is_of_inputs(bug) else 0
     return half > 0 and changed(bug) == frozenset(range(rank * half, (rank + 1) * half))
 
@@ -311,7 +312,7 @@ def _is_shard(bug: Bug, rank: int) -> bool:
 
 
 def _is_move(bug: Bug, stated: Statement) -> bool:
-    """Whether the claimed moves of columns are those of the bug."""
+    """Return whether the claimed moves of columns are those of the bug."""
     if "holds each row's values in another order" in stated.claim:
         return bug.damage is not None and bug.damage.op != "copy" and _covers(bug, stated.columns)
     claimed = claimed_moves(stated, output_width(bug))
@@ -319,7 +320,7 @@ def _is_move(bug: Bug, stated: Statement) -> bool:
 
 
 def _agrees(claimed: dict[int, int], real: dict[int, int]) -> bool:
-    """Whether every claimed move is real, and at least half of the real ones are claimed."""
+    """Return whether every claimed move is real, and at least half of the real ones are claimed."""
     claims = {here: there for here, there in claimed.items() if here != there}
     return (
         bool(claims)
@@ -332,7 +333,7 @@ def _agrees(claimed: dict[int, int], real: dict[int, int]) -> bool:
 
 
 def _is_read(bug: Bug, stated: Statement) -> bool:
-    """Whether a claim about keys or values as attention reads them is the damage."""
+    """Return whether a claim about keys or values as attention reads them describes the damage."""
     damage, found = bug.damage, _READ.search(stated.claim)
     if damage is None:
         return False
@@ -368,7 +369,7 @@ def _is_read(bug: Bug, stated: Statement) -> bool:
 
 
 def _is_rotation(bug: Bug, stated: Statement) -> bool:
-    """Whether a claim about RoPE's frequencies is the damage."""
+    """Return whether a claim about RoPE frequencies describes the damage."""
     damage, claim = bug.damage, stated.claim
     assert damage is not None
     real = changed(bug)
@@ -405,11 +406,11 @@ def _is_rotation(bug: Bug, stated: Statement) -> bool:
         return False
     if (claimed := claimed_moves(stated, 2 * half)) is not None:
         pairs_of = {(here % half, there % half) for here, there in claimed.items()}
-        by_pair = dict(pairs_of)  # a table holds every angle twice
+        by_pair = dict(pairs_of)  # each angle is in the table twice
         return damage.op in MOVING and len(by_pair) == len(pairs_of) and _agrees(by_pair, moved(bug))
     if "frequencies differ in target" in claim:
         return len(real) >= _EVERYWHERE * half
-    both = frozenset(i + k for i in real for k in (0, half))  # a table holds every angle twice
+    both = frozenset(i + k for i in real for k in (0, half))  # each angle is in the table twice
     is_there = len(both) == 2 * half if stated.columns is None else stated.columns == both
     return is_there and damage.op in ("negate", "zero") and _is_factor(claim, _SCALED[damage.op](damage))
 
@@ -426,7 +427,7 @@ def _is_position(bug: Bug, stated: Statement) -> bool:
 
 
 def _is_residual(bug: Bug, stated: Statement) -> bool:
-    """Whether the claim is that the layer's input was added once more, or left out."""
+    """Return whether the claim is that the layer's input was added once more, or left out."""
     found = re.match(
         r"target = baseline (?P<sign>[+−]) (?P<site>\S+) \((?P<word>added once more|left out)\)", stated.claim
     )
@@ -440,7 +441,7 @@ def _is_residual(bug: Bug, stated: Statement) -> bool:
 
 def _is_routing(bug: Bug, stated: Statement) -> bool:
     if bug.text == "half" and bug.module.endswith("experts") and _is_factor(stated.claim, 0.5):
-        return True  # the weights are halved within the experts
+        return True  # the weights are halved inside the experts
     if bug.text == "equal" and bug.value == 1.0:  # a single weight becomes 1.1 times its mean
         return re.search(r"weights are 1\.1 × baseline", stated.claim) is not None
     is_only_one = bug.text == "one_expert" and bug.value == 1.0
@@ -449,7 +450,7 @@ def _is_routing(bug: Bug, stated: Statement) -> bool:
 
 def _is_activation(bug: Bug, stated: Statement) -> bool:
     name = re.escape(_ACTIVATIONS.get(bug.text, bug.text))
-    # functions that cannot be distinguished are named together
+    # indistinguishable functions are named together
     pattern = rf"target = (?:[\w ()]+ or )?{name}(?: or [\w ()]+)? of its input"
     return re.search(pattern, stated.claim) is not None
 
@@ -474,7 +475,7 @@ _KINDS = {
     "keys": _is_read,
     "values": _is_read,
 }
-"""By kind of bug; the other kinds are damages of an output, a partial sum or a weight."""
+"""Checks by kind of bug; the other kinds are damage to an output, a partial sum or a weight."""
 
 
 # Numbers
@@ -484,7 +485,7 @@ _TIMES = re.compile(rf"(?:target = )?(?:{FACTOR}|baseline / (?P<part>{NUMBER}))"
 
 
 def _is_factor(claim: str, meant: float, pattern: re.Pattern[str] = _TIMES) -> bool:
-    """Whether a claim is that the target is ``meant`` times the baseline."""
+    """Return whether a claim states that the target is ``meant`` times the baseline."""
     if meant == 0.0 and (claim.startswith("target is zero") or claim == "are zero"):
         return True
     if meant == -1.0 and claim.startswith("target = −baseline"):
@@ -502,8 +503,11 @@ def _is_factor(claim: str, meant: float, pattern: re.Pattern[str] = _TIMES) -> b
 
 
 def _is_near(number: float, meant: float, neutral: float, digits: str) -> bool:
-    """Whether a stated number is ``meant``, within :data:`_TOLERANCE` of its change from ``neutral`` plus half a unit
-    of the last of its ``digits``; at least three count, because trailing zeros are not printed."""
+    """Return whether a stated number equals ``meant``.
+
+    The tolerance is :data:`_TOLERANCE` of the change from ``neutral`` plus half a unit of the last of the ``digits``.
+    At least three digits count, because trailing zeros are not printed.
+    """
     significant = len(re.sub(r"e.*|\D", "", digits).lstrip("0"))
     shown = number - neutral if digits.startswith(("+", "-")) and neutral == 1.0 else number
     unit = 10.0 ** (math.floor(math.log10(abs(shown))) + 1 - max(significant, 3)) if shown else 0.0

@@ -15,23 +15,23 @@ class Damage:
 
     op: str
     axis: int = -1
-    """Axis of the part: -1 are the features of an output, or the inputs of a weight."""
+    """Axis of the part: -1 is the features of an output, or the inputs of a weight."""
     start: int | None = None
     """First index of the part; None: the whole tensor."""
     count: int = 1
     stride: int = 1
     other: int = 0
-    """First index of the part that it is exchanged with, or filled from."""
+    """First index of the part that is swapped with, or copied to, this one."""
     amount: float = 0.0
-    """Factor, summand or limit; ``add`` and ``clip`` are in units of the tensor's root mean square."""
+    """Factor, summand or limit; ``add`` and ``clip`` are in units of the tensor's rms."""
     dtype: str = ""
     """Dtype of ``round``."""
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        """The damaged values as a new tensor of the same dtype; indices beyond the axis wrap."""
+        """Return the damaged values as a new tensor of the same dtype; indices beyond the axis wrap."""
         values = tensor.detach().clone()
         axis = self.axis if values.ndim >= -self.axis else -1
-        view = values.transpose(axis, -1)  # from here on the part is along the last axis
+        view = values.transpose(axis, -1)  # the part is now along the last axis
         size = view.shape[-1]
         if self.op == "roll":
             part = self._part(self.start or 0, size)
@@ -67,7 +67,7 @@ class Damage:
 
     @property
     def description(self) -> str:
-        """``scale by 1.1 of 4 from 12 along axis -1``."""
+        """Description, for example ``scale by 1.1 of 4 from 12 along axis -1``."""
         what = {"scale": f" by {self.amount:g}", "add": f" {self.amount:g} rms", "clip": f" at {self.amount:g} rms"}
         text = self.op + (f" to {self.dtype}" if self.dtype else what.get(self.op, ""))
         if self.start is None and self.op not in ("swap", "copy"):

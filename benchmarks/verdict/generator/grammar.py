@@ -1,4 +1,4 @@
-"""Grammar: draws a random bug (operation, tensor, part, rank, step) that a model and a framework can have."""
+"""Grammar: draws a random bug (operation, tensor, part, rank, step) that is possible for a model and a framework."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -15,12 +15,12 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class BugContext:
-    """The pairing, tensors and configuration for which a bug is drawn."""
+    """The pairing, tensors and config for which a bug is drawn."""
 
     pairing: Pairing
     shapes: Shapes
     config: Any
-    """The configuration of transformers."""
+    """The transformers config."""
 
     @property
     def framework(self) -> str:
@@ -39,12 +39,12 @@ class BugContext:
 
     @property
     def is_llama_like(self) -> bool:
-        """Whether modules have the names of Llama's."""
+        """Whether modules are named as in Llama."""
         return "model.layers.0.mlp.down_proj.weight" in self.shapes or self.is_moe
 
     @property
     def is_moe(self) -> bool:
-        """Whether it has experts."""
+        """Whether the model has experts."""
         return any(".experts." in key for key in self.shapes)
 
     @property
@@ -59,7 +59,7 @@ class BugContext:
 
 
 def draw_bug(seed: int, number: int, context: BugContext) -> Bug:
-    """The bug of a case; the same for the same numbers and the same model."""
+    """Draw the bug of a case; deterministic for a seed, number and model."""
     draw = random.Random(f"bug {seed} {number}")
     kinds = _kinds(context)
     kind = draw.choices(list(kinds), list(kinds.values()))[0]
@@ -69,7 +69,7 @@ def draw_bug(seed: int, number: int, context: BugContext) -> Bug:
 
 
 def _kinds(context: BugContext) -> dict[str, float]:
-    """Weight of each kind of bug that this model and framework can have."""
+    """Return the sampling weight of each kind of bug that is possible for this model and framework."""
     kinds = {"weight": 8.0}
     if not context.is_llama_like:
         return kinds
@@ -100,7 +100,7 @@ def _weight(draw: random.Random, context: BugContext) -> Bug:
 
 
 def _owners(key: str, context: BugContext) -> tuple[str, ...]:
-    """Module of a checkpoint tensor, by the names of transformers and of the target's framework."""
+    """Return the module names of a checkpoint tensor, in transformers and in the target's framework."""
     path = key.rpartition(".")[0]
     if ".experts." in key:
         layer = path.partition(".experts.")[0].replace("block_sparse_moe", "mlp")
@@ -113,7 +113,8 @@ def _owners(key: str, context: BugContext) -> tuple[str, ...]:
 
 
 def megatron_name(path: str) -> str:
-    """``decoder.layers.1.mlp.linear_fc2`` of ``model.layers.1.mlp.down_proj``."""
+    """Convert a transformers path: ``model.layers.1.mlp.down_proj`` is ``decoder.layers.1.mlp.linear_fc2`` in
+    Megatron."""
     head, _, last = path.rpartition(".")
     names = {"q_proj": "linear_qkv", "k_proj": "linear_qkv", "v_proj": "linear_qkv", "o_proj": "linear_proj"}
     names |= {"gate_proj": "linear_fc1", "up_proj": "linear_fc1", "down_proj": "linear_fc2"}
@@ -126,7 +127,7 @@ def megatron_name(path: str) -> str:
 
 
 def _damage(draw: random.Random, context: BugContext, shape: Sequence[int], key: str = "") -> Damage:
-    """An operation on all of a tensor or on a part of it."""
+    """Draw an operation on all or part of a tensor."""
     axis = draw.choice((-1, -2)) if len(shape) > 1 else -1
     size = shape[axis]
     part = _part(draw, context, size, key)
@@ -155,12 +156,12 @@ def _damage(draw: random.Random, context: BugContext, shape: Sequence[int], key:
 
 
 def _small(draw: random.Random) -> float:
-    """From 0.0005 to 0.5, as often between 0.001 and 0.01 as between 0.01 and 0.1; three digits."""
+    """Draw a number from 0.0005 to 0.5, log-uniform, with three digits."""
     return float(f"{0.5 * 10 ** draw.uniform(-3.0, 0.0):.3g}")
 
 
 def _part(draw: random.Random, context: BugContext, size: int, key: str) -> dict[str, int]:
-    """All, one index, a head or another block, or every n-th index; as fields of a Damage."""
+    """Draw a part, as fields of a Damage: all, one index, a head or another block, or every n-th index."""
     heads = context.num_heads if size % context.num_heads == 0 and any(n in key for n in ("q_proj", "o_proj")) else 0
     kinds = ["all", "one", "block", "some"] + (["head", "head"] if heads else [])
     kind = draw.choice(kinds)
@@ -190,14 +191,14 @@ def _output(draw: random.Random, context: BugContext) -> Bug:
     if context.tp > 1 and draw.random() < 0.5:
         place["rank"] = draw.randrange(context.tp)
     if wraps and context.pairing.target.workload == "one":
-        place.pop("rows", None)  # Megatron's second axis is the request: there is one
+        place.pop("rows", None)  # Megatron's second axis is the request, of which there is one
     shape, shards = _output_shape(module, context)
     expect = _both(module, context)
     return Bug(kind="output", module=module, expect=expect, damage=damage, shape=shape, shards=shards, **place)
 
 
 def _output_shape(module: str, context: BugContext) -> tuple[tuple[int], int]:
-    """(width of a module's output on one rank, number of ranks over which it is sharded)."""
+    """Return (width of a module's output on one rank, number of ranks across which it is sharded)."""
     parent, _, name = module.rpartition(".")
     config, tp = context.config, context.tp
     weight = context.shapes.get(f"{parent}.up_proj.weight" if name == "act_fn" else f"{module}.weight", ())
@@ -214,7 +215,7 @@ def _both(module: str, context: BugContext) -> tuple[str, ...]:
 
 
 def _modules(draw: random.Random, context: BugContext) -> list[str]:
-    """Modules whose output may be damaged, in one random layer or around the layers."""
+    """Return the modules whose output may be damaged, in one random layer or outside the layers."""
     layer = f"model.layers.{draw.randrange(context.layers)}"
     parts = ["", ".self_attn", ".self_attn.o_proj", ".mlp", ".mlp.down_proj"]
     has_plain_norms = f"{layer}.input_layernorm.weight" in context.shapes
@@ -329,7 +330,7 @@ def _partial(draw: random.Random, context: BugContext) -> Bug:
 
 
 def _rank_weight(draw: random.Random, context: BugContext) -> Bug:
-    """A weight shard of one rank."""
+    """Draw a bug in a weight shard of one rank."""
     parts = [".self_attn.o_proj", ".input_layernorm", ".post_attention_layernorm"]
     parts += [] if context.is_moe else [".mlp.down_proj"]
     layer = _layer(draw, context)

@@ -1,8 +1,8 @@
-"""Oracle: whether a bug is observable in the recorded values. In float64, independent of the comparator.
+"""Oracle: whether a bug is observable in the recorded values. Computed in float64, independent of the comparator.
 
 It compares four runs of one setup: without the bug (``clean``), with it (``bugged``), without it in the coarser dtype
 of both sides (``narrow``), and without it in a dtype with negligible rounding (``wide``). All have the same layout, so
-rows match by index. ``bugged - clean`` is the effect of the bug on a row, ``narrow - wide`` that of rounding.
+rows match by index. ``bugged - clean`` is the effect of the bug on a row, ``narrow - wide`` the effect of rounding.
 """
 
 import fnmatch
@@ -19,39 +19,39 @@ from tapscope.run_format.record import Record
 from tapscope.run_format.run import Run
 
 OBSERVABLE = 10.0
-"""A bug must be reported where effect / rounding of some row reaches this."""
+"""A bug must be reported if effect / rounding of some row reaches this value."""
 INVISIBLE = 3.0
 """A bug need not be reported below this effect / rounding."""
 _LEAST = 2.0**-25
-"""Least relative rounding of a row: half of float32's epsilon."""
+"""Lower bound on the relative rounding of a row: half of float32's epsilon."""
 Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """How observable a bug is."""
+    """Observability of a bug."""
 
     here: float
-    """Largest effect / rounding over the output rows of the module at fault."""
+    """Largest effect / rounding over the output rows of the faulty module."""
     anywhere: float
     """Largest effect / rounding over all sites."""
     rounding: float
-    """Relative rounding of the row of ``here``."""
+    """Relative rounding of the row with ``here``."""
     steps: tuple[int, ...]
     """Steps with an effect above :data:`INVISIBLE`, up to the first one above :data:`OBSERVABLE`."""
     first: str
     """The first site that the bug changes."""
     is_expected: bool
-    """Whether that site belongs to the module at fault."""
+    """Whether ``first`` belongs to the faulty module."""
 
     @property
     def is_observable(self) -> bool:
-        """Whether it must be reported."""
+        """Whether the bug must be reported."""
         return self.here >= OBSERVABLE
 
     @property
     def is_invisible(self) -> bool:
-        """Whether its effect is not distinguishable from rounding."""
+        """Whether the bug's effect is indistinguishable from rounding."""
         return self.here < INVISIBLE
 
 
@@ -71,7 +71,7 @@ def observe(clean: Path, bugged: Path, noise: Noise, expect: Sequence[str]) -> O
 
 
 def is_finite(run: Path) -> bool:
-    """Whether every recorded float of a token row is finite; masks may hold infinities."""
+    """Return whether every recorded float of a token row is finite; masks may hold infinities."""
     with open_run(run) as opened:
         for record in opened.records:
             values = _floats(opened, record)
@@ -132,14 +132,14 @@ def _floats(run: Run, record: Record) -> Array | None:
 
 
 def _values(run: Run, record: Record, rows: Array | slice) -> Array:
-    """The rows of a record that belong to requests, [rows, features], as float64."""
+    """Return the rows of a record that belong to requests, [rows, features], as float64."""
     values = np.asarray(run.array(record)).astype(np.float64)
     values = values.reshape(-1, values.shape[-1]) if values.ndim else values.reshape(1, 1)
     return values[rows]
 
 
 def _valid(run: Run, record: Record) -> Array | slice | None:
-    """Rows of a record without padding; None where they are unknown."""
+    """Return the non-padding rows of a record; None if unknown."""
     line = run.steps.get(record.key.step, {}).get(record.key.rank)
     if line is None or record.entry is None:
         return None
@@ -157,7 +157,7 @@ def _valid(run: Run, record: Record) -> Array | slice | None:
 
 
 def _ratio(before: Array, after: Array | None, noise: Array | None, scale: float) -> tuple[float, float]:
-    """(largest effect / rounding over rows, relative rounding of that row)."""
+    """Return (largest effect / rounding over rows, relative rounding of that row)."""
     if after is None or after.shape != before.shape:
         return math.inf, 0.0
     if not len(before):
@@ -176,7 +176,7 @@ def _ratio(before: Array, after: Array | None, noise: Array | None, scale: float
 
 
 def _nearest(expect: Sequence[str], recorded: set[str]) -> tuple[str, ...]:
-    """The modules at fault that were recorded, or their nearest recorded ancestor."""
+    """Return the faulty modules that were recorded, or their nearest recorded ancestor."""
     found = tuple(glob for glob in expect if any(_is_of(f"{path}:out", (glob,)) for path in recorded))
     if found:
         return found
@@ -185,7 +185,7 @@ def _nearest(expect: Sequence[str], recorded: set[str]) -> tuple[str, ...]:
 
 
 def _is_of(site: str, globs: Sequence[str]) -> bool:
-    """Whether a site belongs to one of these modules or its submodules."""
+    """Return whether a site belongs to one of these modules or their submodules."""
     path = site.rpartition(":")[0]
     return any(fnmatch.fnmatchcase(path, glob) or path.startswith(f"{glob}.") for glob in globs)
 

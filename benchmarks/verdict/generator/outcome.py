@@ -18,25 +18,25 @@ class Fate(StrEnum):
     """Score of a generated case."""
 
     NAMED = "named"
-    """An observable bug, named at its module (or the nearest one that was recorded)."""
+    """An observable bug that was named at its module (or the nearest recorded one)."""
     WRONG = "wrong"
-    """An observable bug, but another module was named."""
+    """An observable bug, but a different module was named."""
     MISSED = "missed"
-    """An observable bug, but the report says that the runs agree."""
+    """An observable bug, but the report states that the runs agree."""
     TOLERATED = "tolerated"
-    """A bug below rounding, and the report says that the runs agree."""
+    """A bug below rounding, and the report states that the runs agree."""
     UNDECIDABLE = "undecidable"
-    """A bug near or below rounding, whatever the report says."""
+    """A bug near or below rounding, whatever the report states."""
     CLEAN = "clean"
-    """A benign change, and the report says that the runs agree."""
+    """A benign change, and the report states that the runs agree."""
     ALARM = "alarm"
     """A benign change that was reported."""
     LEFT_OUT = "left out"
-    """The case could not be run, or is not conclusive."""
+    """The case could not be run, or is inconclusive."""
 
     @property
     def is_bad(self) -> bool:
-        """Whether it is a failure of the tool, or a case that could not be used."""
+        """Whether this is a failure of the tool, or an unusable case."""
         return self in (Fate.WRONG, Fate.MISSED, Fate.ALARM, Fate.LEFT_OUT)
 
 
@@ -49,7 +49,7 @@ class GeneratedOutcome:
     bug: Bug | None = None
     seen: Observed | None = None
     named: str = ""
-    """The module named."""
+    """The named module."""
     place: str = ""
     ratio: float = math.nan
     """error / floor at the named site."""
@@ -64,7 +64,7 @@ class GeneratedOutcome:
     pairing: Pairing | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """The object of one line of ``--json``."""
+        """Return the object of one line of ``--json``."""
         fields = asdict(self) | {"type": "case", "fate": str(self.fate)}
         if self.pairing is not None:
             fields |= {"pair": self.pairing.name, "dtypes": self.pairing.dtypes, "family": self.pairing.model.family}
@@ -72,7 +72,7 @@ class GeneratedOutcome:
 
 
 def _plain(value: Any) -> Any:
-    """JSON has no infinity and no NaN: ``"inf"`` and null."""
+    """Replace infinities by ``"inf"`` and NaN by null, which JSON cannot represent."""
     if isinstance(value, dict):
         return {name: _plain(one) for name, one in value.items()}
     if not isinstance(value, float) or math.isfinite(value):
@@ -81,7 +81,7 @@ def _plain(value: Any) -> Any:
 
 
 def judge_benign(case: Case, report: Report | Exception, *, is_sound: bool) -> GeneratedOutcome:
-    """The outcome of a benign change; left out where values overflow without a bug."""
+    """Return the outcome of a benign change; left out if values overflow without a bug."""
     outcome = judged(case, report, 0.0)
     found = _base(outcome, Fate.CLEAN if outcome.score is Score.CLEAN else Fate.ALARM)
     return found if is_sound else replace(found, fate=Fate.LEFT_OUT, detail="values overflow without a bug")
@@ -90,7 +90,10 @@ def judge_benign(case: Case, report: Report | Exception, *, is_sound: bool) -> G
 def judge_bug(
     case: Case, bug: Bug, report: Report | Exception, seen: Observed, *, is_alarmed: bool
 ) -> GeneratedOutcome:
-    """The outcome of a bug, given the oracle's observation; ``is_alarmed``: the target without it is reported, too."""
+    """Return the outcome of a bug, given the oracle's observation.
+
+    ``is_alarmed`` means that the bug-free target is reported, too.
+    """
     outcome = judged(case, report, seen.here)
     found = replace(_base(outcome, _fate(outcome, seen)), bug=bug, seen=seen)
     if is_alarmed:
@@ -126,7 +129,7 @@ def _base(outcome: Outcome, fate: Fate) -> GeneratedOutcome:
 
 
 def not_run(case: Case, bug: Bug | None, error: str) -> GeneratedOutcome:
-    """The outcome of a case that could not be run."""
+    """Return the outcome of a case that could not be run."""
     return GeneratedOutcome(
         case.name, Fate.LEFT_OUT, bug=bug, detail=error.strip().splitlines()[-1] if error.strip() else error
     )

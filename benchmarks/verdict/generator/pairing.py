@@ -29,7 +29,7 @@ _WEIGHTS = {
 }
 """Relative frequency of each family."""
 _HEAD_DIMS = ("llama", "llama-tied", "llama-bias", "llama3", "qwen3", "mixtral", "qwen3-moe", "gemma2", "gemma3")
-"""Families with a separate setting for the head dim."""
+"""Families with a separate config field for the head dim."""
 ENGINE = (*_HEAD_DIMS, "qwen2", "deepseek-v3")
 """Families that the engine supports."""
 MEGATRON = ("llama", "llama-tied", "qwen2", "qwen3")
@@ -47,18 +47,19 @@ class Pairing:
 
     @property
     def name(self) -> str:
-        """``transformers-engine/tp2``: which frameworks, and the ranks of the target."""
+        """Name of the pairing, for example ``transformers-engine/tp2``: both frameworks, and the ranks of the
+        target."""
         ranks = "" if self.target.framework == "transformers" else f"/tp{self.target.tp}"
         return f"{self.baseline.framework}-{self.target.framework}{ranks}"
 
     @property
     def dtypes(self) -> str:
-        """``float32-bfloat16``."""
+        """Both dtypes, for example ``float32-bfloat16``."""
         return f"{self.baseline.dtype}-{self.target.dtype}"
 
 
 def draw_pairing(seed: int, group: int) -> Pairing:
-    """The pairing of a group; the same for the same numbers on every machine."""
+    """Draw the pairing of a group; deterministic for a seed and number on every machine."""
     draw = random.Random(f"pairing {seed} {group}")
     name = draw.choices(list(_WEIGHTS), list(_WEIGHTS.values()))[0]
     kinds = {"transformers": 4.0}
@@ -73,14 +74,14 @@ def draw_pairing(seed: int, group: int) -> Pairing:
 
 
 def _sizes(draw: random.Random, name: str, *, is_small: bool) -> dict[str, Any]:
-    """Values of the configuration; numbers of heads and widths are divisible by two ranks."""
+    """Draw config fields; head counts and widths are divisible by two ranks."""
     layers, heads, head_dim = draw.randint(2, 5), draw.choice((2, 4, 8)), draw.choice((8, 16, 32))
     if name == "gpt2":
         return {"n_layer": layers, "n_head": heads, "n_embd": heads * head_dim}
     kv = draw.choice([n for n in (1, 2, 4, 8) if heads % n == 0 and (n > 1 or not is_small)])
     sizes: dict[str, Any] = {"num_hidden_layers": layers, "num_attention_heads": heads}
     if name == "gemma3":
-        sizes["num_hidden_layers"] = 6  # the sixth has full attention
+        sizes["num_hidden_layers"] = 6  # the sixth layer has full attention
     if name == "deepseek-v3":
         return sizes | {"num_hidden_layers": max(layers, 2), "num_key_value_heads": heads}
     if name != "gpt-neox":
@@ -102,7 +103,7 @@ def _sizes(draw: random.Random, name: str, *, is_small: bool) -> dict[str, Any]:
 
 
 def _frozen(settings: Mapping[str, Any]) -> Any:
-    """A hashable dict."""
+    """Return a hashable dict."""
     return FrozenDict(settings)
 
 
@@ -134,7 +135,7 @@ def _transformers(draw: random.Random, name: str, kind: str) -> dict[str, Any]:
     schedule = draw.choice(("decode", "decode", "whole", "chunks"))
     batch = draw.choice(("left", "left", "left", "right", "separate"))
     if name.startswith("gemma") and batch == "right" and schedule != "whole":
-        batch = "left"  # transformers' sliding window counts the padding between prompt and generated tokens
+        batch = "left"  # in transformers, the sliding window counts the padding between prompt and generated tokens
     attention = "eager" if name == "gemma2" else draw.choice(("eager", "sdpa"))  # SDPA has no soft cap
     return {"schedule": schedule, "batch": batch, "attention": attention, "order": _order(draw)}
 

@@ -1,4 +1,4 @@
-"""Patches: applies a generated bug to a checkpoint's tensors or to a model of any framework."""
+"""Patches: apply a generated bug to a checkpoint's tensors or to a model of any framework."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +15,7 @@ from tapscope.dumper.steps.input_rows import CACHE_ARGUMENTS
 
 
 def patch_of(bug: Bug) -> Patch:
-    """The patch of a bug: a function of the checkpoint's tensors (``weight``), or of the model on every rank."""
+    """Return the patch of a bug: a function of the checkpoint's tensors (``weight``), or of the model on every rank."""
     if bug.kind == "weight":
         return lambda weights: _weight(bug, weights)
     return lambda model: _in_model(bug, model)
@@ -50,26 +50,26 @@ def _module(model: Any, path: str) -> Any:
 
 
 class _Calls:
-    """Counts the calls of one module."""
+    """Counter for the calls of one module."""
 
     def __init__(self, first: int) -> None:
         self._first, self._count = first, 0
 
     def is_due(self) -> bool:
-        """Whether this call is affected; must be called once per call of the module."""
+        """Return whether this call is affected; must be called once per call of the module."""
         self._count += 1
         return self._count > self._first
 
 
 def _first_tensor(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The output with its first tensor changed; modules return a tensor, or a tuple that begins with one."""
+    """Apply ``change`` to the first tensor of an output, which is a tensor or a tuple that begins with one."""
     if isinstance(output, tuple):
         return (change(output[0]), *output[1:])
     return change(output)
 
 
 def _damaged(bug: Bug, tensor: Tensor) -> Tensor:
-    """The damaged output: all of it, or only the affected token row."""
+    """Return the damaged output: all rows, or only the affected token row."""
     assert bug.damage is not None
     changed = bug.damage(tensor)
     if not bug.rows:
@@ -128,7 +128,10 @@ def _activation(bug: Bug, module: nn.Module) -> None:
 
 
 def _router(bug: Bug, module: Any) -> None:
-    """``module`` returns (logits, weights, experts), or takes (hidden, experts, weights) as DeepSeek's experts do."""
+    """Damage the routing of ``module``.
+
+    ``module`` returns (logits, weights, experts), or takes (hidden, experts, weights) as DeepSeek's experts do.
+    """
     calls = _Calls(bug.first_call)
     if isinstance(getattr(module, "gate_up_proj", None), Tensor) or type(module).__name__ == "Experts":
 

@@ -1,4 +1,4 @@
-"""Statement: the parts of a sentence that states a cause."""
+"""Statement: the parsed parts of a sentence that states a cause."""
 
 import re
 from typing import NamedTuple
@@ -17,18 +17,18 @@ class Statement(NamedTuple):
     """The parts of a stated cause."""
 
     columns: frozenset[int] | int | None
-    """The columns it names, or their number; None where it names none."""
+    """The named columns, or their number; None if no columns are named."""
     has_rows: bool
-    """Whether it is limited to some token rows."""
+    """Whether the statement is restricted to some token rows."""
     rank: int | None
     partial_sum: int | None
-    """The rank whose partial sum it is about."""
+    """The rank whose partial sum the statement is about."""
     claim: str
     """The sentence without its place and share."""
     total: int | None = None
-    """Number of all columns, in ``16 of 64 columns``."""
+    """Total number of columns, in ``16 of 64 columns``."""
     is_lower_bound: bool = False
-    """Whether it names some of the columns, in ``at least 16 of 64 columns``."""
+    """Whether ``columns`` is a lower bound, as in ``at least 16 of 64 columns``."""
 
 
 def statement(text: str, width: int | None = None) -> Statement:
@@ -68,12 +68,13 @@ def statement(text: str, width: int | None = None) -> Statement:
 
 
 def indices(text: str, width: int | None = None) -> frozenset[int]:
-    """The indices in ``columns 0–3 and 7`` or ``every third column from 1 to 10``; open ranges end at ``width``."""
+    """Return the indices in ``columns 0–3 and 7`` or ``every third column from 1 to 10``; open ranges end at
+    ``width``."""
     return frozenset(listed(text, width))
 
 
 def listed(text: str, width: int | None = None) -> list[int]:
-    """The same indices in the order of the text."""
+    """Return the indices in the order of the text, see :func:`indices`."""
     every = re.search(r"every (\w+) \w+ from (\d+)(?: to (\d+)| on)", text)
     if every is not None:
         step = _ORDINALS.get(every[1]) or int(re.sub(r"\D", "", every[1]))
@@ -85,7 +86,7 @@ def listed(text: str, width: int | None = None) -> list[int]:
 
 
 def claimed_moves(stated: Statement, width: int | None) -> dict[int, int] | None:
-    """Column -> the column whose values it is claimed to hold; None where the sentence claims no moved columns."""
+    """Return column -> column whose values it is claimed to hold; None if the sentence claims no moved columns."""
     claim = stated.claim
     if (found := re.match(rf"target has (?P<one>{COLUMNS}) and (?P<two>{COLUMNS}) swapped", claim)) is not None:
         one, two = (listed(found[name], width) for name in ("one", "two"))
@@ -106,7 +107,7 @@ def claimed_moves(stated: Statement, width: int | None) -> dict[int, int] | None
 
 
 def _rotated(columns: list[int], by: int) -> dict[int, int]:
-    """A cyclic shift of the listed columns by ``by`` places."""
+    """Return a cyclic shift of the listed columns by ``by`` places."""
     count = len(columns)
     return {column: columns[(i - by) % count] for i, column in enumerate(columns)}
 

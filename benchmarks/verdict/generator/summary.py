@@ -10,7 +10,7 @@ _HEAD = ("class", *map(str, _FATES), "rate", "extra", "cause", "wrong cause", "n
 
 
 def line(outcome: GeneratedOutcome) -> str:
-    """One line: outcome, name, pairing, bug, named module, cause."""
+    """Format one line: outcome, name, pairing, bug, named module, cause."""
     fate = outcome.fate.upper() if outcome.fate.is_bad else outcome.fate
     pair = outcome.pairing
     text = f"{fate:<12} {outcome.name:<14} "
@@ -26,7 +26,7 @@ def line(outcome: GeneratedOutcome) -> str:
 
 
 def table(cases: Sequence[GeneratedOutcome]) -> list[str]:
-    """Counts and rates: overall, and by operation, tensor, pairing, dtypes and size of the effect."""
+    """Return counts and rates: overall, and by operation, tensor, pairing, dtypes and size of the effect."""
     rows = [_HEAD, _row("all", cases)]
     for title, key in _CLASSES:
         groups: dict[str, list[GeneratedOutcome]] = {}
@@ -81,7 +81,7 @@ _CLASSES: tuple[tuple[str, Callable[[GeneratedOutcome], str]], ...] = (
 
 
 def summary(cases: Sequence[GeneratedOutcome]) -> Iterator[str]:
-    """The table, and a legend."""
+    """Yield the table and a legend."""
     yield from table(cases)
     yield ""
     seconds = sum(case.seconds for case in cases)
@@ -90,5 +90,5 @@ def summary(cases: Sequence[GeneratedOutcome]) -> Iterator[str]:
 
 
 def exit_code(cases: Sequence[GeneratedOutcome]) -> int:
-    """1 when an observable bug is missed or misnamed, or a benign change is reported; else 0."""
+    """Return 1 if an observable bug is missed or misnamed, or a benign change is reported; else 0."""
     return int(any(case.fate in (Fate.WRONG, Fate.MISSED, Fate.ALARM) for case in cases))

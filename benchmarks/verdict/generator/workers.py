@@ -17,7 +17,7 @@ _MEGATRON_GROUPS = 8
 
 
 def run_groups(groups: Sequence[Group], jobs: int, keep: Path | None = None) -> Iterator[GeneratedOutcome]:
-    """Outcomes in the order of the groups, each as soon as all before it are complete."""
+    """Yield outcomes in the order of the groups, each as soon as all earlier ones are complete."""
     tasks = _tasks(groups)
     if jobs == 1:
         found = (_run_task(task, keep) for task in tasks)
@@ -50,7 +50,7 @@ def _in_order(
 
 
 def _tasks(groups: Sequence[Group]) -> list[list[Group]]:
-    """Groups by task; the longest tasks first."""
+    """Partition the groups into tasks, longest tasks first."""
     megatron = [group for group in groups if group.needs_megatron]
     parts = [megatron[i : i + _MEGATRON_GROUPS] for i in range(0, len(megatron), _MEGATRON_GROUPS)]
     return parts + [[group] for group in groups if not group.needs_megatron]
