@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def reduce_all(rank: int, windows: list[Tensor], states: list[Tensor]) -> list[Tensor]:
-    """The sums of ``states``, one call each; ``windows`` is memory that all ranks share."""
+    """Return the all-reduced ``states``, one call each; ``windows`` is memory shared by all ranks."""
     from tapscope.kernels.triton.all_reduce import all_reduce, new_calls
 
     addresses = torch.tensor([window.data_ptr() for window in windows])

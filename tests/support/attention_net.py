@@ -1,4 +1,4 @@
-"""A transformer layer whose attention is written out or fused; no test in here."""
+"""A transformer layer with explicit or fused attention; contains no tests."""
 
 import torch
 from torch import Tensor, nn

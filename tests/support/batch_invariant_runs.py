@@ -1,4 +1,4 @@
-"""Prompts of odd lengths and the bits of what an engine makes of them."""
+"""Prompts of odd lengths, and the exact bits of an engine's outputs for them."""
 
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ NEW = 6
 def bits(
     path: Path, groups: list[list[int]], history: list[int] | None = None, num_new: int = NEW, **settings: Any
 ) -> dict[int, tuple[tuple[int, ...], Tensor]]:
-    """Tokens and logits [tokens, vocab] of each prompt, generated in ``groups`` of prompt numbers."""
+    """Return tokens and logits [tokens, vocab] of each prompt, generated in ``groups`` of prompt numbers."""
     result = {}
     params = SamplingParams(max_new_tokens=num_new, full_logprobs=True, ignore_eos=True)
     with LLM(path, batch_invariant=True, **settings) as llm:

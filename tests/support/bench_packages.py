@@ -1,4 +1,4 @@
-"""A scratch package of the verdict bench's parts for one test."""
+"""A temporary package with parts of the verdict bench, for one test."""
 
 import sys
 from pathlib import Path
@@ -8,7 +8,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def package() -> None:
-    """Make `benchmarks.verdict` importable without the root on the path, where `kernels` would shadow others."""
+    """Make `benchmarks.verdict` importable without the root on the path, where `kernels` would shadow other
+    packages."""
     if "benchmarks" not in sys.modules:
         sys.modules["benchmarks"] = namespace = ModuleType("benchmarks")
         namespace.__path__ = [str(ROOT / "benchmarks")]

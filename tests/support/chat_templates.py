@@ -1,4 +1,4 @@
-"""Chat templates of the three styles that matter, written for the tests, and tokenizers with their special tokens."""
+"""Chat templates of the three common styles, written for the tests, and tokenizers with their special tokens."""
 
 import json
 from pathlib import Path
@@ -118,7 +118,7 @@ SOURCES = {"qwen": QWEN, "llama3": LLAMA3, "mistral": MISTRAL}
 
 
 def chat_tokenizer(style: str) -> str:
-    """tokenizer.json of the tests' tokenizer, with the added tokens of a style."""
+    """Return the tokenizer.json of the tests' tokenizer, with the added tokens of a style."""
     tokenizer = Tokenizer.from_str(tokenizer_json())
     tokenizer.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL[style]])
     tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in PLAIN.get(style, [])])
@@ -126,7 +126,7 @@ def chat_tokenizer(style: str) -> str:
 
 
 def write_chat(path: Path, style: str, template: Any = None) -> Path:
-    """Put a tokenizer and a chat template of ``style`` into a checkpoint's folder."""
+    """Write a tokenizer and a chat template of ``style`` to a checkpoint directory."""
     path.mkdir(parents=True, exist_ok=True)
     (path / "tokenizer.json").write_text(chat_tokenizer(style), encoding="utf-8")
     config = {

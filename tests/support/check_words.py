@@ -1,7 +1,7 @@
-"""Retired words and long sentences: `python tests/support/check_words.py [PATH...]`, a part of `make lint`.
+"""Check for retired words and long sentences: `python tests/support/check_words.py [PATH...]`, a part of `make lint`.
 
-The lists and the enforced paths are in `retired_words.toml`. Of Python and C++ files strings, comments and docstrings
-are read, and names; of Markdown everything but code blocks. Given paths are checked instead of the enforced ones.
+The lists and the enforced paths are in `retired_words.toml`. In Python and C++ files, strings, comments, docstrings and
+names are checked; in Markdown, everything but code blocks. Given paths replace the enforced ones.
 """
 
 import io
@@ -27,7 +27,7 @@ _END = re.compile(r"(?<=[.!?:;])[)\"'”]*\s+|\n\s*\n|\n(?=\s*(?:[-*+]|\d+\.)\s)
 
 
 class Problem(NamedTuple):
-    """One place where a rule is broken."""
+    """One violation of a rule."""
 
     file: str
     line: int
@@ -38,7 +38,7 @@ class Problem(NamedTuple):
 
 
 def problems(file: Path) -> list[Problem]:
-    """All that is wrong in one file, by line."""
+    """Return all violations in one file, by line."""
     name = str(file.relative_to(ROOT)) if file.is_relative_to(ROOT) else str(file)
     text = file.read_text()
     if file.suffix == ".md":
@@ -54,12 +54,12 @@ def problems(file: Path) -> list[Problem]:
 
 
 def _blanked(pattern: re.Pattern[str], text: str) -> str:
-    """Without what matches, every line kept."""
+    """Blank out matches while keeping every line."""
     return pattern.sub(lambda found: "X" + "\n" * found[0].count("\n"), text)
 
 
 def _tokens(source: str) -> Iterator[tuple[int, str]]:
-    """(line from 0, text) of every string, comment and name."""
+    """Yield (line from 0, text) of every string, comment and name."""
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type in _PROSE_TOKENS or token.type == tokenize.NAME:
             yield token.start[0] - 1, token.string
@@ -67,12 +67,12 @@ def _tokens(source: str) -> Iterator[tuple[int, str]]:
 
 @cache
 def _of_token(text: str) -> list[tuple[int, str]]:
-    """Most tokens are names, which occur many times."""
+    """Check one token; cached, because most tokens are names that occur many times."""
     return [*_retired(text), *_renamed(text)]
 
 
 def _retired(text: str) -> Iterator[tuple[int, str]]:
-    """Phrases, which a line break may divide."""
+    """Yield retired phrases, which may span a line break."""
     flat = re.sub(r"\s", " ", text)
     for pattern, instead in PHRASES:
         for found in pattern.finditer(flat):
@@ -86,7 +86,7 @@ def _renamed(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _long(prose: str) -> Iterator[tuple[int, str]]:
-    """Sentences of more words than allowed; a cell of a table is prose of its own, an inline code is one word."""
+    """Yield sentences with more words than allowed; a table cell is separate prose, inline code counts as one word."""
     start = 0
     text = _INLINE.sub(lambda found: "X" + re.sub(r"[^\n]", "_", found[0][1:]), prose)
     ends = [found.span() for found in _END.finditer(text)] + [(len(text), len(text))]
@@ -100,7 +100,7 @@ def _long(prose: str) -> Iterator[tuple[int, str]]:
 
 
 def files(paths: list[str]) -> Iterator[Path]:
-    """Every file that is checked, below the given paths or the enforced ones."""
+    """Yield every checked file below the given paths or the enforced ones."""
     left_out = [] if paths else [ROOT / each for each in RULES["except"]]
     for path in paths or RULES["enforced"]:
         below = ROOT / path
@@ -110,7 +110,7 @@ def files(paths: list[str]) -> Iterator[Path]:
 
 
 def main(paths: list[str]) -> int:
-    """Print every problem; 1 if there is one."""
+    """Print every violation; return 1 if there is one."""
     found = [each for file in files(paths) for each in problems(file)]
     for each in found:
         print(each)

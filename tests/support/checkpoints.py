@@ -1,4 +1,4 @@
-"""Tiny real Hugging Face checkpoints for tests, made by transformers itself; no test in here."""
+"""Tiny real Hugging Face checkpoints for tests, created by transformers itself; contains no tests."""
 
 import functools
 import inspect
@@ -74,7 +74,7 @@ TINY: dict[str, Any] = {
     "eos_token_id": 1,
     "initializer_range": 0.1,
 }
-"""What the configs of all families have in common."""
+"""Config fields that all families share."""
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -95,12 +95,13 @@ PHI4_ROPE = {
     "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
     "long_factor": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0],
 }
-"""Phi-4-mini's kind of rope, for 12 of a head's 16 features; tiny models stay within the short factors."""
+"""The RoPE type of Phi-4-mini, for 12 of a head's 16 features; tiny models stay within the short factors."""
 
 
 @functools.cache
 def tokenizer_json() -> str:
-    """A byte-level BPE of VOCAB_SIZE tokens trained on a few modules of the standard library (about a second)."""
+    """Return a byte-level BPE of VOCAB_SIZE tokens, trained on a few modules of the standard library (about a
+    second)."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -154,7 +155,7 @@ FAMILIES: dict[str, tuple[type, type[PreTrainedModel], dict[str, Any]]] = {
         FalconH1Config,
         FalconH1ForCausalLM,
         {
-            "num_hidden_layers": 2,  # each has two mixers, so that rounding is that of others' three
+            "num_hidden_layers": 2,  # two mixers each, so that rounding matches three layers of others
             "mamba_d_ssm": 72,
             "mamba_n_heads": 6,
             "mamba_n_groups": 2,
@@ -259,11 +260,12 @@ FAMILIES: dict[str, tuple[type, type[PreTrainedModel], dict[str, Any]]] = {
         {"head_dim": 24, "sliding_window": 8, "query_pre_attn_scalar": 20, "sliding_window_pattern": 2},
     ),
 }
-"""Family -> transformers' config and model, and settings that make what is special about it show in a tiny model."""
+"""Family -> config class and model class in transformers, and settings that exercise its special features in a tiny
+model."""
 
 
 def make_llama(path: Path, **settings: Any) -> Path:
-    """:func:`make_checkpoint` of the Llama family."""
+    """Call :func:`make_checkpoint` for the Llama family."""
     return make_checkpoint(path, "llama", **settings)
 
 
@@ -276,10 +278,10 @@ def make_checkpoint(
     max_shard_size: str = "1GB",
     **config: Any,
 ) -> Path:
-    """Save a random model (hidden 64, 3 layers) with a tokenizer to ``path`` and return it.
+    """Save a random model (hidden 64, 3 layers) with a tokenizer to ``path`` and return ``path``.
 
-    ``config`` overrides fields of the family's config. Norm weights and biases are random too, so that a wrong one
-    shows.
+    ``config`` overrides fields of the family's config. Norm weights and biases are random too, so that a wrong one has
+    an effect.
     """
     config_class, model_class, special = FAMILIES[family]
     with torch.random.fork_rng(devices=[]):
@@ -293,13 +295,13 @@ def make_checkpoint(
     model.to(getattr(torch, dtype)).save_pretrained(path, max_shard_size=max_shard_size)
     if model.config.vocab_size >= VOCAB_SIZE:
         (path / "tokenizer.json").write_text(tokenizer_json(), encoding="utf-8")
-        if family.startswith("gemma"):  # by default transformers looks for the special tokens of Gemma's vocabulary
+        if family.startswith("gemma"):  # by default transformers expects the special tokens of Gemma's vocabulary
             (path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     return path
 
 
 def with_config(folder: Path, model: Path, change: dict[str, Any]) -> Path:
-    """Write the ``config.json`` of ``model`` with other values into ``folder``; ``folder``."""
+    """Write a changed ``config.json`` of ``model`` to ``folder``; return ``folder``."""
     values = json.loads((model / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(values | change))
     return folder

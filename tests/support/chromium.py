@@ -1,4 +1,4 @@
-"""Debian's Chromium driven by Playwright; tests that need it are skipped where either is missing."""
+"""Debian's Chromium driven by Playwright; tests that need them are skipped if either is missing."""
 
 import shutil
 from contextlib import contextmanager
@@ -10,12 +10,12 @@ LOOKS = [
     pytest.param(((390, "dark"), (1280, "light")), id="dark-phone"),
     pytest.param(((390, "light"), (1280, "dark")), id="light-phone", marks=pytest.mark.soak),
 ]
-"""(width, color scheme) of a page, which has one after the other: `make test` draws each width and each scheme."""
+"""(width, color scheme) pairs that a page takes in turn: `make test` covers each width and each scheme."""
 
 
 @contextmanager
 def browser():
-    """A headless browser; skips the test without one."""
+    """Yield a headless browser; skips the test if there is none."""
     playwright = pytest.importorskip("playwright.sync_api")
     if EXECUTABLE is None:
         pytest.skip("no chromium on this machine")
@@ -29,7 +29,7 @@ def browser():
 
 @contextmanager
 def page_of(started, url, **context):
-    """A page that fails the test for an error on its console, or a request to another origin."""
+    """Yield a page that fails the test on a console error or a request to another origin."""
     problems, requests = [], []
     opened = started.new_context(**context)
     page = opened.new_page()
@@ -45,12 +45,12 @@ def page_of(started, url, **context):
 
 
 def look_of(width, scheme):
-    """What `page_of` takes to open a page that looks like this, on which axe-core may run."""
+    """Return the arguments of `page_of` for this look, on which axe-core may run."""
     return {"viewport": {"width": width, "height": 800}, "color_scheme": scheme, "bypass_csp": True}
 
 
 def check_looks(page, looks):
-    """A page that has the first of these looks is accessible and not too wide in each of them."""
+    """Check that a page is accessible and not too wide in each look; it is opened in the first one."""
     for width, scheme in looks:
         page.set_viewport_size({"width": width, "height": 800})
         page.emulate_media(color_scheme=scheme)
@@ -59,7 +59,7 @@ def check_looks(page, looks):
 
 
 def check_accessibility(page):
-    """Run axe-core, where the package that brings it is installed."""
+    """Run axe-core; skips the test if its package is not installed."""
     axe = pytest.importorskip("axe_playwright_python.sync_playwright")
-    result = axe.Axe().run(page, options={"resultTypes": ["violations"]})  # all else would be listed too, half its time
+    result = axe.Axe().run(page, options={"resultTypes": ["violations"]})  # listing other results takes half the time
     assert result.violations_count == 0, result.generate_report()

@@ -1,4 +1,4 @@
-"""The command line, called in the test's own process."""
+"""The tapscope command line, called in the test process."""
 
 from collections.abc import Callable
 
@@ -7,11 +7,11 @@ import pytest
 from tapscope import cli
 
 Cli = Callable[..., tuple[int, str, str]]
-"""Words of a command line -> exit code, stdout and stderr."""
+"""Command-line arguments -> exit code, stdout and stderr."""
 
 
 def command_line(capsys: pytest.CaptureFixture[str]) -> Cli:
-    """Runs command lines and captures what they print."""
+    """Return a function that runs command lines and captures their output."""
 
     def run(*words: object) -> tuple[int, str, str]:
         code = cli.main([str(word) for word in words])

@@ -1,6 +1,6 @@
-"""A small decoder in numpy that writes runs: packed or padded, whole or split over ranks, in fp32 or rounding to bf16.
+"""A small decoder in numpy that writes runs: packed or padded, unsharded or sharded, in fp32 or rounded to bf16.
 
-It stands in for a model where only the comparator is under test; no test in here.
+It replaces a model where only the comparator is under test; contains no tests.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,14 +21,14 @@ from tapscope.sources import open_run
 Array = np.ndarray[Any, Any]
 HIDDEN, INNER, HEADS, VOCAB, LAYERS = 64, 160, 4, 97, 4
 TOP = 2
-"""Experts a token goes to."""
+"""Experts per token."""
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 def weights(seed: int = 0, layers: int = LAYERS, experts: int = 0) -> dict[str, Array]:
-    """Path -> [out, in] float32, names as Hugging Face's without `.weight`.
+    """Return path -> [out, in] float32, with Hugging Face names without `.weight`.
 
-    With ``experts`` every MLP is a router and so many experts, one [experts, out, in] matrix.
+    With ``experts``, every MLP is a router and that many experts, in one [experts, out, in] matrix.
     """
     rng = np.random.default_rng(seed)
 
@@ -56,25 +56,25 @@ def weights(seed: int = 0, layers: int = LAYERS, experts: int = 0) -> dict[str, 
 
 @dataclass
 class Toy:
-    """Runs the decoder over whole prompts and records every site of every step."""
+    """Runs the decoder over full prompts and records every site of every step."""
 
     tables: Mapping[str, Array]
     dtype: str = "float32"
     tp: int = 1
     spread: int = 0
-    """Ranks that record what one rank computes, each a shard; 0 for those that compute it."""
+    """Number of ranks that record shards of the computation of one rank; 0: the computing ranks record."""
     segment_bytes: int = SEGMENT_BYTES
     padded: bool = False
     annotate: bool = True
     inputs: bool = True
     prefix: str = ""
     hooks: Mapping[str, Callable[[Array], Array]] = field(default_factory=dict)
-    """Site -> what a bug does to its value, [tokens, width]."""
+    """Site -> function that applies a bug to the value, [tokens, width]."""
     alone: str = ""
-    """Path of a row-parallel layer whose ranks do not add up: what rank 0 holds goes on."""
+    """Path of a row-parallel layer without all-reduce: the partial sum of rank 0 is propagated."""
 
     def write(self, path: Path, prompts: Mapping[str, Sequence[int]], *, steps: Sequence[int] = ()) -> Run:
-        """One step, or with ``steps`` the prompts cut at these positions: prefill, then chunks."""
+        """Write one step, or with ``steps`` the prompts cut at these positions: prefill, then chunks."""
         layers = sum(name.endswith("input_layernorm") for name in self.tables)
         mesh = {"tp": self.ranks} if self.ranks > 1 else {}
         how = {"framework": "toy", "dtype": self.dtype, "segment_bytes": self.segment_bytes}
@@ -88,12 +88,12 @@ class Toy:
 
     @property
     def ranks(self) -> int:
-        """How many ranks record."""
+        """Number of recording ranks."""
         return self.spread or self.tp
 
 
 class _Pass:
-    """One step."""
+    """One step of the decoder."""
 
     def __init__(
         self, toy: Toy, run: RunFactory, part: dict[str, list[int]], first: int, history: Any, layers: int
@@ -145,7 +145,7 @@ class _Pass:
         return self.row_linear(f"{path}.down_proj", self.round(act * up))
 
     def experts(self, path: str, x: Array) -> Array:
-        """Every rank computes them all: the best ``TOP`` of the router's scores, weighted by their softmax."""
+        """Compute all experts on every rank: the best ``TOP`` of the router's scores, weighted by their softmax."""
         self.put(f"{path}:in[hidden_states]", x, "t h")
         router = self.round(self.toy.tables[f"{path}.gate"])
         self.put(f"{path}.gate:in[hidden_states]", x, "t h")
@@ -233,7 +233,7 @@ class _Pass:
         self.out.put(name, arrays, dims=text if self.toy.annotate or self.toy.ranks > 1 else None)
 
     def laid_out(self, value: Array) -> Array:
-        """Packed rows as they are, or spread over [batch, sequence] with rubbish in the padding."""
+        """Return packed rows unchanged, or laid out as [batch, sequence] with garbage in the padding."""
         if value.dtype.kind == "f" and self.toy.dtype == "bfloat16":
             value = value.astype(ml_dtypes.bfloat16)
         if not self.toy.padded:
@@ -245,13 +245,13 @@ class _Pass:
 
 
 def prompts(lengths: Sequence[int] = (23, 9, 31), seed: int = 5) -> dict[str, list[int]]:
-    """Request -> tokens."""
+    """Return request -> tokens."""
     rng = np.random.default_rng(seed)
     return {str(i): rng.integers(0, VOCAB, n).tolist() for i, n in enumerate(lengths)}
 
 
 def damaged(tables: Mapping[str, Array], path: str, how: str) -> dict[str, Array]:
-    """The weights with one of them damaged: ``noise`` of 8 %, one ``zeroed`` row, or ``scaled`` by 1.03."""
+    """Return the weights with one of them damaged: ``noise`` of 8 %, one ``zeroed`` row, or ``scaled`` by 1.03."""
     changed = dict(tables)
     weight = tables[path].copy()
     if how == "noise":

@@ -1,4 +1,4 @@
-"""Compare two runs in a test; no test in here."""
+"""Comparison of two runs in a test; contains no tests."""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,7 +11,7 @@ from tapscope.run_format.run import Run
 def diff(
     baseline: Run | str | Path, target: Run | str | Path, options: CompareOptions | None = None, **settings: Any
 ) -> Report:
-    """The report of two runs, given by their paths or open; open ones are closed.
+    """Return the comparison report of two runs, given by path or open; open runs are closed.
 
     ``settings`` are fields of CompareOptions, an alternative to ``options``.
     """
@@ -24,5 +24,5 @@ def diff(
 
 
 def findings_by_site(report: Report) -> dict[str, Finding]:
-    """The findings of a report by their site."""
+    """Return the findings of a report by site."""
     return {finding.site: finding for finding in report.findings}

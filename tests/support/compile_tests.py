@@ -1,4 +1,4 @@
-"""Compiles what the workers of pytest-xdist import, on all cores, so that not each of them compiles all of it."""
+"""Compile the modules that pytest-xdist workers import, on all cores, so that not every worker compiles them."""
 
 import compileall
 import multiprocessing
@@ -11,7 +11,7 @@ from _pytest.assertion import rewrite
 
 
 def compile_all(config: pytest.Config, folders: Iterable[Path]) -> None:
-    """Write the bytecode that files in ``folders`` lack: that of tests as pytest does, of others as Python does."""
+    """Write missing bytecode of the files in ``folders``: tests as pytest compiles them, others as Python does."""
     found = (Path(at, name) for each in folders for at, _, names in os.walk(each, followlinks=True) for name in names)
     files, count = [file for file in found if file.suffix == ".py"], os.cpu_count() or 1
     fork = multiprocessing.get_context("fork")

@@ -1,4 +1,4 @@
-"""HTTP as anybody may send it: any method, headers and bytes."""
+"""Arbitrary HTTP requests: any method, headers and bytes."""
 
 import http.client
 import json
@@ -21,7 +21,7 @@ def send(
     raw: bytes | None = None,
     headers: dict[str, str] | None = None,
 ) -> tuple[int, Any, dict[str, str]]:
-    """Status, body (JSON where it is JSON) and headers of the answer; POST when there is a body."""
+    """Return status, body (parsed if JSON) and headers of the response; the default method with a body is POST."""
     data = raw if raw is not None else None if body is None else json.dumps(body).encode()
     connection = http.client.HTTPConnection(address, timeout=LIMIT_S)
     try:
@@ -35,10 +35,10 @@ def send(
 
 
 def bearer(token: str = TOKEN) -> dict[str, str]:
-    """The header that carries the token."""
+    """Return the authorization header with the token."""
     return {"Authorization": f"Bearer {token}"}
 
 
 def ctl(*words: Any, **environment: str) -> subprocess.CompletedProcess[str]:
-    """`tapscope ctl`, as a process."""
+    """Run `tapscope ctl` in a process."""
     return warm.run("-m", "tapscope", "ctl", *words, env=os.environ | environment, cwd="/")

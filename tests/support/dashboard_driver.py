@@ -1,10 +1,10 @@
-"""Presses keys on a real screen."""
+"""Driver that presses keys on a real screen."""
 
 import asyncio
 
 
 class Driver:
-    """Presses keys and waits until the screen has answered."""
+    """Presses keys and waits until the screen has responded."""
 
     def __init__(self, app, pilot):
         self.app, self.pilot = app, pilot
@@ -24,8 +24,8 @@ class Driver:
         await self.pilot.pause()
 
     async def until(self, condition):
-        """Wait for a condition: after a resize the screen is settled until it receives the event."""
-        for _ in range(6000):  # a bound only
+        """Wait for a condition: after a resize, the screen counts as settled until it receives the event."""
+        for _ in range(6000):  # upper bound
             if condition():
                 break
             await asyncio.sleep(0.01)
@@ -33,7 +33,7 @@ class Driver:
 
     async def _answer(self):
         await self.pilot.pause()
-        for _ in range(6000):  # a bound only
+        for _ in range(6000):  # upper bound
             if self.screen.settled:
                 break
             assert self.app.return_value is None, f"the app ended: {self.app.return_value!r}"

@@ -1,4 +1,4 @@
-"""Runs for the tests of the screen and of `ls`, `show` and `info`: the same numbers every time."""
+"""Runs for tests of the screen and of `ls`, `show` and `info`, with fixed values."""
 
 from pathlib import Path
 
@@ -12,7 +12,10 @@ PREFILL = [RowSpan("0", 0, 5, 0, 0), RowSpan("1", 0, 2, 0, 5)]
 
 
 def toy_run(path: Path) -> Path:
-    """Four layers, tp=2, four steps; one site is not finite in step 1, one is always zero, layers have no values."""
+    """Write a run of four layers, tp=2, four steps.
+
+    One site is non-finite in step 1, one is always zero, and layers have no values.
+    """
     with RunFactory(path, mesh={"tp": 2}, model="toy-llama", dtype="bfloat16", created="2026-01-02T03:04:05Z") as run:
         for step in range(4):
             decode = [RowSpan("0", 4 + step, 1, 0, 0), RowSpan("1", 1 + step, 1, 0, 1)]
@@ -42,6 +45,6 @@ def _step(run: RunFactory, step: int, num: int) -> None:
 
 
 def wave(rows: int, columns: int, phase: int) -> np.ndarray:
-    """bf16 values that need no random generator; a different pattern for each ``phase``."""
+    """Return deterministic bf16 values; a different pattern for each ``phase``."""
     at = np.arange(rows * columns, dtype=np.float64).reshape(rows, columns)
     return (np.sin(at * 0.7 + phase) * (1 + at % 11) / 4).astype(ml_dtypes.bfloat16)

@@ -1,4 +1,4 @@
-"""The JSON Schema of `tapscope diff --json`, made from the classes that are printed; no test in here."""
+"""JSON Schema of `tapscope diff --json`, generated from the printed classes; contains no tests."""
 
 import ast
 import inspect
@@ -34,11 +34,11 @@ _RENAMED: dict[type, tuple[tuple[str, ...], dict[str, Any]]] = {
     ),
     Divergence: (("finding",), {"ratio": _NUMBER | {"description": "Of its finding."}}),
 }
-"""Fields that are left out, and what is printed beside the fields."""
+"""Fields that are omitted, and printed members that are not fields."""
 
 
 def make_schema() -> dict[str, Any]:
-    """The schema of one line."""
+    """Return the schema of one line."""
     defs: dict[str, Any] = {}
     _type(Ledger, defs)
     odd = {
@@ -90,7 +90,7 @@ def _properties(kind: Any, defs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _hints(kind: Any) -> dict[str, Any]:
-    """Name -> type, of fields and of properties."""
+    """Return name -> type of fields and properties."""
     names = {"Detail": Detail, "Examined": PairResult}
     deprecated = deprecated_names_of(kind)
     made = {n: one.fget for n, one in vars(kind).items() if isinstance(one, property) and n not in deprecated}
@@ -99,7 +99,7 @@ def _hints(kind: Any) -> dict[str, Any]:
 
 
 def _fields(kind: Any) -> tuple[str, ...]:
-    """Of a dataclass or a struct; none of anything else."""
+    """Return the field names of a struct; empty for any other type."""
     if kind is Finding:
         return MEMBERS
     return getattr(kind, "__struct_fields__", ())
@@ -107,7 +107,7 @@ def _fields(kind: Any) -> tuple[str, ...]:
 
 @cache
 def _said(kind: Any) -> dict[str, str]:
-    """Field -> the string below it; property -> its own."""
+    """Return field -> docstring below it, and property -> docstring."""
     body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
     assert isinstance(body, ast.ClassDef)
     found = {}
@@ -159,7 +159,7 @@ _CHECKS = {
 
 
 def problems(value: Any, schema: dict[str, Any], root: dict[str, Any], path: str = "") -> list[str]:
-    """What in ``value`` does not obey the schema; knows the words that :func:`make_schema` uses."""
+    """Return the violations of the schema in ``value``; supports the keywords that :func:`make_schema` uses."""
     if "$ref" in schema:
         return problems(value, root["$defs"][schema["$ref"].rpartition("/")[2]], root, path)
     for word in ("anyOf", "oneOf"):

@@ -1,8 +1,8 @@
-"""The examples of a Markdown page, run in order, and what they print against what the page shows.
+"""Runs the examples of a Markdown page in order, and compares their output with the page.
 
-A page is one session: its `python` blocks share a namespace, its `sh` blocks one shell, both one folder. A `text` block
-right after an example is what it prints: its lines in order, `…` for anything, numbers for any numbers. An example that
-cannot run has a comment in front of it: `<!-- not run: REASON -->`.
+A page is one session: its `python` blocks share a namespace, its `sh` blocks one shell, and both one directory. A
+`text` block right after an example is its expected output: the lines in order, `…` for anything, numbers for any
+numbers. An example that cannot run is preceded by a comment: `<!-- not run: REASON -->`.
 """
 
 import json
@@ -30,12 +30,12 @@ _FENCE = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 RUN = ("python", "sh")
-"""Languages of examples; `text`, `json`, `yaml` and the like only show something."""
+"""Languages of runnable examples; `text`, `json`, `yaml` and others are only shown."""
 
 
 @dataclass(frozen=True)
 class Example:
-    """One block of a page that can run."""
+    """One runnable block of a page."""
 
     language: str
     code: str
@@ -45,12 +45,12 @@ class Example:
 
     @property
     def reason(self) -> str:
-        """Why it is not run; empty where it is."""
+        """Why the example is not run; empty if it is run."""
         return self.note.removeprefix("not run: ") if self.note.startswith("not run: ") else ""
 
 
 def examples(page: Path) -> list[Example]:
-    """Every example of a page, in order."""
+    """Return every example of a page, in order."""
     text = page.read_text()
     return [
         Example(
@@ -70,9 +70,10 @@ def _dedented(text: str, indent: str) -> str:
 
 
 def run(page: Path, folder: Path, *, is_forked: bool = True) -> list[tuple[Example, str]]:
-    """Run a page's examples in a folder of their own: each with all that it printed. Fails at the first that fails.
+    """Run a page's examples in their own directory; return each with its output.
 
-    ``is_forked``: whether its commands are forked off a process that has torch imported, instead of the installed ones.
+    Stops at the first failing example. ``is_forked``: fork commands from a process that has torch imported, instead of
+    running the installed ones.
     """
     todo = [each for each in examples(page) if not each.reason]
     (folder / "examples").symlink_to(ROOT / "examples")
@@ -85,7 +86,7 @@ def run(page: Path, folder: Path, *, is_forked: bool = True) -> list[tuple[Examp
     path = os.pathsep.join([*map(str, first), str(Path(sys.executable).parent), os.environ["PATH"]])
     environment |= {"PATH": path, "OMP_NUM_THREADS": "1"}
     environment |= {"COLUMNS": "118", "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
-    environment["TORCHINDUCTOR_VEC_ISA_OK"] = "0"  # else inductor compiles ten programs that try the processor
+    environment["TORCHINDUCTOR_VEC_ISA_OK"] = "0"  # otherwise inductor compiles ten programs to probe the CPU
     popen = forkserver_pool.WarmTree if is_forked else forkserver_pool.WarmPopen
     done = forkserver_pool.run(__file__, "page.json", popen=popen, cwd=folder, env=environment, timeout=None)
     printed = [(folder / f"printed-{i}.txt").read_text() for i in range(len(todo)) if _is_there(folder, i)]
@@ -104,7 +105,7 @@ def _is_there(folder: Path, number: int) -> bool:
 
 
 def missing(shown: str, printed: str) -> list[str]:
-    """Lines that a page shows and that were not printed, in this order."""
+    """Return the lines that a page shows but that were not printed in this order."""
     have = iter([_masked(line) for line in printed.splitlines()])
     told = [line for line in shown.splitlines() if line.strip() not in ("", "…")]
     for number, line in enumerate(told):
@@ -115,8 +116,8 @@ def missing(shown: str, printed: str) -> list[str]:
 
 
 def _masked(line: str) -> str:
-    """Without numbers, and without the words on equal bits, that depend on the machine's arithmetic; blanks depend on
-    the lengths of numbers."""
+    """Mask numbers, the words for equal bits (which depend on the machine's arithmetic), and blanks, which depend on
+    the length of numbers."""
     line = re.sub(r"\binputs (equal|close)\b", "inputs #", re.sub(r"[-−]#", "#", NUMBER.sub("#", line)))
     return re.sub(r"[\s─]+", " ", line).strip()
 
@@ -125,11 +126,11 @@ _STRICT = r"""
 set -E
 trap 'code=$?; [[ $code = 1 && $BASH_COMMAND =~ ^tapscope\ (diff|info|verify) ]] || exit $code' ERR
 """
-"""A shell that ends with the first command that fails; that runs differ is an answer and no failure."""
+"""A shell that exits at the first failing command; a difference between runs is a result, not a failure."""
 
 
 class _Shell:
-    """One bash for all `sh` blocks."""
+    """One bash process for all `sh` blocks."""
 
     def __init__(self) -> None:
         self._bash = subprocess.Popen(["bash"], stdin=subprocess.PIPE, text=True, start_new_session=True)
@@ -147,7 +148,7 @@ class _Shell:
         self._wait(done)
 
     def _wait(self, done: Path) -> None:
-        """Until the block has ended, or the shell with it."""
+        """Wait until the block or the shell has ended."""
         handle = os.open(done, os.O_RDONLY | os.O_NONBLOCK)
         try:
             while self._bash.poll() is None:
@@ -158,7 +159,7 @@ class _Shell:
         sys.exit(f"the shell ended with exit code {self._bash.returncode}")
 
     def close(self) -> None:
-        """End the shell, and what it started and left running."""
+        """Stop the shell and all processes that it left running."""
         assert self._bash.stdin is not None
         self._bash.stdin.close()
         self._bash.wait(timeout=60)
@@ -182,7 +183,7 @@ def _run_all(blocks: list[dict[str, str]]) -> None:
 
 
 class _printing_to:
-    """Both streams of this process and of what it starts, into a file."""
+    """Context manager: redirect both streams of this process and its children to a file."""
 
     def __init__(self, file: str) -> None:
         self._file = file
@@ -202,7 +203,7 @@ class _printing_to:
 
 
 def pages() -> Iterator[Path]:
-    """Every page of docs/ with an example that runs."""
+    """Yield every page of docs/ with a runnable example."""
     for page in sorted((ROOT / "docs").rglob("*.md")):
         if any(not each.reason for each in examples(page)):
             yield page
@@ -211,6 +212,6 @@ def pages() -> Iterator[Path]:
 if __name__ == "__main__":
     sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).parent]
     warnings.simplefilter("error")
-    for kind in (DeprecationWarning, FutureWarning):  # of torch itself, as in pyproject.toml
+    for kind in (DeprecationWarning, FutureWarning):  # raised by torch itself, as in pyproject.toml
         warnings.filterwarnings("ignore", category=kind, module=r"torch\b")
     _run_all(json.loads(Path(sys.argv[1]).read_text()))

@@ -32,7 +32,7 @@ TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 
 @dataclass
 class Server:
-    """A `tapscope serve` of several replicas, and a client of it."""
+    """A `tapscope serve` with several replicas, and a client."""
 
     process: "subprocess.Popen[str]"
     http: httpx.Client
@@ -46,7 +46,7 @@ class Server:
         return self.ask("/generate", input_ids=prompt, sampling_params=GREEDY | params, data_parallel_rank=dp_rank)
 
     def events(self, rid: str, dp_rank: int) -> Iterator[dict[str, Any]]:
-        """Of a long stream."""
+        """Yield the events of a long stream."""
         body = {"input_ids": PROMPT, "sampling_params": LONG, "rid": rid, "stream": True, "data_parallel_rank": dp_rank}
         with self.http.stream("POST", "/generate", json=body) as response:
             for line in response.iter_lines():
@@ -54,7 +54,7 @@ class Server:
                     yield json.loads(line.removeprefix("data: "))
 
     def metric(self, name: str) -> dict[str, float]:
-        """By replica."""
+        """Return an engine metric by replica."""
         text = self.http.get("/metrics").raise_for_status().text
         samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
         assert all(s.labels["dp_rank"] in "01" for s in samples if s.name.startswith("tapscope_engine_"))
@@ -87,7 +87,7 @@ def _ended(server: Server) -> tuple[int, str]:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """The same with two sets of weights."""
+    """Return two checkpoints of the same model with different weights."""
     folder = tmp_path_factory.mktemp("models")
     made = {"num_hidden_layers": 1, "max_position_embeddings": 4096}
     paths = [make_llama(folder / name, seed=seed, **made) for seed, name in enumerate(("old", "new"))]

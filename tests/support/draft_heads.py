@@ -1,4 +1,4 @@
-"""Tiny checkpoints with MTP layers and EAGLE heads, in the layouts of the published files; no test in here."""
+"""Tiny checkpoints with MTP layers and EAGLE heads, in the layouts of published files; contains no tests."""
 
 import json
 import shutil
@@ -19,7 +19,7 @@ def _normal(*shape: int, std: float = 0.1) -> Tensor:
 
 
 def make_mtp(folder: Path, family: str, **config: Any) -> Path:
-    """A checkpoint of ``family`` (deepseek_v3, glm4_moe or qwen3_next) with one MTP layer."""
+    """Save a checkpoint of ``family`` (deepseek_v3, glm4_moe or qwen3_next) with one MTP layer."""
     is_next = family == "qwen3_next"
     kinds: dict[str, Any] = (
         {"layer_types": ["linear_attention", "linear_attention", "full_attention"]} if is_next else {}
@@ -72,7 +72,7 @@ def _norm(name: str) -> dict[str, Tensor]:
 
 
 def make_eagle(folder: Path, **config: Any) -> Path:
-    """An EAGLE head for a tiny Llama."""
+    """Save an EAGLE head for a tiny Llama."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
         half = torch.eye(SIZE)
@@ -83,7 +83,7 @@ def make_eagle(folder: Path, **config: Any) -> Path:
 
 
 def make_eagle3(folder: Path, target: Path, *, draft_vocab: int = 300, **config: Any) -> Path:
-    """An EAGLE-3 head that knows ``draft_vocab`` of the tokens of ``target``, whose output head it begins with."""
+    """Save an EAGLE-3 head with ``draft_vocab`` tokens of ``target``, initialized from the target's output head."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(6)
         ids = torch.randperm(VOCAB)[:draft_vocab].sort().values
@@ -121,18 +121,18 @@ def _save(folder: Path, weights: dict[str, Tensor], config: dict[str, Any]) -> P
 
 
 def make_llama(folder: Path) -> Path:
-    """A tiny Llama of three layers."""
+    """Save a tiny Llama of three layers."""
     return make_checkpoint(folder, "llama", seed=1)
 
 
 def edit_config(folder: Path, changes: dict[str, Any]) -> None:
-    """Change values of config.json."""
+    """Change fields of config.json."""
     content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     (folder / "config.json").write_text(json.dumps(content | changes), encoding="utf-8")
 
 
 def _noisy(path: Path, draft: Path) -> Path:
-    """A copy of a checkpoint with noise in its weights."""
+    """Save a copy of a checkpoint with noise in its weights."""
     shutil.copytree(path, draft)
     torch.manual_seed(0)
     weights = {name: w + 0.004 * torch.randn_like(w) for name, w in load_file(draft / "model.safetensors").items()}
@@ -141,7 +141,7 @@ def _noisy(path: Path, draft: Path) -> Path:
 
 
 def make_speculating(folder: Path, algorithm: str) -> tuple[Path, dict[str, Any]]:
-    """A target, and the settings of the algorithm."""
+    """Return a target checkpoint, and the engine settings of the algorithm."""
     settings: dict[str, Any] = {"speculative_algorithm": algorithm}
     if algorithm == "NEXTN":
         return make_mtp(folder / "model", "glm4_moe"), settings

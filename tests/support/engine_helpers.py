@@ -1,4 +1,4 @@
-"""What the engine's tests share: ranks as threads, transformers' own answers."""
+"""Helpers of the engine's tests: ranks as threads, and reference outputs of transformers."""
 
 import functools
 import itertools
@@ -30,17 +30,17 @@ torch.set_num_threads(1)
 
 @functools.cache
 def reference(path: Path) -> PreTrainedModel:
-    """transformers' own model, in the dtype of the checkpoint."""
+    """Load the model in transformers, in the dtype of the checkpoint."""
     has_vision = "vision_config" in (path / "config.json").read_text(encoding="utf-8")
     auto_class: Any = AutoModelForImageTextToText if has_vision else AutoModelForCausalLM
     model: PreTrainedModel = auto_class.from_pretrained(path, dtype="auto").eval()
-    if getattr(model.config, "attn_logit_softcapping", None):  # sdpa leaves it out where a version would take sdpa
+    if getattr(model.config, "attn_logit_softcapping", None):  # sdpa would ignore it
         model.set_attn_implementation("eager")
     return model
 
 
 def reference_tokens(path: Path, prompt: Sequence[int], count: int) -> list[int]:
-    """transformers' greedy continuation; no end token is looked for."""
+    """Return transformers' greedy continuation, ignoring end-of-sequence tokens."""
     ids = torch.tensor([prompt])
     output = reference(path).generate(
         ids,
@@ -55,24 +55,26 @@ def reference_tokens(path: Path, prompt: Sequence[int], count: int) -> list[int]
 
 @torch.no_grad()
 def reference_logits(path: Path, tokens: Sequence[int]) -> Tensor:
-    """[tokens, vocab]."""
+    """Return transformers' logits, [tokens, vocab]."""
     return reference(path)(torch.tensor([tokens])).logits[0]
 
 
 class ThreadGroup:
-    """In the place of gloo's process groups, one for each rank, where ranks are threads: they exchange tensors in
-    memory, and add them in the order of ranks. Gloo's sockets and threads take three times the CPU time of two ranks'
-    steps, and ten times that of four."""
+    """Replacement for gloo process groups, one per rank, for ranks that are threads.
+
+    Tensors are exchanged in memory and added in rank order. Gloo's sockets and threads take three times the CPU time of
+    two ranks' steps, and ten times that of four.
+    """
 
     def __init__(self, size: int) -> None:
         self._barrier, self._given = threading.Barrier(size, timeout=20), [[torch.empty(0)] * size for _ in range(2)]
 
     def of(self, rank: int) -> SimpleNamespace:
-        """What :class:`TensorParallel` calls of its group."""
+        """Return the methods of its group that :class:`TensorParallel` calls, for one rank."""
         turns = itertools.count()
 
         def exchange(own: Tensor) -> list[Tensor]:
-            given = self._given[next(turns) % 2]  # who is a turn ahead does not overwrite what others still read
+            given = self._given[next(turns) % 2]  # double-buffered: a rank may be one turn ahead
             given[rank] = own.clone()
             self._barrier.wait()
             return given
@@ -89,7 +91,8 @@ class ThreadGroup:
 
 
 class ThreadRanks:
-    """An engine whose ranks are threads of this process: real plans, no time spent on spawning; real gloo if asked."""
+    """An engine whose ranks are threads of this process: real plans, no time spent on spawning; real gloo if
+    requested."""
 
     def __init__(self, path: Path, store: Path, tp: int, *, gloo: bool = False, **settings: Any) -> None:
         self._group = None if gloo or tp == 1 else ThreadGroup(tp)
@@ -125,7 +128,7 @@ class ThreadRanks:
     def generate(
         self, prompts: Sequence[Sequence[int]], count: int, adapters: Sequence[int] | None = None
     ) -> list[Request]:
-        """``adapters``: numbers of loaded LoRA adapters, 0 for none."""
+        """Generate for all prompts; ``adapters`` are the numbers of loaded LoRA adapters, 0 for none."""
         requests = [
             Request(id=str(i), prompt_ids=tuple(prompt), params=SamplingParams(max_new_tokens=count))
             for i, prompt in enumerate(prompts)
@@ -157,10 +160,10 @@ def _compute(runner: ModelRunner, plan: StepPlan) -> list[int]:
 def compare_logits(
     path: Path, tp: int, prompts: Sequence[Sequence[int]], num_new: int, **settings: Any
 ) -> tuple[list[Request], float]:
-    """The requests, and the largest difference of their logits from transformers', over positions and ranks.
+    """Return the requests, and the largest difference of their logits from transformers', over positions and ranks.
 
-    transformers computes every sequence whole and uncached. Raises AssertionError for a token that is not its greedy
-    choice after those before.
+    transformers computes every sequence in one uncached forward. Raises AssertionError if a token is not transformers'
+    greedy choice given the previous tokens.
     """
     ranks = ThreadRanks(path, path.parent / "store", tp, **{"page_size": 4} | settings)
     requests = ranks.generate(prompts, num_new)
@@ -179,7 +182,7 @@ def compare_logits(
 
 
 def check_parity(path: Path, tp: int, prompts: Sequence[Sequence[int]], num_new: int, **settings: Any) -> list[Request]:
-    """As :func:`compare_logits`; a difference above 1e-4 fails. Returns the requests."""
+    """Return the requests of :func:`compare_logits`; a difference above 1e-4 fails."""
     requests, difference = compare_logits(path, tp, prompts, num_new, **settings)
     assert difference <= 1e-4
     return requests

@@ -1,4 +1,4 @@
-"""A served LLM: uvicorn in a thread of the test, and a client of it."""
+"""A served LLM: uvicorn in a thread of the test process, and a client."""
 
 import json
 import socket
@@ -17,7 +17,7 @@ from tapscope.engine.server import ServerSettings, make_app
 
 
 class Hold:
-    """Lets a model compute so many steps more, then none until it is released."""
+    """Lets a model run a number of further steps, then blocks it until released."""
 
     def __init__(self, llm: LLM) -> None:
         self._left: int | None = None
@@ -26,17 +26,17 @@ class Hold:
         llm.model.register_forward_pre_hook(self._wait)
 
     def after(self, steps: int) -> None:
-        """The step after the next ``steps`` waits for :meth:`release`."""
+        """Block the step after the next ``steps`` until :meth:`release`."""
         self._released.clear()
         self._stands.clear()
         self._left = steps
 
     def until_it_stands(self) -> None:
-        """Wait for the step that waits for :meth:`release`."""
+        """Wait until the model is blocked."""
         assert self._stands.wait(60), "the model never came to that step"
 
     def release(self) -> None:
-        """Go on, from now on."""
+        """Unblock the model."""
         self._left = None
         self._released.set()
 
@@ -49,17 +49,17 @@ class Hold:
 
 
 HOLDS: dict[str, Hold] = {}
-"""Of the servers that :func:`served` has running, by their addresses."""
+"""The holds of the servers that :func:`served` is running, by address."""
 
 
 def raw_post(body: dict[str, Any]) -> bytes:
-    """A request to generate, as a client sends it that does as it likes with its connection."""
+    """Return a raw HTTP request to /generate, for clients that control the connection themselves."""
     content = json.dumps(body).encode()
     return f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content
 
 
 class Served:
-    """A served LLM and a client of it."""
+    """A served LLM and a client."""
 
     def __init__(self, llm: LLM, routers: list[APIRouter], settings: ServerSettings | None = None) -> None:
         self.llm = llm
@@ -73,7 +73,7 @@ class Served:
         return self.client.post("/generate", json=body)
 
     def stream(self, **body: Any) -> Iterator[dict[str, Any]]:
-        """The events of a streamed answer; the last must be [DONE]."""
+        """Yield the events of a streamed response; the last one must be [DONE]."""
         with self.client.stream("POST", "/generate", json=body | {"stream": True}) as response:
             assert response.status_code == 200
             assert response.headers["content-type"].startswith("text/event-stream")
@@ -93,7 +93,7 @@ class Served:
 
 @contextmanager
 def served(path: Path, *, settings: dict[str, Any] | None = None, **engine: Any) -> Iterator[str]:
-    """Serve the checkpoint at ``path``; gives the server's address, for clients of the test's own."""
+    """Serve the checkpoint at ``path``; yields the server's address, for custom clients."""
     with LLM(path, **engine) as llm:
         hold = Hold(llm)
         made = Served(llm, [], ServerSettings(**(settings or {})))

@@ -1,4 +1,4 @@
-"""Observers for the engine's tests; apart from the rest so that spawned ranks need not import transformers."""
+"""Observers for the engine's tests; a separate module so that spawned ranks need not import transformers."""
 
 import threading
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from tapscope.core.observe import RankInfo, StepInfo
 
 
 class Memory:
-    """A StepObserver that keeps all it is told, and the root's logits of each step."""
+    """A StepObserver that stores everything it receives, and the root's logits of each step."""
 
     def __init__(self, model: torch.nn.Module, info: RankInfo) -> None:
         self.info = info
@@ -35,7 +35,7 @@ class Memory:
         self.closed += 1
 
     def logits_of(self, request: str) -> Tensor:
-        """[positions, vocab] on the host, in order of position; needs logits="all"."""
+        """Return the logits of a request, [positions, vocab] on the host, in order of position; needs logits="all"."""
         rows = [
             logits[run.slot : run.slot + run.count]
             for info, logits in zip(self.steps, self.logits, strict=True)
@@ -46,7 +46,7 @@ class Memory:
 
 
 class Journal(Memory):
-    """Writes what this rank is told to FOLDER/rank-N, so that another process can read it."""
+    """Writes everything that this rank receives to FOLDER/rank-N, for another process to read."""
 
     folder: Path
 
@@ -61,7 +61,7 @@ class Journal(Memory):
 
 
 class Exploding(Journal):
-    """Raises when its last step ends."""
+    """Raises at the end of its last step."""
 
     last_step: int
 
@@ -72,7 +72,7 @@ class Exploding(Journal):
 
 
 class JournalIn:
-    """A picklable factory of Journals; ``explode`` names a rank and the step at whose end it raises."""
+    """A picklable factory of Journals; ``explode`` is a rank and the step at whose end it raises."""
 
     def __init__(self, folder: Path, explode: tuple[int, int] | None = None) -> None:
         self.folder = folder
@@ -86,21 +86,21 @@ class JournalIn:
 
 
 def unmakeable_on_rank_1(model: Any, info: RankInfo) -> Memory:
-    """A factory that fails where the caller cannot see it."""
+    """A factory that fails in another process than the caller's."""
     if info.rank == 1:
         raise OSError("no room on rank 1")
     return Memory(model, info)
 
 
 class Hanging(Memory):
-    """Waits for ever when its first step begins."""
+    """Hangs at the beginning of its first step."""
 
     def before_step(self, info: StepInfo) -> None:
         threading.Event().wait()
 
 
 class HangingOn:
-    """A picklable factory: the observer of one rank hangs."""
+    """A picklable factory in which the observer of one rank hangs."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank

@@ -1,4 +1,4 @@
-"""Runs made without a model: the real writer, values of the test's choosing."""
+"""Runs created without a model: the real writer, with values chosen by the test."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -69,7 +69,7 @@ class RunFactory:
         row_sets: Mapping[str, Sequence[int]] | None = None,
         apart: Mapping[int, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Open the next step (and close the last); ``apart`` says what other fields single ranks have."""
+        """Open the next step (and close the previous one); ``apart`` overrides fields of single ranks."""
         number = self._info.step + 1 if self._info else 0
         self.end_step()
         self._info = StepInfo(
@@ -116,7 +116,7 @@ class RunFactory:
             self._put(site, rank, np.asarray(array), dims, rows, keep, micro, model)
 
     def put_value(self, site: str, value: Any) -> None:
-        """Record a value that is no tensor, on rank 0."""
+        """Record a non-tensor value on rank 0."""
         assert self._info is not None, "call step() first"
         plain = plain_value(value)
         place = 0, site, self._info.step, 0

@@ -1,6 +1,6 @@
-"""A model that is only memory: what lies in its cache is a digest of the prefix, and the next token follows from it.
+"""A fake model: each cache entry is a digest of the prefix, and the next token is computed from the last entry.
 
-A page that is mapped wrongly, stale, or freed too early therefore changes a token, and is found before that.
+A page that is mapped wrongly, stale, or freed too early therefore changes a token, and is detected before that.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ VOCAB = 5
 
 
 def digests(tokens: Sequence[int]) -> list[int]:
-    """What the cache holds at each position."""
+    """Return the cache entry of each position."""
     found, last = [], 0
     for token in tokens:
         last = (last * 1_000_003 + token + 1) % (1 << 61)
@@ -26,7 +26,7 @@ def next_token(digest: int) -> int:
 
 
 def continuation(prompt: Sequence[int], count: int) -> list[int]:
-    """The tokens a request gets that runs alone."""
+    """Return the output tokens of a request that runs alone."""
     tokens = list(prompt)
     for _ in range(count):
         tokens.append(next_token(digests(tokens)[-1]))
@@ -34,14 +34,14 @@ def continuation(prompt: Sequence[int], count: int) -> list[int]:
 
 
 class FakeRank:
-    """Obeys plans as a rank does: it knows page tables from what plans brought, and nothing else."""
+    """Executes plans like a rank; it knows page tables only from the plans."""
 
     def __init__(self, page_size: int, window: int | None = None, windowed: Sequence[int] = ()) -> None:
-        """``window`` of the primary cache group, and of each further one."""
+        """Create a rank; ``window`` is that of the primary cache group, ``windowed`` those of further groups."""
         self._size, self._windows = page_size, (window, *windowed)
         self._pool: dict[tuple[int, int, int], int] = {}
         self._tables: dict[tuple[int, int], dict[int, int]] = {}
-        self._states: dict[int, int] = {-1: 0}  # slot of recurrent state -> digest of the last position
+        self._states: dict[int, int] = {-1: 0}  # recurrent state slot -> digest of the last position
 
     def execute(self, plan: StepPlan, requests: dict[str, Request]) -> list[int]:
         plan = StepPlan.from_message(decode(encode(plan.to_message())))

@@ -1,5 +1,6 @@
-"""What forked processes start with `subprocess` or spawn with `multiprocessing` is forked as well, off the same server;
-see forkserver_pool.py.
+"""Forked processes fork their own children: `subprocess` and `multiprocessing` use the same fork server.
+
+See forkserver_pool.py.
 """
 
 import array
@@ -16,14 +17,17 @@ from typing import Any
 
 
 def send(door: socket.socket, words: list[str], descriptors: list[int], **more: Any) -> int:
-    """Have ``python WORDS...`` forked, with ``descriptors``: its streams, and what it inherits under the same numbers.
-    Gives the pipe from which its process id and exit status are to be read."""
+    """Request a fork of ``python WORDS...`` with ``descriptors``: its streams, and those inherited under the same
+    numbers.
+
+    Returns the pipe that receives the process id and exit status.
+    """
     status, report = os.pipe()
     request = {"words": words, "files": resource.getrlimit(resource.RLIMIT_NOFILE), **more}
     text = json.dumps(request).encode() + b"\n"
     try:
         if rest := text[socket.send_fds(door, [text], [*descriptors, report]) :]:
-            door.sendall(rest)  # nothing would be an error where the server has closed its end
+            door.sendall(rest)  # sending no bytes would fail if the server has closed its end
     except BaseException:
         os.close(status)
         raise
@@ -33,21 +37,21 @@ def send(door: socket.socket, words: list[str], descriptors: list[int], **more: 
 
 
 def ask(server: str, words: list[str], descriptors: list[int], **more: Any) -> int:
-    """The same, of the server with this address."""
+    """Send a fork request to the server at this address, see :func:`send`."""
     with socket.socket(socket.AF_UNIX) as door:
         door.connect(server)
         return send(door, words, descriptors, **more)
 
 
 def receive(status: int) -> int:
-    """The next number of the pipe that ``send`` gave."""
+    """Return the next number from the pipe of ``send``."""
     number = os.read(status, 4)
     assert number, "the server of warm processes is gone"
     return array.array("i", number)[0]
 
 
 def ended(pid: int, status: int, *, is_awaited: bool) -> int | None:
-    """The exit status of a process; None where it runs and ``is_awaited`` is not set."""
+    """Return the exit status of a process; None if it is running and ``is_awaited`` is not set."""
     timeout = 0 if not is_awaited and _is_running(pid) else None
     if not select.select([status], [], [], timeout)[0]:
         return None
@@ -57,7 +61,7 @@ def ended(pid: int, status: int, *, is_awaited: bool) -> int | None:
 
 
 def _is_running(pid: int) -> bool:
-    """Whether the process runs; if not, its server is about to report its exit status."""
+    """Return whether the process is running; if not, its server is about to report the exit status."""
     try:
         process = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -69,13 +73,13 @@ def _is_running(pid: int) -> bool:
 
 
 class WarmPopen(subprocess.Popen[Any]):
-    """`subprocess.Popen`, of a Python process: the arguments are those of the interpreter."""
+    """`subprocess.Popen` for a Python process: the arguments are those of the interpreter."""
 
     def _ask(self, words: list[str], descriptors: list[int], **more: Any) -> int:
         raise NotImplementedError
 
     def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, *rest: Any) -> None:
-        """Have it forked; ``rest`` is what `subprocess` hands down."""
+        """Request the fork; ``rest`` are the further arguments from `subprocess`."""
         _, pass_fds, cwd, env, _, _, _, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *more = rest
         streams = [own if other == -1 else other for own, other in enumerate((p2cread, c2pwrite, errwrite))]
         try:
@@ -105,13 +109,13 @@ class WarmPopen(subprocess.Popen[Any]):
 
 
 def install(server: str) -> None:
-    """For this process; ``server`` is the address of what forked it."""
+    """Patch `subprocess` and `multiprocessing` in this process; ``server`` is the address of the fork server."""
 
     def fork(words: list[str], descriptors: list[int], **more: Any) -> int:
         return ask(server, words, descriptors, forks_children=True, **more)
 
     class ChildPopen(WarmPopen):
-        """Of a command that is tapscope, a program with a Dumper, or one in a file outside the installation."""
+        """Popen that forks commands: tapscope, a program with a Dumper, or a program outside the installation."""
 
         _is_warm = False
 
@@ -134,7 +138,7 @@ def install(server: str) -> None:
             return (super() if self._is_warm else super(WarmPopen, self))._internal_poll(*args, **named)  # type: ignore[misc]
 
     subprocess_popen = subprocess.Popen
-    for module in list(sys.modules.values()):  # torchrun's has it under its own name
+    for module in list(sys.modules.values()):  # torchrun imports it under its own name
         if vars(module).get("Popen") is subprocess_popen:
             module.Popen = ChildPopen  # type: ignore[attr-defined]
 
@@ -159,7 +163,7 @@ def install(server: str) -> None:
 
 
 class Util:
-    """`multiprocessing.util` with another way to start a process."""
+    """`multiprocessing.util` with a different way to start processes."""
 
     def __init__(self, spawn: Any) -> None:
         self.spawnv_passfds = spawn

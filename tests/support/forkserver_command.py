@@ -1,6 +1,7 @@
-"""A command that has a process forked by forkserver_main.py, forwards signals to it and ends as it does:
-`python -IS forkserver_command.py SOCKET CHILDREN WORDS...`, where CHILDREN is "forked" if the Python processes that it
-starts are to be forked as well; see `commands()` and `worker_command()` in forkserver_pool.py.
+"""Command that starts a process through forkserver_main.py, forwards signals to it and exits as it does.
+
+Usage: `python -IS forkserver_command.py SOCKET CHILDREN WORDS...`, where CHILDREN is "forked" if the process's Python
+subprocesses are forked as well; see `commands()` and `worker_command()` in forkserver_pool.py.
 """
 
 import json
@@ -13,7 +14,7 @@ import sys
 
 
 def _is_open(number: int) -> bool:
-    """Not that of the list of them, which is closed."""
+    """Return whether a descriptor is open; the one used to list descriptors is already closed."""
     try:
         os.fstat(number)
     except OSError:
@@ -33,7 +34,7 @@ def main() -> None:
         "forks_children": sys.argv[2] == "forked",
     }
     signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-    signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # until it is known whom they are for
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # until the process id is known
     with socket.socket(socket.AF_UNIX) as server:
         server.connect(sys.argv[1])
         text = json.dumps(request).encode() + b"\n"

@@ -1,10 +1,9 @@
-"""Forks Python processes that have MODULES imported: `python forkserver_main.py FD LISTENER MODULES...`; see
-forkserver_pool.py.
+"""Fork server for Python processes with MODULES imported: `python forkserver_main.py FD LISTENER MODULES...`.
 
-A request over a connection to LISTENER is one JSON line with its descriptors: stdin, stdout, stderr, those that the
-process is to inherit, and a pipe, into which go the process's id and, when it has ended, its exit status. If it says
-so, the Python processes that the process starts are forked as well: forkserver_children.py. The server ends when the
-other side of the socket FD is closed.
+See forkserver_pool.py. A request over a connection to LISTENER is one JSON line with file descriptors: stdin, stdout,
+stderr, the inherited ones, and a pipe that receives the process id and, at the end, the exit status. If the request
+says so, Python subprocesses of the process are forked as well: forkserver_children.py. The server exits when the peer
+of the socket FD closes.
 """
 
 import array
@@ -32,7 +31,7 @@ _DESCRIPTORS = 16
 
 
 def serve(door: socket.socket, listener: socket.socket) -> dict[str, Any]:
-    """Fork until the other side is gone; returns, in each process that was forked, what it is to do."""
+    """Serve fork requests until the peer is gone; in each forked process, return its request."""
     assert threading.active_count() == 1
     with selectors.DefaultSelector() as selector:
         selector.register(door, selectors.EVENT_READ)
@@ -50,12 +49,12 @@ def serve(door: socket.socket, listener: socket.socket) -> dict[str, Any]:
                     os._exit(0)
                 with listener.accept()[0] as caller:
                     request, descriptors = _receive(caller)
-                if request is None:  # its caller was killed
+                if request is None:  # the caller was killed
                     continue
                 pid = os.fork()
                 if pid == 0:
                     address = listener.getsockname() if request.get("forks_children") else None
-                    for own in (selector, door, listener):  # later they would close what has their number by then
+                    for own in (selector, door, listener):  # closing later could hit reused descriptor numbers
                         own.close()
                     _become(request, descriptors)
                     if address is not None:
@@ -76,16 +75,17 @@ def _receive(door: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
 
 
 def _tell(report: int, number: int) -> None:
-    with contextlib.suppress(BrokenPipeError):  # nobody waits for it any more
+    with contextlib.suppress(BrokenPipeError):  # the caller no longer waits
         os.write(report, array.array("i", [number]).tobytes())
 
 
 def _become(request: dict[str, Any], descriptors: list[int]) -> None:
-    """Take the streams, descriptors, variables, limits and arguments of the new process; in a new session if asked."""
+    """Set up the streams, descriptors, variables, limits and arguments of the new process; in a new session if
+    requested."""
     numbers = [0, 1, 2, *request.get("pass_fds", ())]
     free = max(*numbers, *descriptors) + 1
     moved = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, free) for descriptor in descriptors[: len(numbers)]]
-    os.closerange(3, free)  # the server's own as well
+    os.closerange(3, free)  # including the server's own
     for number, descriptor in zip(numbers, moved, strict=True):
         os.dup2(descriptor, number)
     os.closerange(free, max(moved) + 64)
@@ -100,19 +100,20 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> None:
     os.environ.update(request["env"])
     os.chdir(request["cwd"])
     sys.argv = request["words"]
-    with open("/proc/self/comm", "w") as file:  # its command line is that of the server
+    with open("/proc/self/comm", "w") as file:  # its command line remains that of the server
         file.write(_name(request["words"]))
 
 
 def _name(words: list[str]) -> str:
-    """What `ps -o comm` shows: a module without its packages, "spawned" for what `multiprocessing` has started."""
+    """Return the name for `ps -o comm`: the module without its package, or "spawned" for `multiprocessing`
+    processes."""
     if words[-1] == "--multiprocessing-fork":
         return "spawned"
     return words[words.index("-m") + 1].rpartition(".")[2] if "-m" in words[:2] else os.path.basename(words[0])
 
 
 def run(words: list[str]) -> None:
-    """What the interpreter does with these words."""
+    """Do what the interpreter does for these arguments."""
     sys.path.pop(0)
     sys.path[:0] = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each not in ("", *sys.path)]
     if words[0] == "-u":
@@ -129,7 +130,7 @@ def run(words: list[str]) -> None:
     elif words[0] == "-c":
         sys.path.insert(0, "")
         sys.argv, main = ["-c", *words[2:]], vars(sys.modules["__main__"])
-        del main["__file__"]  # processes that are spawned from here would import it
+        del main["__file__"]  # processes spawned from here would import it
         exec(compile(words[1], "<string>", "exec"), main)
     else:
         sys.path.insert(0, os.path.dirname(os.path.abspath(words[0])))
@@ -137,7 +138,7 @@ def run(words: list[str]) -> None:
 
 
 def leave(code: object) -> NoReturn:
-    """End as the interpreter does, but for taking every module to pieces, which takes a quarter of a second."""
+    """Exit like the interpreter, but without tearing down every module, which takes a quarter of a second."""
     if code is not None and not isinstance(code, int):
         print(code, file=sys.stderr)
         code = 1
@@ -150,7 +151,7 @@ def leave(code: object) -> NoReturn:
 
 
 def keep_operators() -> None:
-    """To the end of every process, which would otherwise unregister each of torch's, in a tenth of a second."""
+    """Keep torch's operators registered until process exit; unregistering them all takes a tenth of a second."""
     for each, kept in list(weakref.finalize._registry.items()):  # type: ignore[attr-defined]
         if kept.func.__name__ == "_del_library":
             each.atexit = False
@@ -166,7 +167,7 @@ if __name__ == "__main__":
         run(request["words"])
     except SystemExit as done:
         leave(done.code)
-    except Exception:  # noqa: BLE001  the interpreter is what catches the rest
+    except Exception:  # noqa: BLE001  as the interpreter handles the rest
         sys.last_type, sys.last_value, sys.last_traceback = error = sys.exc_info()
         sys.excepthook(*error)
         leave(1)

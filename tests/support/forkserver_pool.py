@@ -1,8 +1,8 @@
-"""Python processes that need not import torch first, which takes seconds: they are forked off one that has.
+"""Python processes forked from one that has already imported torch, which takes seconds.
 
-In all else they are what `subprocess` starts: a process id, streams, variables, signals, an exit status, and an
-interpreter that ends by itself. Take `subprocess` where it matters what a process imports, or that a command starts
-at all.
+In all other respects they behave as processes started by `subprocess`: a process id, streams, environment, signals, an
+exit status, and normal interpreter exit. Use `subprocess` in tests that depend on a process's imports, or on whether a
+command starts at all.
 """
 
 import atexit
@@ -31,7 +31,8 @@ _SERVER = Path(__file__).with_name("forkserver_main.py")
 _COMMAND = Path(__file__).with_name("forkserver_command.py")
 
 RANKS = multiprocessing.get_context("forkserver")
-"""The same for functions: what an engine spawns in production is forked off here, see conftest.py."""
+"""Multiprocessing context for functions: processes that an engine spawns in production are forked here, see
+conftest.py."""
 RANKS.set_forkserver_preload(
     [
         "pytest",
@@ -43,7 +44,7 @@ RANKS.set_forkserver_preload(
 )
 
 
-if _SHARED in os.environ:  # by a worker; the server of `multiprocessing` is forked as well
+if _SHARED in os.environ:  # in a worker; the server of `multiprocessing` is forked as well
     forkserver.util = forkserver_children.Util(
         lambda python, words, pass_fds: util.spawnv_passfds(python, [*_started_by(), *words[1:]], pass_fds)
     )
@@ -51,8 +52,11 @@ if _SHARED in os.environ:  # by a worker; the server of `multiprocessing` is for
 
 @contextlib.contextmanager
 def forked_with(module: str, *folders: Path) -> Iterator[SimpleNamespace]:
-    """In the place of `multiprocessing` in code that spawns processes: they are forked off one of their own that has
-    imported ``module``, found in this folder or in ``folders``."""
+    """Context manager: yields a replacement for `multiprocessing` in code that spawns processes.
+
+    The processes are forked from a separate server that has imported ``module``, found in this directory or in
+    ``folders``.
+    """
     server, path = forkserver.ForkServer(), os.pathsep.join(map(str, (_SERVER.parent, *folders)))
     server.set_forkserver_preload([module])
     with patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process):
@@ -65,7 +69,7 @@ def forked_with(module: str, *folders: Path) -> Iterator[SimpleNamespace]:
 
 
 _CONTROL = ("tapscope.dumper.control.routes", "uvicorn.protocols.http.h11_impl", "anyio._backends._asyncio")
-"""Of what serves HTTP."""
+"""Modules that serve HTTP."""
 _PROGRAMS = (
     "transformers.models.llama.modeling_llama",
     "tapscope.cli.diagnostics",
@@ -85,13 +89,13 @@ _PROGRAMS = (
     *_CONTROL,
     "small_rings",
 )
-_RECORDER = (  # without torch, as it is; with NumPy and what else it imports when a rank joins
+_RECORDER = (  # without torch, as in production; with NumPy and other imports of a joining rank
     "tapscope.dumper.recorder.recorder",
     "tapscope.kernels.native",
     "tapscope.run_format.sketch",
     *_CONTROL,
 )
-_WEB = (  # the same
+_WEB = (  # likewise
     "tapscope.cli.ctl",
     "tapscope.cli.diagnostics",
     "tapscope.cli.web",
@@ -104,7 +108,8 @@ _started: list[tuple[socket.socket, "subprocess.Popen[bytes]", Path]] = []
 
 @atexit.register
 def _end_servers() -> None:
-    """After what tapscope does at exit, which asks for its recorders: conftest.py imports this file first."""
+    """Stop the servers, after tapscope's own exit handlers, which use recorders: conftest.py imports this file
+    first."""
     for ours, server, folder in _started:
         ours.close()
         server.wait()
@@ -113,7 +118,7 @@ def _end_servers() -> None:
 
 @functools.cache
 def _server(modules: tuple[str, ...]) -> str:
-    """The address of a server with these modules, which is started by the first call, unless workers share one."""
+    """Return the address of a server with these modules, started on the first call unless workers share one."""
     shared = json.loads(os.environ.get(_SHARED, "{}"))
     if modules[0] in shared:
         return str(shared[modules[0]])
@@ -132,13 +137,15 @@ def _server(modules: tuple[str, ...]) -> str:
 
 
 def share_servers() -> None:
-    """Start those that processes which this one starts are to use as well, as long as this one lives."""
+    """Start the servers that child processes use as well, for the lifetime of this process."""
     os.environ[_SHARED] = json.dumps({modules[0]: _server(modules) for modules in (_PROGRAMS, _RECORDER)})
 
 
 def worker_command() -> str:
-    """A command in the place of `python` for workers of pytest-xdist: they need not import torch either. What they
-    start with `subprocess` is not forked."""
+    """Return a replacement for the command `python` of pytest-xdist workers, which then need not import torch.
+
+    Their `subprocess` children are not forked.
+    """
     return shlex.join(_started_by())
 
 
@@ -148,8 +155,10 @@ def _started_by(children: str = "started") -> list[str]:
 
 @functools.cache
 def commands() -> Path:
-    """A folder with the commands `python`, `tapscope` and `torchrun` for shells: they start such processes, and forward
-    signals."""
+    """Create a directory with the commands `python`, `tapscope` and `torchrun` for shells.
+
+    The commands start forked processes and forward signals.
+    """
     folder = Path(tempfile.mkdtemp(prefix="commands-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     start = _started_by("forked")
@@ -166,7 +175,7 @@ def commands() -> Path:
 
 
 class WarmPopen(forkserver_children.WarmPopen):
-    """`subprocess.Popen`, of a Python process: the arguments are those of the interpreter."""
+    """`subprocess.Popen` for a Python process: the arguments are those of the interpreter."""
 
     _modules = _PROGRAMS
     _forks_children = False
@@ -177,13 +186,13 @@ class WarmPopen(forkserver_children.WarmPopen):
 
 
 class WarmTree(WarmPopen):
-    """The same, whose own Python processes are forked too: a test must not look for them by their command lines."""
+    """A :class:`WarmPopen` whose Python subprocesses are forked too; tests cannot find them by command line."""
 
     _forks_children = True
 
 
 class WarmRecorder(WarmPopen):
-    """In the place of `subprocess.Popen` in recorder_process.py; see conftest.py."""
+    """Replacement for `subprocess.Popen` in recorder_process.py; see conftest.py."""
 
     _modules = _RECORDER
 
@@ -193,7 +202,7 @@ class WarmRecorder(WarmPopen):
 
 
 class WarmWeb(WarmPopen):
-    """Of `tapscope web`."""
+    """A :class:`WarmPopen` for `tapscope web`."""
 
     _modules = _WEB
 
@@ -204,7 +213,8 @@ def start(*words: object, popen: type[WarmPopen] = WarmPopen, **streams: Any) ->
 
 
 def run(*words: object, timeout: float | None = 90.0, **streams: Any) -> "subprocess.CompletedProcess[str]":
-    """Run `python WORDS...` to its end and give its text, as `subprocess.run(capture_output=True, text=True)` does."""
+    """Run `python WORDS...` to completion and return its output, as `subprocess.run(capture_output=True,
+    text=True)`."""
     process = start(*words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **streams)
     with process:
         try:

@@ -1,4 +1,4 @@
-"""What the tests on a GPU share."""
+"""Helpers for tests on a GPU."""
 
 import warnings
 from collections.abc import Iterator
@@ -9,14 +9,14 @@ import torch
 
 ON_GPU = pytest.mark.gpu
 DEVICES = ["cpu", pytest.param("cuda", marks=ON_GPU)]
-"""For tests that are the same on both; what they compare with is on the CPU."""
+"""Devices of tests that run on both; the expected values are on the CPU."""
 
 
 @contextmanager
 def never_waiting() -> Iterator[None]:
-    """Every call of torch that would wait for the device raises here."""
+    """Context manager: every torch call that would synchronize with the device raises."""
     torch.cuda.synchronize()
-    with warnings.catch_warnings(action="ignore"):  # it says that it is a prototype
+    with warnings.catch_warnings(action="ignore"):  # torch warns that this is a prototype
         torch.cuda.set_sync_debug_mode("error")
     try:
         yield

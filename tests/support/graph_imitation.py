@@ -1,4 +1,4 @@
-"""CUDA graphs that a CPU imitates: what a graph reads and writes is in static memory."""
+"""CUDA graphs imitated on a CPU: a graph reads and writes static memory."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ from tapscope.kernels.cpu.paged import paged_reference
 
 
 class Imitation:
-    """A graph whose replay computes everything again and writes it where the first computation did."""
+    """A graph whose replay recomputes everything and writes to the memory of the first computation."""
 
     def __init__(self, compute: Callable[[], list[Tensor]]) -> None:
         self._compute, self.values = compute, [value.clone() for value in compute()]
@@ -29,7 +29,7 @@ class Imitation:
             value.copy_(again)
 
     def reset(self) -> None:
-        """Forget how."""
+        """Release the computation."""
         self._compute = list
 
 
@@ -56,7 +56,8 @@ def imitated(self: DecodeGraphs, size: int, observer: Any = None, *, is_alone: b
 
 
 def imitate_graphs(monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
-    """Engines made from now on have graphs, unless their settings forbid it; gives the steps that graphs compute."""
+    """Give engines created from now on imitated graphs, unless their settings forbid it; return the steps run by
+    graphs."""
     found: list[StepPlan] = []
 
     def counted(run: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
@@ -80,14 +81,14 @@ def imitate_graphs(monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
 
 
 def imitate_prefill_graphs(monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
-    """As :func:`imitate_graphs`, with steps of up to 64 tokens with prompts; needs Triton's references of attention."""
+    """As :func:`imitate_graphs`, also for prefill steps of up to 64 tokens; requires Triton's attention references."""
     monkeypatch.setattr(paged_attention, "_triton", lambda: paged_attention._Kernels(_decode, _prefill))
     monkeypatch.setattr(prefill_graphs, "_SIZES", (4, 16, 24, 64))
     return imitate_graphs(monkeypatch)
 
 
 def _decode(query: Tensor, *args: Any, num_active: Tensor, out: Tensor, stored_scales: Any, **features: Any) -> None:
-    """The rows of requests that are not active may be read by no one."""
+    """Decode attention that fills the rows of inactive requests with NaN, because no code may read them."""
     from tapscope.kernels.triton.paged_decode import paged_decode_reference
 
     out[:] = torch.nan
@@ -108,32 +109,32 @@ def _prefill(query: Tensor, *args: Any, num_prompts: int, out: Tensor, stored_sc
 
 
 class Imitating:
-    """Makes the observer of each rank; spawned ranks imitate graphs as well."""
+    """Observer factory for each rank; spawned ranks imitate graphs as well."""
 
     def __init__(self, make: Callable[[Any, Any], Any]) -> None:
         self._make = make
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """In the process of another rank, before its engine is made."""
+        """Install the imitation in the process of another rank, before its engine is created."""
         self.__dict__.update(state)
         imitate_prefill_graphs(pytest.MonkeyPatch())
 
     def __call__(self, model: Any, info: Any) -> Any:
-        """As :class:`tapscope.core.observe.ObserverFactory`."""
+        """Create an observer, see :class:`tapscope.core.observe.ObserverFactory`."""
         return self._make(model, info)
 
 
 class KilledInRank1:
-    """An observer's factory that makes rank 1 end at its second CUDA graph, one that is only to be measured on a GPU.
+    """Observer factory that kills rank 1 at its second CUDA graph, which is only a measurement on a GPU.
 
-    Without a GPU both ranks imitate graphs.
+    Without a GPU, both ranks imitate graphs.
     """
 
     def __init__(self, *, imitates: bool) -> None:
         self._imitates = imitates
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """In the process of rank 1, before its engine is made."""
+        """Install the kill in the process of rank 1, before its engine is created."""
         self.__dict__.update(state)
         if self._imitates:
             imitate_prefill_graphs(pytest.MonkeyPatch())

@@ -16,15 +16,15 @@ from tapscope.run_format.run import Run
 
 @dataclass(frozen=True)
 class Recording:
-    """Makes the observer of each rank, and counts its replays of graphs with taps in a file."""
+    """Observer factory for each rank; counts replays of graphs with taps in a file."""
 
     out: Path
     config: DumperConfig
     eager_ranks: tuple[int, ...] = ()
-    """Ranks that have no graphs with taps: their steps are padded as if they had."""
+    """Ranks without tapped graphs: their steps are padded as if they had them."""
 
     def __call__(self, model: Any, info: RankInfo) -> Any:
-        """The observer of a rank (:class:`tapscope.core.observe.ObserverFactory`)."""
+        """Create the observer of a rank (:class:`tapscope.core.observe.ObserverFactory`)."""
         observer = make_observer(model, info, out=str(self.out), config=self.config)
         tapped, replay, close = DecodeGraphs.tapped, DecodeGraphs.replay, observer.close
         count = 0
@@ -46,7 +46,7 @@ class Recording:
         return observer
 
     def replays(self, ranks: int) -> list[int]:
-        """How many graphs with taps each of ``ranks`` ranks has replayed, once all have ended."""
+        """Return the number of tapped graphs that each of ``ranks`` ranks has replayed, after all have ended."""
         return [int(self._counter(rank).read_text()) for rank in range(ranks)]
 
     def _counter(self, rank: int) -> Path:
@@ -54,9 +54,9 @@ class Recording:
 
 
 def check_equal(run: Run, eager: Run) -> int:
-    """Assert that two runs have the same records: bytes, extremes and counts exactly; sums, sketches within rounding.
+    """Assert that two runs have the same records; return the number of compared tensors.
 
-    Returns how many tensors were compared.
+    Bytes, extremes and counts must be identical; sums and sketches must agree within rounding.
     """
     theirs = {record.key: record for record in eager.records}
     assert [record.key for record in run.records if record.key not in theirs] == []

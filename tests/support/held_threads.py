@@ -1,4 +1,4 @@
-"""HeldThreads: workers of a screen answer when a test says so, in any order."""
+"""HeldThreads: workers of a screen that return when a test allows it, in any order."""
 
 from concurrent.futures import Future
 from contextvars import copy_context
@@ -8,7 +8,7 @@ from tapscope.dashboard.background import DaemonThreads
 
 
 class HeldThreads:
-    """Replaces the thread pool of screens: holds each worker until the test lets it answer."""
+    """Replaces the thread pool of screens: holds each worker until the test lets it return."""
 
     def __init__(self, monkeypatch):
         self._begun = []
@@ -21,17 +21,17 @@ class HeldThreads:
         return future
 
     def count(self, name):
-        """How many workers of this name have begun and not answered."""
+        """Return the number of workers with this name that have started but not returned."""
         return sum(each[0] == name for each in self._begun)
 
     def answer(self, name, which=0):
-        """Let the worker of this name answer: of several the one that began as the ``which``-th."""
+        """Let a worker with this name return: the ``which``-th in start order if there are several."""
         found = [each for each in self._begun if each[0] == name][which]
         self._begun.remove(found)
         found[2].set_result(found[1]())
 
     def answer_all(self, *, but=""):
-        """Let all answer but those of a name, in the order in which they began; returns how many there were."""
+        """Let all workers return in start order, except those with one name; return their number."""
         names = [each[0] for each in self._begun if each[0] != but]
         for name in names:
             self.answer(name)

@@ -1,4 +1,4 @@
-"""A worker process that hangs, and ends when it is asked for its stack."""
+"""A worker process that hangs, and exits when asked for its stack."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Starting and ending toy jobs of several processes, and talking HTTP to them."""
+"""Helpers to start and stop toy jobs of several processes, and to send them HTTP requests."""
 
 import contextlib
 import json
@@ -16,11 +16,11 @@ import forkserver_pool as warm
 
 WORKER = Path(__file__).with_name("rank_worker.py")
 LIMIT_S = 90.0
-"""How long a test waits for what takes a moment: a busy machine needs less, and only what hangs needs more."""
+"""Timeout for operations that normally take a moment; only a hang reaches it, even on a busy machine."""
 
 
 class Job:
-    """Ranks of one toy job; every process is ended on exit."""
+    """Ranks of one toy job; every process is stopped on exit."""
 
     def __init__(
         self,
@@ -31,7 +31,8 @@ class Job:
         popen: type[warm.WarmPopen] = warm.WarmTree,
         **settings: Any,
     ) -> None:
-        """Start ``world`` ranks, except those in ``late`` (never rank 0, it starts the recorder): see :meth:`join`."""
+        """Start ``world`` ranks, except those in ``late`` (never rank 0, which starts the recorder): see
+        :meth:`join`."""
         self.run = run
         self.processes: list[subprocess.Popen[str]] = []
         self.http: str | None = None
@@ -63,12 +64,12 @@ class Job:
         self.end()
 
     def line(self, process: subprocess.Popen[str]) -> str:
-        """The next line the process prints."""
+        """Return the next line that the process prints."""
         assert process.stdout is not None
         return process.stdout.readline().strip()
 
     def end(self) -> list[int]:
-        """Ask every rank to stop; returns the exit codes."""
+        """Ask every rank to stop; return the exit codes."""
         self.run.with_name(self.run.name + ".stop").touch()
         codes = []
         for process in self.processes:
@@ -83,16 +84,16 @@ class Job:
         return codes
 
     def ask(self, verb: str, body: Any = None, *, raw: bytes | None = None) -> tuple[int, dict[str, Any]]:
-        """HTTP to the recorder: POST when there is a body, else GET."""
+        """Send an HTTP request to the recorder: POST with a body, else GET."""
         return ask(f"http://{self.http}/dumper/{verb}", body, raw=raw)
 
     def steps(self) -> list[int]:
-        """The step each rank is in."""
+        """Return the current step of each rank."""
         return [rank["step"] for rank in self.ask("state")[1]["ranks"]]
 
 
 def ask(url: str, body: Any = None, *, raw: bytes | None = None) -> tuple[int, dict[str, Any]]:
-    """Status and JSON of one HTTP request, error statuses included."""
+    """Send one HTTP request; return status and JSON, including error statuses."""
     data = raw if raw is not None else None if body is None else json.dumps(body).encode()
     try:
         with urllib.request.urlopen(urllib.request.Request(url, data=data), timeout=LIMIT_S) as reply:
@@ -103,7 +104,7 @@ def ask(url: str, body: Any = None, *, raw: bytes | None = None) -> tuple[int, d
 
 
 def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = LIMIT_S) -> None:
-    """Poll until the condition holds; fails with ``what`` when it does not in time."""
+    """Poll until the condition holds; fail with ``what`` on timeout."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"timed out waiting until {what}"
@@ -111,7 +112,7 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = LIMI
 
 
 def free_port() -> int:
-    """A port that nobody has and that the system gives to nobody who lets it choose: it lies below those."""
+    """Return a free port below the ephemeral range, which the system never assigns to other sockets."""
     below = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     while True:
         with socket.socket() as trial, contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Random LoRA adapters, saved by PEFT, and PEFT's own results with them."""
+"""Random LoRA adapters saved by PEFT, and PEFT's own results with them."""
 
 import json
 import warnings
@@ -24,14 +24,14 @@ _EXPERTS = ("gate_proj", "up_proj", "down_proj")
 
 @contextmanager
 def _without_warnings() -> Iterator[None]:
-    """PEFT reads attributes that transformers has deprecated."""
+    """Suppress warnings: PEFT reads attributes that transformers has deprecated."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
 def swap_adapters(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
-    """A bug: the two rows that have an adapter in a step get each other's."""
+    """Inject a bug: the two rows with an adapter in a step get each other's adapter."""
     right: Any = StepPlan.adapter_rows.fget  # type: ignore[attr-defined]
 
     def swapped(self: StepPlan) -> Any:
@@ -45,18 +45,19 @@ def swap_adapters(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
 
 
 def linear_names(path: Path) -> list[str]:
-    """Last names of the linear layers of the model at ``path`` that an adapter can have."""
+    """Return the last path components of the linear layers that can have an adapter."""
     model = AutoModelForCausalLM.from_pretrained(path)
     names = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    if hasattr(model.config, "n_routed_experts"):  # these names would be those of the experts too
+    if hasattr(model.config, "n_routed_experts"):  # the experts have the same names
         names -= set(_EXPERTS)
     if model.config.model_type in ("falcon_h1", "zamba2"):  # PEFT refuses it
         names -= {"out_proj"}
-    return sorted(name for name in names - set(_NOT_ADAPTED) if not name.isdecimal())  # as those of layers
+    return sorted(name for name in names - set(_NOT_ADAPTED) if not name.isdecimal())  # such as layer numbers
 
 
 def make_adapter(folder: Path, model: Path, targets: Sequence[str] | str, *, seed: int = 0, **config: Any) -> Path:
-    """Save a random adapter of the linear layers ``targets`` (last names) to ``folder`` and return it."""
+    """Save a random adapter of the linear layers ``targets`` (last path components) to ``folder`` and return
+    ``folder``."""
     base = AutoModelForCausalLM.from_pretrained(model)
     names = targets if isinstance(targets, str) else list(targets)
     options = {"r": 4, "lora_alpha": 6, "init_lora_weights": False} | config
@@ -76,7 +77,7 @@ def make_expert_adapter(
 ) -> Path:
     """Save a random adapter of each expert's matrices, which were linear layers before transformers 5.
 
-    ``others``: last names of other linear layers that are adapted too. PEFT converts such an adapter when it loads it.
+    ``others``: last path components of further adapted linear layers. PEFT converts this format on loading.
     """
     weights = load_file(model / "model.safetensors")
     shapes = {name.removesuffix(".weight"): tensor.shape for name, tensor in weights.items()}
@@ -100,28 +101,27 @@ def make_expert_adapter(
 
 
 def edit_config(adapter: Path, **changes: Any) -> None:
-    """Change members of the adapter's adapter_config.json."""
+    """Change fields of the adapter's adapter_config.json."""
     file = adapter / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
 def peft_model(model: Path, adapters: Mapping[str, Path]) -> peft.PeftModel:
-    """The model at ``model`` with several adapters loaded by PEFT, in float64: in float32 its own error is as large as
-    the engine's.
-    """
+    """Load the model with several adapters through PEFT, in float64: in float32, its own error is as large as the
+    engine's."""
     base: PreTrainedModel = AutoModelForCausalLM.from_pretrained(model, dtype="auto").eval()
     (first, folder), *others = adapters.items()
     with _without_warnings():
         loaded = peft.PeftModel.from_pretrained(base, folder, adapter_name=first)
         for name, path in others:
             loaded.load_adapter(path, name)
-    loaded.get_base_model().set_experts_implementation("eager")  # the others have no float64
+    loaded.get_base_model().set_experts_implementation("eager")  # the other implementations lack float64
     return loaded.eval().double()
 
 
 @torch.no_grad()
 def peft_logits(model: peft.PeftModel, adapter: str, tokens: Sequence[int]) -> Tensor:
-    """[tokens, vocab] of PEFT's whole forward, with ``adapter``, or without one if it is empty."""
+    """Return the logits [tokens, vocab] of PEFT's full forward with ``adapter``, or without an adapter if empty."""
     ids = torch.tensor([list(tokens)])
     if not adapter:
         with model.disable_adapter():

@@ -1,8 +1,8 @@
 """A mixture of experts in Megatron-core on EP ranks, captured forward and backward: ``python megatron_moe.py EP RUN``.
 
-Each rank of a job of two computes one sequence of the batch that a job of one computes whole. Weights depend on their
-names alone. A third argument ``bug`` scales a weight of expert 3 in layer 1 by 1.1. The weights are also saved as a
-distributed checkpoint, ``RUN-saved``.
+Each rank of a two-rank job computes one sequence of the batch that a single-rank job computes as a whole. Weights
+depend only on their names. A third argument ``bug`` scales a weight of expert 3 in layer 1 by 1.1. The weights are also
+saved as a distributed checkpoint, ``RUN-saved``.
 """
 
 import os
@@ -32,7 +32,7 @@ _PLAIN = (
 
 
 def build(ep: int) -> Any:
-    """The model of this rank, with two layers of four experts."""
+    """Build the model of this rank, with two layers of four experts."""
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -64,7 +64,7 @@ def build(ep: int) -> Any:
 
 
 def fill(model: Any, first_expert: int, *, is_bugged: bool) -> None:
-    """Weights that depend on their names, with the numbers of experts counted over all ranks."""
+    """Fill the weights depending on their names, with experts numbered over all ranks."""
     with torch.no_grad():
         for local, weight in model.named_parameters():
             name = re.sub(r"local_experts\.(\d+)", lambda found: f"local_experts.{int(found[1]) + first_expert}", local)
@@ -76,7 +76,7 @@ def fill(model: Any, first_expert: int, *, is_bugged: bool) -> None:
 
 
 def work(rank: int, ep: int, out: str, is_bugged: bool, store: str) -> None:
-    """One rank."""
+    """Run one rank."""
     from save_megatron import save_distributed, save_to
 
     from tapscope.dumper import Dumper

@@ -1,7 +1,7 @@
-"""What a rank of examples/megatron_team.py imports; its ranks are forked off a process that has.
+"""Imports of a rank of examples/megatron_team.py; ranks are forked from a process with these imports.
 
-Megatron decorates functions by `torch.compile` when it is imported, for which torch imports its compiler (3 s). Here
-they stay as they are written.
+Megatron decorates functions with `torch.compile` at import, which makes torch import its compiler (3 s). Here the
+decorator is replaced by a no-op.
 """
 
 import importlib

@@ -2,7 +2,7 @@
 
 ``python megatron_virtual.py CHECKPOINT OUT`` saves them. With ``--capture [LAYER]``, Megatron's interleaved schedule
 computes two microbatches, forward and backward, and OUT is the run; the weight of LAYER, if given, is wrong. Each
-parameter is that of the Hugging Face checkpoint whose layer Megatron says it is; no test in here.
+parameter is loaded from the layer of the Hugging Face checkpoint that Megatron assigns to it; contains no tests.
 """
 
 import argparse
@@ -25,7 +25,7 @@ MICROBATCHES = [list(range(3, 19)), list(range(40, 56))]
 
 
 def work(rank: int, checkpoint: str, out: str, capture: int | None) -> None:
-    """One rank."""
+    """Run one rank."""
     from megatron.core import parallel_state
     from megatron_llama import settings_of
 
@@ -44,18 +44,18 @@ def work(rank: int, checkpoint: str, out: str, capture: int | None) -> None:
 
 
 def build(checkpoint: Path, settings: dict[str, Any]) -> list[nn.Module]:
-    """This rank's parts of the model."""
+    """Build this rank's model chunks."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.tensor_parallel.random import initialize_rng_tracker
     from megatron_llama import _config, read_weights, shards
 
-    # Megatron asks for the GPU by these names and by no other.
+    # Megatron selects the GPU only through these names.
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
     zeros = torch.zeros
     torch.zeros = lambda *size, **given: zeros(*size, **(given | {"device": "cpu"}))  # type: ignore[assignment]
-    initialize_rng_tracker(inference_rng_tracker=True)  # without it dropout asks for a CUDA generator
+    initialize_rng_tracker(inference_rng_tracker=True)  # without it, dropout requests a CUDA generator
     config = _config(settings, torch.float32, False)
     config = replace(config, virtual_pipeline_model_parallel_size=VIRTUAL, batch_p2p_comm=False)
     parts = shards(settings, read_weights(checkpoint), 1, 0)
@@ -83,7 +83,7 @@ def build(checkpoint: Path, settings: dict[str, Any]) -> list[nn.Module]:
 
 
 def save(chunks: list[nn.Module], rank: int, out: Path) -> None:
-    """As Megatron saves a checkpoint."""
+    """Save the chunks as a Megatron checkpoint."""
     from save_megatron import args_of
 
     content = {f"model{i}": chunk.state_dict_for_save_checkpoint() for i, chunk in enumerate(chunks)}  # type: ignore[operator]
@@ -94,7 +94,7 @@ def save(chunks: list[nn.Module], rank: int, out: Path) -> None:
 
 
 def train_step(chunks: list[nn.Module], out: str, spoilt: int) -> None:
-    """A step of Megatron's schedule, captured by one Dumper."""
+    """Run one step of Megatron's schedule, captured by one Dumper."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from tapscope import Dumper

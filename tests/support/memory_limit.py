@@ -1,7 +1,7 @@
-"""Commands of tapscope run as a hostile file would have them: in processes of bounded time and memory.
+"""tapscope commands run on possibly hostile files, in processes with limited time and memory.
 
-One process has imported what the commands need; each command is a fork of it. It never runs one itself, so that there
-are no threads whose locks a fork could find held.
+One process imports the modules that commands need; each command is a fork of this process. It never runs a command
+itself, so it has no threads whose locks a fork could inherit in a locked state.
 """
 
 import json
@@ -23,23 +23,23 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one command ended."""
+    """Result of one command."""
 
     words: tuple[str, ...]
     code: int
-    """Exit code; the negative number of the signal that ended it."""
+    """Exit code, or the negative number of the signal that killed the process."""
     out: str
     err: str
     seconds: float
     cpu: float
-    """Processor seconds."""
+    """CPU seconds."""
     rss: int
-    """Most memory it had, in bytes."""
+    """Peak memory in bytes."""
     hung: bool
 
     @property
     def wrong(self) -> str:
-        """Why this is no answer to whatever the files hold; empty for an answer."""
+        """The reason why this result is unacceptable for any file content; empty if it is acceptable."""
         if self.hung:
             return "hung"
         if "Traceback" in self.err or self.code < 0 or self.code == _CRASHED:
@@ -55,8 +55,10 @@ class Outcome:
 
 
 class Limited:
-    """Runs commands one after another; use as a context. A command that runs for ``timeout_s`` hangs: long enough that
-    only a hang reaches it, however busy the machine is."""
+    """Runs commands one after another; use as a context manager.
+
+    A command that runs for ``timeout_s`` counts as hung: the limit is long enough for a busy machine.
+    """
 
     def __init__(self, *, memory: int = 4 * GIB, timeout_s: float = 90) -> None:
         self._options = {"memory": memory, "timeout_s": timeout_s}
@@ -75,7 +77,7 @@ class Limited:
         self._process.stdout.close()
 
     def run(self, *words: str | Path) -> Outcome:
-        """One command line."""
+        """Run one command line."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         request = self._options | {"words": [str(word) for word in words]}
@@ -89,7 +91,7 @@ _CRASHED = 70
 
 
 def _serve() -> None:
-    import numpy  # noqa: F401 - what nearly all commands need; each import here is one that no fork has to do
+    import numpy  # noqa: F401 - most commands need these; imports here are shared by all forks
 
     import tapscope.cli.diff
     import tapscope.cli.info
@@ -142,7 +144,7 @@ def _be_child(request: dict[str, Any], out: int, err: int) -> None:
         from tapscope.cli import main
 
         code = main(request["words"])
-    except BaseException:  # noqa: BLE001 - a panic of polars is no Exception, and all of them are the answer
+    except BaseException:  # noqa: BLE001 - a polars panic is not an Exception, and any exception is a result
         traceback.print_exc()
     finally:
         sys.stdout.flush()

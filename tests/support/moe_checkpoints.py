@@ -1,4 +1,4 @@
-"""Tiny real Hugging Face checkpoints of mixtures of experts for tests, made by transformers itself; no test in here."""
+"""Tiny real mixture-of-experts checkpoints for tests, created by transformers itself; contains no tests."""
 
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,7 @@ LATENT: dict[str, Any] = {
 INDEXED: dict[str, Any] = {
     "index_topk": 6,
     "index_head_dim": 12,
-    "index_n_heads": 14,  # so that hardly any score is 0: which of equal scores are the best is undefined
+    "index_n_heads": 14,  # avoids zero scores: the choice among equal scores is undefined
     "pad_token_id": 0,
 }
 YARN = {
@@ -80,7 +80,7 @@ YARN = {
 DELTA_NET: dict[str, Any] = {
     "head_dim": 16,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-    "rms_norm_eps": 1e-3,  # the norms of heads would magnify rounding of tiny sums
+    "rms_norm_eps": 1e-3,  # head norms would amplify rounding of tiny sums
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 12,
@@ -198,7 +198,7 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel], dict[st
             "linear_head_dim": 12,
             "linear_num_heads": 4,
             "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-            "rms_norm_eps": 1e-3,  # the norms of heads would magnify rounding of tiny sums
+            "rms_norm_eps": 1e-3,  # head norms would amplify rounding of tiny sums
             "pad_token_id": 0,
         },
     ),
@@ -237,8 +237,8 @@ def make_moe(
 ) -> Path:
     """Save a random model of ``family`` (a key of FAMILIES; hidden 64, 3 layers) with a tokenizer and return ``path``.
 
-    ``stacked`` stores experts as transformers has them in memory, else one by one as published checkpoints do.
-    Norms, biases and the choice bias of DeepSeek-V3 are random too, so that a wrong one shows.
+    ``stacked`` stores experts as transformers does in memory, otherwise separately as in published checkpoints. Norms,
+    biases and the choice bias of DeepSeek-V3 are random too, so that a wrong one has an effect.
     """
     config_class, model_class, settings = FAMILIES[family]
     with torch.random.fork_rng(devices=[]):
@@ -248,11 +248,11 @@ def make_moe(
             if "norm" in name or name.endswith((".scale", "per_expert_scale", "layer_scalar")):
                 is_offset = (
                     family in ("qwen3_next", "qwen3_5_moe") and "linear_attn" not in name
-                )  # its factor is 1 + weight
+                )  # the norm multiplies by 1 + weight
                 torch.nn.init.normal_(tensor, 0.0 if is_offset else 1.0, 0.1)
             elif name.endswith("bias"):
                 torch.nn.init.normal_(tensor, 0.0, 0.1)
-            elif name.endswith("A_log"):  # decay slowly: the norm would magnify rounding of tiny sums
+            elif name.endswith("A_log"):  # slow decay: the norm would amplify rounding of tiny sums
                 torch.nn.init.uniform_(tensor, -5.0, -2.0)
             elif name.endswith("conv1d.weight"):
                 torch.nn.init.normal_(tensor, 0.0, 0.7)
@@ -266,7 +266,7 @@ def make_moe(
 
 
 def make_qwen3_5(path: Path, *, seed: int = 0) -> Path:
-    """Save a random dense Qwen3.5 (hidden 64, 3 layers) with a tokenizer to ``path`` and return it."""
+    """Save a random dense Qwen3.5 (hidden 64, 3 layers) with a tokenizer to ``path`` and return ``path``."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**(TINY | DELTA_NET)))

@@ -1,4 +1,4 @@
-"""What the tests of the C++ library share; without a compiler it is not built, and numpy serves."""
+"""Helpers for tests of the C++ library; without a compiler it is not built, and numpy is the backend."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Scripted models of the tests of OpenAI's routes."""
+"""Scripted models for tests of the OpenAI routes."""
 
 SCRIPTS = {
     "default": ["Hello", " there", "!"],

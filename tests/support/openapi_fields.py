@@ -5,7 +5,7 @@ from typing import Any
 
 
 def fields_of(schema: dict[str, Any], path: str = "") -> Iterator[tuple[str, str]]:
-    """(path, description) of every field at any depth."""
+    """Yield (path, description) of every field at any depth."""
     for name, each in schema.get("properties", {}).items():
         yield f"{path}.{name}", each.get("description", "")
         yield from fields_of(each, f"{path}.{name}")

@@ -4,7 +4,7 @@ import torch
 
 
 def pages_of(lengths, page_size, *shape, dtype, seed):
-    """A pool whose pages are in disorder, a table that ends in no page at all, and lengths."""
+    """Return a pool with shuffled pages, a page table padded with invalid pages, and the lengths."""
     noise = torch.Generator().manual_seed(seed)
     counts = [-(-length // page_size) for length in lengths]
     pool = torch.randn(sum(counts) + 1, page_size, *shape, generator=noise).to(dtype)

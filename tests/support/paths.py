@@ -1,4 +1,4 @@
-"""Folders of the checkout that tests read."""
+"""Directories of the checkout that tests read."""
 
 from pathlib import Path
 

@@ -19,7 +19,7 @@ PROMPT = [3, 4, 5, 6, 7, 200]
 
 
 Quantizer = Callable[[str, Tensor], tuple[dict[str, Tensor], Tensor]]
-"""(name, weight) -> tensors of the checkpoint, and the weight they stand for in fp32."""
+"""(name, weight) -> checkpoint tensors, and the fp32 weight that they represent."""
 
 
 def _is_linear(name: str, weight: Tensor) -> bool:
@@ -29,7 +29,7 @@ def _is_linear(name: str, weight: Tensor) -> bool:
 def blocks(
     name: str, weight: Tensor, size: int = 24, scale_dtype: torch.dtype = torch.float32
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Block-wise e4m3, one block after the other; 24 divides neither the features nor a rank's share of them."""
+    """Quantize block-wise to e4m3; block size 24 divides neither the features nor a rank's shard."""
     rows, columns = weight.shape
     stored = torch.empty(rows, columns, dtype=torch.float8_e4m3fn)
     meant = torch.empty(rows, columns)
@@ -46,7 +46,7 @@ def blocks(
 
 
 def channels(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """int8, one scale an output channel: the weights of W8A8."""
+    """Quantize to int8 with one scale per output channel: the weights of W8A8."""
     scale = weight.abs().amax(1, keepdim=True) / 127
     stored = (weight / scale).round().to(torch.int8)
     zero = torch.zeros(len(weight), 1, dtype=torch.int8)
@@ -56,7 +56,7 @@ def channels(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
 
 
 def whole(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """e4m3, one scale a tensor, and the scales of an FP8 KV cache beside it."""
+    """Quantize to e4m3 with one scale per tensor, and add the scales of an FP8 KV cache."""
     scale = weight.abs().max() / 448
     stored = (weight / scale).to(torch.float8_e4m3fn)
     extra = {name.replace("weight", "k_scale"): torch.ones(1)} if "k_proj" in name else {}
@@ -64,11 +64,12 @@ def whole(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
 
 
 GROUP = 32
-"""Features of a group; a rank's features of down_proj begin within one."""
+"""Features per group; a rank's features of down_proj begin inside a group."""
 
 
 def int4_codes(weight: Tensor, *, symmetric: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """[outs, ins] -> codes from 0 to 15, scales and zeros of groups [outs, groups], and what they stand for in fp32."""
+    """Quantize [outs, ins] to codes from 0 to 15; return codes, scales and zeros [outs, groups], and the fp32
+    values."""
     grouped = weight.unflatten(1, (-1, GROUP))
     if symmetric:
         scales = (grouped.abs().amax(-1) / 7.5).to(dtype).float()
@@ -83,7 +84,7 @@ def int4_codes(weight: Tensor, *, symmetric: bool, dtype: torch.dtype) -> tuple[
 
 
 def _words(codes: Tensor, order: tuple[int, ...] = (0, 1, 2, 3, 4, 5, 6, 7)) -> Tensor:
-    """[rows, n] -> [rows, n / 8], as the loops of the packages pack them; order[i] is the column in bits 4 i."""
+    """Pack [rows, n] codes to [rows, n / 8] words as the packages do; order[i] is the column in bits 4 i."""
     words = torch.zeros(len(codes), codes.shape[1] // 8, dtype=torch.int64)
     for column in range(words.shape[1]):
         for i, other in enumerate(order):
@@ -92,7 +93,7 @@ def _words(codes: Tensor, order: tuple[int, ...] = (0, 1, 2, 3, 4, 5, 6, 7)) -> 
 
 
 def compressed(name: str, weight: Tensor, *, symmetric: bool = True) -> tuple[dict[str, Tensor], Tensor]:
-    """compressed-tensors: pack_to_int32 of its compressors/pack_quantized/helpers.py."""
+    """Quantize for compressed-tensors: pack_to_int32 of its compressors/pack_quantized/helpers.py."""
     codes, scales, zeros, meant = int4_codes(weight, symmetric=symmetric, dtype=torch.bfloat16)
     tensors = {f"{name}_packed": _words(codes), f"{name}_scale": scales}
     zero = {} if symmetric else {f"{name}_zero_point": _words(zeros.T).T}
@@ -100,7 +101,8 @@ def compressed(name: str, weight: Tensor, *, symmetric: bool = True) -> tuple[di
 
 
 def gptq(name: str, weight: Tensor, *, offset: int = 1) -> tuple[dict[str, Tensor], Tensor]:
-    """QuantLinear.pack of AutoGPTQ's nn_modules/qlinear/qlinear_cuda_old.py, with the bias of zeros that it adds."""
+    """Quantize as QuantLinear.pack of AutoGPTQ's nn_modules/qlinear/qlinear_cuda_old.py, including its zero-point
+    offset."""
     codes, scales, zeros, meant = int4_codes(weight, symmetric=False, dtype=torch.float16)
     path = name.removesuffix(".weight")
     tensors = {
@@ -114,7 +116,7 @@ def gptq(name: str, weight: Tensor, *, offset: int = 1) -> tuple[dict[str, Tenso
 
 
 def gptq_reordered(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """With ``desc_act``: groups of features that are not adjacent; ``gptq_v2``."""
+    """Quantize as :func:`gptq` with ``desc_act`` and ``gptq_v2``: groups of non-adjacent features."""
     order = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(weight.shape[1]))
     tensors, meant = gptq(name, weight[:, order], offset=0)
     back, path = order.argsort(), name.removesuffix(".weight")
@@ -123,7 +125,7 @@ def gptq_reordered(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor
 
 
 def awq(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """WQLinear_GEMM.from_linear of AutoAWQ's modules/linear/gemm.py."""
+    """Quantize as WQLinear_GEMM.from_linear of AutoAWQ's modules/linear/gemm.py."""
     codes, scales, zeros, meant = int4_codes(weight, symmetric=False, dtype=torch.float16)
     path, order = name.removesuffix(".weight"), (0, 2, 4, 6, 1, 3, 5, 7)
     tensors = {"qweight": _words(codes.T, order), "qzeros": _words(zeros.T, order), "scales": scales.T}
@@ -131,7 +133,7 @@ def awq(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
 
 
 def packed_config(symmetric: bool) -> dict[str, Any]:
-    """quantization_config of compressed-tensors."""
+    """Return the quantization_config of compressed-tensors."""
     weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP, "symmetric": symmetric}
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
     shared = {"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"]}
@@ -155,7 +157,7 @@ INT4 = ("int4", "int4-asym", "gptq", "awq")
 
 
 def make(folder: Path, kind: str, build: Callable[[Path], Path] | None = None, keep: str = "") -> tuple[Path, Path]:
-    """The quantized checkpoint, and a plain one of what it means.
+    """Save a quantized checkpoint, and a plain one with the values that it represents.
 
     ``build`` writes a checkpoint in fp32, by default a Llama; modules whose names contain ``keep`` are not quantized.
     """
@@ -177,7 +179,7 @@ def make(folder: Path, kind: str, build: Callable[[Path], Path] | None = None, k
 
 
 def make_mxfp4(folder: Path) -> tuple[Path, Path]:
-    """A checkpoint in MXFP4, and one with the same values in float32."""
+    """Save a checkpoint in MXFP4, and one with the same values in float32."""
     dense = make_moe(folder / "dense", "gpt_oss", seed=3)
     packed = make_moe(folder / "packed", "gpt_oss", seed=3)
     tensors, stored = load_file(dense / "model.safetensors"), {}
@@ -197,7 +199,7 @@ def make_mxfp4(folder: Path) -> tuple[Path, Path]:
 
 
 def set_config(path: Path, **changes: Any) -> Path:
-    """Change values of the quantization_config; None removes one."""
+    """Change fields of the quantization_config; None removes a field."""
     values = json.loads((path / "config.json").read_text())
     found = values["quantization_config"] | changes
     values["quantization_config"] = {key: value for key, value in found.items() if value is not None}

@@ -1,6 +1,6 @@
-"""Triton's interpreter without work that it repeats for every operation, or does for nothing.
+"""Triton's interpreter without redundant work.
 
-It computes the same: tests/kernels/triton/test_quick_interpreter.py.
+The results are unchanged: tests/kernels/triton/test_quick_interpreter.py.
 """
 
 import dataclasses
@@ -25,9 +25,9 @@ _PLAIN = {int, float, bool, str, type(None), core.tensor, core.dtype, core.block
 
 
 def install() -> None:
-    """For this process, to its end; before the first kernel runs."""
+    """Patch the interpreter for the rest of this process; call before the first kernel runs."""
     options = interpreter.interpreter_builder.options
-    if not options.debug:  # only then would it assert what it computes again in 64 bits, for every sum of integers
+    if not options.debug:  # only in debug mode does it assert the 64-bit recomputation of every integer sum
         interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
     for package in (tl, core, tl.tensor, tl.math, core.tensor_descriptor_base):
         builtins(package)
@@ -41,7 +41,7 @@ def install() -> None:
 
 
 def np_dtype(kind: Any) -> np.dtype[Any]:
-    """The original makes a table of all types to look up one."""
+    """Return the numpy dtype of a Triton type; the original builds a table of all types per lookup."""
     if isinstance(kind, tl.block_type):
         kind = kind.element_ty
     return np.dtype(np.uint64) if isinstance(kind, tl.pointer_type) else _of_scalar(kind)
@@ -53,7 +53,7 @@ def _of_scalar(kind: Any) -> np.dtype[Any]:
 
 
 def patch_lang(fn: Any) -> Any:
-    """The original replaces everything again at every call of every function."""
+    """Patch the language once; the original patches everything again for every function call."""
     if all(is_replaced(package) for package in _packages(fn)):
         return interpreter._LangPatchScope()
     return _patch_lang(fn)
@@ -61,7 +61,7 @@ def patch_lang(fn: Any) -> Any:
 
 @functools.cache
 def _packages(fn: Any) -> tuple[Any, ...]:
-    """Whose members the original replaces for a kernel or a function."""
+    """Return the packages whose members the original replaces for a kernel or a function."""
     languages = [value for value in fn.__globals__.values() if value is tl or value is core]
     return (*languages, *([tl.math] if tl in languages else []), tl.tensor, core.tensor_descriptor_base)
 
@@ -72,7 +72,7 @@ def is_replaced(package: Any) -> bool:
 
 
 def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
-    """The original lists and sorts all members of the language, and makes a function for each of them."""
+    """Replace the built-ins; the original lists and sorts all members of the language, and wraps each of them."""
     for name, member, interpreted in builtins(package):
         if getattr(package, name) is member:
             scope.set_attr(package, name, interpreted)
@@ -80,14 +80,14 @@ def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
 
 @functools.cache
 def builtins(package: Any) -> list[tuple[str, Any, Callable[..., Any]]]:
-    """(name, member, what takes its place) of the language's built-in functions."""
+    """Return (name, member, replacement) of the language's built-in functions."""
     return [
         (name, member, _interpreted(member)) for name, member in inspect.getmembers(package) if core.is_builtin(member)
     ]
 
 
 def _interpreted(member: Any) -> Callable[..., Any]:
-    """The function itself, without the wrapper that checks for a ``_semantic``."""
+    """Return the function without the wrapper that checks for a ``_semantic``."""
     while core.is_builtin(member) and hasattr(member, "__wrapped__"):
         member = member.__wrapped__
 
@@ -99,7 +99,7 @@ def _interpreted(member: Any) -> Callable[..., Any]:
 
 
 def unwrap_if_constexpr(value: Any) -> Any:
-    """The original tries four classes, one after the other."""
+    """Unwrap a constexpr; the original tests four classes in turn."""
     kind = type(value)
     if kind is core.constexpr:
         return value.value
@@ -110,7 +110,7 @@ _blocks: dict[tuple[int, ...], tuple[Any, int, str]] = {}
 
 
 def init_block(self: Any, element_ty: Any, shape: Any) -> None:
-    """The original validates and formats the shape of every value."""
+    """Initialize a block type; the original validates and formats the shape of every value."""
     values = shape.values if type(shape) is core.tuple else shape
     key = tuple([value.value if type(value) is core.constexpr else value for value in values])
     known = _blocks.get(key)
@@ -124,7 +124,7 @@ def init_block(self: Any, element_ty: Any, shape: Any) -> None:
 
 
 def init_tensor(self: Any, handle: Any, type: Any) -> None:
-    """The original makes a shape of constants for every value."""
+    """Initialize a tensor; the original creates a shape of constants for every value."""
     self.handle, self.type, self.dtype = handle, type, type.scalar
     self.shape, self.numel = _shape_of_tensor(tuple(type.shape.values) if type.is_block() else ())
 
@@ -135,7 +135,8 @@ def _shape_of_tensor(shape: tuple[int, ...]) -> tuple[Any, Any]:
 
 
 def broadcast(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
-    """The original compares shapes, of which there is one object each, number by number."""
+    """Broadcast two values; the original compares shapes element by element although each shape is one shared
+    object."""
     one, two = lhs.type, rhs.type
     if one.is_block():
         if two.is_block() and one.shape is two.shape:

@@ -1,4 +1,4 @@
-"""Random pairs of runs: sites of several dtypes that are equal, off by rounding, spoiled, scaled or not finite."""
+"""Random pairs of runs: sites of several dtypes that are equal, off by rounding, damaged, scaled or non-finite."""
 
 import ml_dtypes
 import numpy as np
@@ -14,7 +14,7 @@ MORE_DTYPES = (*DTYPES, "bfloat16", "float8_e4m3fn", "float64", "int64")
 
 @st.composite
 def pairs(draw, dtypes=DTYPES):
-    """For each site its [steps] pairs of arrays; to the target is added: nothing, noise, a value, NaN, a factor."""
+    """Draw [steps] pairs of arrays per site; the target gets no change, noise, a value, NaN, or a factor."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     rows, columns, steps = draw(st.integers(1, 5)), draw(st.integers(1, 9)), draw(st.integers(1, 3))
     found = {}
@@ -44,12 +44,12 @@ def _changed(values, kind, rng):
 def _cast(values, dtype):
     if "int" in dtype:
         values = np.nan_to_num(values).clip(0 if dtype == "uint8" else -1e6, 255 if dtype == "uint8" else 1e6)
-    with np.errstate(over="ignore"):  # beyond the range of fp16: infinity
+    with np.errstate(over="ignore"):  # beyond the range of fp16
         return values.astype(getattr(ml_dtypes, dtype, dtype))
 
 
 def write_pair(root, rows, sites, metrics=()):
-    """The runs ``base`` and ``target`` below ``root``; ``metrics`` are those of each step."""
+    """Write the runs ``base`` and ``target`` below ``root``; ``metrics`` are those of each step."""
     for side, name in enumerate(("base", "target")):
         with RunFactory(root / name) as run:
             for step in range(len(next(iter(sites.values())))):

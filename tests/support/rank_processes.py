@@ -1,4 +1,4 @@
-"""Capture by several processes, the ranks of a job that meet at a file; no test in here."""
+"""Capture by several processes, the ranks of a job with a file rendezvous; contains no tests."""
 
 import os
 import subprocess
@@ -8,7 +8,10 @@ import forkserver_pool as warm
 
 
 def capture_by_ranks(folder: Path, worker: str, how: str, world: int, *, bug: str = "") -> Path:
-    """The run that ``world`` processes make of the program ``worker``, called with: how, run, file to meet at, bug."""
+    """Return the run that ``world`` processes of the program ``worker`` record.
+
+    Each process is called with: how, run, rendezvous file, bug.
+    """
     script, out = folder / "worker.py", folder / (how + bug)
     script.write_text(worker)
     ranks = [

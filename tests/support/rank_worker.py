@@ -1,6 +1,6 @@
-"""One rank of a toy job, as a process of its own: `python rank_worker.py RUN RANK WORLD [JSON settings]`.
+"""One rank of a toy job in its own process: `python rank_worker.py RUN RANK WORLD [JSON settings]`.
 
-Steps until a file named RUN.stop appears; prints one line when its Dumper is open.
+Runs steps until a file named RUN.stop appears; prints one line when its Dumper is open.
 """
 
 import json
@@ -17,7 +17,7 @@ from tapscope.dumper import Dumper
 
 
 def build() -> nn.Module:
-    """Two named layers under a root that is a plain Sequential."""
+    """Build a model of two named layers."""
     torch.manual_seed(0)
     layers = nn.ModuleDict({"0": nn.Linear(8, 8), "1": nn.Linear(8, 8)})
 
@@ -35,7 +35,7 @@ def build() -> nn.Module:
 
 
 def main(run: Path, rank: int, world: int, settings: dict[str, object]) -> int:
-    """Step until told to stop."""
+    """Run steps until the stop file appears."""
     torch.set_num_threads(1)
     pause = float(settings.pop("pause_s", 0.02))
     info = RankInfo(rank=rank, world_size=world, mesh={"tp": world}, coords={"tp": rank})

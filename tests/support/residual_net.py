@@ -1,4 +1,4 @@
-"""A small residual network of convolutions, batch norms and ReLUs, and its training; no test in here."""
+"""A small residual network of convolutions, batch norms and ReLUs, and its training; contains no tests."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,7 +27,7 @@ class Block(nn.Module):
 
 
 class ResidualNet(nn.Module):
-    """A classifier of images; each block after the first has twice as many channels and half the size."""
+    """An image classifier; each block after the first doubles the channels and halves the size."""
 
     def __init__(self, channels: Sequence[int]) -> None:
         super().__init__()
@@ -55,8 +55,11 @@ def train_residual_net(
     channels_last: bool = False,
     patch: Callable[[ResidualNet], None] | None = None,
 ) -> Path:
-    """Record a forward and a backward of random images, ``shape`` = (number, size); ``channels_last`` sums in another
-    order; ``patch`` changes the model first. On one thread: which values change sides depends on the order of sums."""
+    """Record a forward and a backward pass on random images, ``shape`` = (number, size).
+
+    ``channels_last`` changes the order of sums; ``patch`` modifies the model first. Runs on one thread, because the
+    order of sums determines which activations change sign.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     torch.manual_seed(seed)

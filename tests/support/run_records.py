@@ -41,7 +41,7 @@ sketches = st.none() | st.builds(
 
 
 def one_payload(record: Record) -> Record:
-    """A record has values, or a sketch, or neither."""
+    """Drop the payload of a record with a sketch: a record has at most one of them."""
     return record if record.sketch is None else record._replace(entry=None)
 
 

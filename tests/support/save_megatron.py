@@ -1,4 +1,4 @@
-"""Saves a rank's model as Megatron-LM does, from a patch of examples/megatron_team.py; no test in here."""
+"""Saves a rank's model as Megatron-LM does, called from a patch of examples/megatron_team.py; contains no tests."""
 
 import argparse
 import multiprocessing
@@ -13,9 +13,9 @@ import torch
 
 
 def save_to(path: Path, model: Any) -> None:
-    """Write ``iter_0000010/mp_rank_TT/model_optim_rng.pt`` of this rank, by the layout of megatron.training.
+    """Write ``iter_0000010/mp_rank_TT/model_optim_rng.pt`` of this rank, in the layout of megatron.training.
 
-    With expert parallelism it is ``mp_rank_TT_EEE``.
+    With expert parallelism, the directory is ``mp_rank_TT_EEE``.
     """
     from megatron.core import parallel_state
 
@@ -42,7 +42,8 @@ def save_distributed(path: Path, model: Any) -> None:
     folder = path / "iter_0000010"
     folder.mkdir(parents=True, exist_ok=True)
     (path / "latest_checkpointed_iteration.txt").write_text("10")
-    # Its writer starts processes, hands results on by another, and asks for the device of an all-reduce and its stream.
+    # Its writer starts processes, passes results through another one, and queries the device of an all-reduce and its
+    # stream.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     sharded = model.sharded_state_dict()
     moments = {
@@ -60,7 +61,7 @@ def save_distributed(path: Path, model: Any) -> None:
 
 
 def args_of(model: Any) -> argparse.Namespace:
-    """The arguments that Megatron-LM saves with a model, as far as they describe it."""
+    """Return the arguments that Megatron-LM saves with a model, limited to those that describe the model."""
     from megatron.core import parallel_state
     from megatron.core.transformer.enums import AttnBackend
 

@@ -1,7 +1,7 @@
-"""Checkpoints that say what a script says: real Llamas whose next token follows from the last one alone.
+"""Checkpoints that generate scripted text: real Llamas whose next token depends only on the last one.
 
-A script is a list of pieces, each of them one token of the vocabulary. The prompt's last token, ``<|go:NAME|>``, picks
-the script: the chat template writes it for the NAME that stands in the last message.
+A script is a list of pieces, each one token of the vocabulary. The prompt's last token, ``<|go:NAME|>``, selects the
+script: the chat template emits it for the NAME in the last message.
 """
 
 import json
@@ -18,9 +18,9 @@ _HIDDEN = 128
 
 
 def make_scripted(path: Path, template: str, scripts: dict[str, list[str]], special: list[str]) -> Path:
-    """Save a checkpoint that speaks ``scripts`` (the name ``default`` when no other stands in the last message).
+    """Save a checkpoint that generates ``scripts`` (``default`` if the last message contains no other name).
 
-    ``template`` is a chat template without its generation prompt's last token; ``special`` tokens are made special.
+    ``template`` is a chat template without its generation prompt's last token; ``special`` tokens are added as special.
     """
     tokenizer = Tokenizer.from_str(tokenizer_json())
     pieces = list(dict.fromkeys(piece for script in scripts.values() for piece in script))
@@ -59,7 +59,7 @@ def _save_model(path: Path, tokenizer: Tokenizer, scripts: dict[str, list[str]])
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         model = LlamaForCausalLM(settings)
-        for layer in model.model.layers:  # the residual stream stays the token's embedding
+        for layer in model.model.layers:  # the residual stream remains the token's embedding
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
         rows = torch.nn.functional.normalize(torch.randn(settings.vocab_size, _HIDDEN), dim=1)

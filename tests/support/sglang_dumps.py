@@ -1,4 +1,4 @@
-"""Directories as SGLang's dumper writes them, made by torch.save; no test in here."""
+"""Directories in the format of SGLang's dumper, written by torch.save; contains no tests."""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
@@ -18,28 +18,28 @@ class SglangDump:
     """
 
     def __init__(self, folder: Path, *, tp: int = 1, dp: int = 1, framework: str = "sglang") -> None:
-        """``dp``: groups of neighbouring ranks between which attention is data parallel."""
+        """Create the directory; ``dp`` is the number of groups of adjacent ranks with data-parallel attention."""
         self.folder, self.tp, self.dp, self.framework = folder, tp, dp, framework
         self.number = -1
         self._index = dict.fromkeys(range(tp), 0)
         folder.mkdir(parents=True)
 
     def step(self, **arguments: Any) -> None:
-        """Begin the next step, with the arguments of the model that every rank dumps under their own names."""
+        """Begin the next step, with the model arguments that every rank dumps under their own names."""
         self.number += 1
         for name, value in arguments.items():
             is_text = isinstance(value, list) and value and isinstance(value[0], str)
             self.dump(name, value if is_text or isinstance(value, str | dict) else torch.as_tensor(value))
 
     def hook(self, module: str, *, inputs: Mapping[str, Any] | None = None, output: Any = None, **tags: Any) -> None:
-        """What the hooks at one module dump; a dict with ranks as keys gives each its own tensor."""
+        """Dump the values of one module's hooks; a dict keyed by rank gives each rank its own tensor."""
         for key, value in (inputs or {}).items():
             self.dump(".".join(part for part in (f"non_intrusive__{module}", "inputs", key) if part), value, **tags)
         if output is not None:
             self.dump(f"non_intrusive__{module}.output" if module else "non_intrusive__output", output, **tags)
 
     def dump(self, name: str, value: Any, *, dims: str | None = None, **tags: Any) -> None:
-        """One value, on every rank, or with ranks as keys on those."""
+        """Dump one value on every rank; a dict keyed by rank gives each rank its own value."""
         by_rank = value if isinstance(value, dict) and set(value) <= set(range(self.tp)) and value else None
         for rank in by_rank or range(self.tp):
             self._write(rank, name, by_rank[rank] if by_rank else value, dims, tags)
@@ -79,10 +79,10 @@ def serve_llama(
     bug: Bug = lambda name, value: value,
     **arguments: Any,
 ) -> Path:
-    """What SGLang would dump of serving ``prompts``: packed rows, fused projections, shards of ``tp`` ranks.
+    """Write the dump of SGLang serving ``prompts``: packed rows, fused projections, shards of ``tp`` ranks.
 
     The values come from the Hugging Face ``model``; ``cuts`` are positions at which every prompt is cut into steps, so
-    that the last ones may be single tokens, as in decoding. ``bug`` changes a value, given its name, before it is cut.
+    that the last ones may be single tokens, as in decode. ``bug`` changes a value, given its name, before it is cut.
     """
     dump = SglangDump(folder, tp=tp)
     taken = {name: _forward(model, ids) for name, ids in prompts.items()}
@@ -104,7 +104,7 @@ def serve_llama(
 
 
 def _forward(model: Any, ids: Sequence[int]) -> dict[str, torch.Tensor]:
-    """Module path -> its output, [tokens, width]."""
+    """Return module path -> output, [tokens, width]."""
     found: dict[str, torch.Tensor] = {}
 
     def keep(path: str) -> Any:
@@ -149,7 +149,7 @@ def _dump_forward(dump: SglangDump, values: Mapping[str, torch.Tensor], config: 
         dump.hook(f"{layer}.mlp.down_proj", output=values[f"{layer}.mlp.down_proj"], **about)
         mlp = values[f"{layer}.mlp.down_proj"]
         dump.hook(f"{layer}.mlp", output=mlp, **about)
-        # The layer hands on what its MLP added and the residual apart; the next norm adds them up.
+        # The layer returns its MLP's output and the residual separately; the next norm adds them.
         residual = values[layer] - mlp
         for number, value in enumerate((mlp, residual)):
             dump.dump(f"non_intrusive__{layer}.output.{number}", value, dims=whole)

@@ -1,4 +1,4 @@
-"""Deals a tensor out over a mesh, as dims say, with numpy alone: the inverse of assembly; no test in here."""
+"""Sharding of a tensor over a mesh as given by dims, in numpy: the inverse of assembly; contains no tests."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,18 +22,18 @@ from tapscope.sources import open_run
 
 Array = np.ndarray[Any, Any]
 LENGTHS = (8, 24, 16)
-"""Sequences of a packed step."""
+"""Sequence lengths of a packed step."""
 
 
 def places(mesh: Mapping[str, int]) -> list[dict[str, int]]:
-    """Where each rank stands, the last axis fastest."""
+    """Return the mesh coordinates of each rank, last axis fastest."""
     sizes = tuple(mesh.values())
     found = [np.unravel_index(rank, sizes) for rank in range(int(np.prod(sizes)))] if sizes else [()]
     return [{axis: int(at) for axis, at in zip(mesh, place, strict=True)} for place in found]
 
 
 def deal(whole: Array, dims: Dims, mesh: Mapping[str, int], lengths: tuple[int, ...] = ()) -> dict[int, Array]:
-    """Rank -> what it holds of ``whole``; summands are random."""
+    """Return rank -> shard of ``whole``; partial sums are random."""
     for axis, dim in enumerate(dims.dims):
         whole = _padded(_grouped(whole, axis, dim), axis, dim, mesh)
     parts = {}
@@ -106,7 +106,7 @@ def write(
     coords: Mapping[int, Mapping[str, int]] | None = None,
     lengths: tuple[int, ...] = (),
 ) -> Run:
-    """A run with one firing of one site; ``coords`` replace the places that follow from the mesh."""
+    """Write a run with one firing of one site; ``coords`` override the coordinates that follow from the mesh."""
     with RunFactory(path, mesh=mesh) as run:
         for rank, place in (coords or {}).items():
             run.writers[rank].event("mesh", world_size=len(run.writers), mesh=dict(mesh), coords=dict(place))
@@ -123,7 +123,7 @@ def _step(lengths: tuple[int, ...]) -> StepInfo:
 
 
 class MemoryRun(Run):
-    """A run of one firing that was never written."""
+    """An in-memory run of one firing."""
 
     def __init__(
         self, parts: Mapping[int, Array], dims: str, mesh: Mapping[str, int], lengths: tuple[int, ...]
@@ -138,11 +138,11 @@ class MemoryRun(Run):
         assert not self.problems
 
     def array(self, rec: Record) -> Array:
-        """The part itself."""
+        """Return the shard of the record's rank."""
         return self.parts[rec.key.rank]
 
 
 def assembled(run: Run) -> AssembledTensor:
-    """The one firing of a run, put together."""
+    """Assemble the only firing of a run."""
     (series,) = series_of(run, run.records)
     return assemble(run, mesh_coords_of(run), series.firings[0])

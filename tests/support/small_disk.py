@@ -11,7 +11,7 @@ from tapscope.run_format.record import Key, Record
 
 
 def lines_and_payloads(first: int, sizes: list[int]):
-    """One batch: record lines and their payloads, each filled with its number."""
+    """Return one batch: record lines and their payloads, each filled with its number."""
     lines, payloads = [], []
     for index, size in enumerate(sizes):
         key = Key("m:out", first + index)
@@ -22,7 +22,7 @@ def lines_and_payloads(first: int, sizes: list[int]):
 
 @pytest.fixture
 def small_disk(tmp_path: Path):
-    """A file system of 1 MiB."""
+    """Yield the directory of a 1 MiB file system."""
     folder = tmp_path / "small"
     folder.mkdir()
     mounted = (

@@ -1,7 +1,7 @@
-"""Imported, it gives dumpers of this process that leave the size of their ring open 4 MiB.
+"""Importing this module makes dumpers of this process use 4 MiB rings unless they set a size.
 
-The default is 64, which take both sides 56 ms to allocate and map, at every open. Where there is a GPU, tests copy into
-rings of the default size.
+The default of 64 MiB takes both sides 56 ms to allocate and map at every open. With a GPU, tests use rings of the
+default size.
 """
 
 from pathlib import Path

@@ -11,7 +11,7 @@ EXAMPLES = int(os.environ.get("TAPSCOPE_EXAMPLES", "1"))
 
 
 def mostly_soak(values: Iterable[Any], *, default: Collection[Any]) -> list[Any]:
-    """``values`` for ``parametrize``: those in ``default`` run in `make test` as well."""
+    """Return ``values`` for ``parametrize``: those in ``default`` run in `make test` as well."""
     values = list(values)
     missing = [each for each in default if each not in values]
     if missing:

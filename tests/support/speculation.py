@@ -1,4 +1,4 @@
-"""Proposers for tests of speculative decoding; no test in here."""
+"""Proposers for tests of speculative decoding; contains no tests."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from tapscope.engine.speculative.speculator import Speculator
 
 
 class OracleProposer:
-    """Proposes the known output of each prompt, with wrong tokens mixed in."""
+    """Proposes the known output of each prompt, with some wrong tokens."""
 
     def __init__(self, outputs: Mapping[tuple[int, ...], Sequence[int]], accuracy: float, vocab_size: int) -> None:
         self._outputs, self._accuracy, self._vocab_size = outputs, accuracy, vocab_size
@@ -29,6 +29,6 @@ class OracleProposer:
 
 
 def speculate(llm: LLM, proposer: OracleProposer, num_drafts: int) -> Speculator:
-    """Let the engine of ``llm`` verify what ``proposer`` proposes."""
+    """Make the engine of ``llm`` verify the drafts of ``proposer``."""
     llm.engine.speculator = Speculator(proposer, num_drafts)
     return llm.engine.speculator

@@ -1,4 +1,4 @@
-"""A TCP proxy that a test can cut: connections through it break, and what was on its way is lost."""
+"""A TCP proxy that a test can cut: connections break, and data in flight is lost."""
 
 import contextlib
 import socket
@@ -7,7 +7,7 @@ import time
 
 
 class Proxy:
-    """Forwards to ``127.0.0.1:PORT``, at most ``bytes_per_s`` each way, so that something is always on its way."""
+    """Forwards to ``127.0.0.1:PORT``, at most ``bytes_per_s`` in each direction, so that data is always in flight."""
 
     def __init__(self, port: int, bytes_per_s: int = 20_000_000) -> None:
         self._target = port
@@ -16,22 +16,22 @@ class Proxy:
         self._open.set()
         self._pairs: list[tuple[socket.socket, socket.socket]] = []
         self.num_connections = 0
-        """Connections that were forwarded."""
+        """Forwarded connections."""
         self.num_bytes = 0
-        """Bytes that went through."""
+        """Forwarded bytes."""
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
         threading.Thread(target=self._accept, daemon=True).start()
 
     def cut(self, *, down_s: float = 0.0) -> None:
-        """Break every connection, and let nobody through for ``down_s``."""
+        """Break every connection, and accept none for ``down_s``."""
         self._open.clear()
         self._break()
         time.sleep(down_s)
         self._open.set()
 
     def close(self) -> None:
-        """End it."""
+        """Stop the proxy."""
         self._listener.close()
         self._break()
 

@@ -1,4 +1,4 @@
-"""A real terminal (a pty) that a command runs in."""
+"""A real terminal (a pty) in which a command runs."""
 
 import fcntl
 import os
@@ -43,7 +43,7 @@ def terminal():
 
 
 def read_until(fd, wanted, process):
-    """What the program has drawn, up to and with the wanted bytes."""
+    """Return the program's output up to and including the wanted bytes."""
     seen, end = b"", time.monotonic() + TIMEOUT_S
     while wanted not in seen:
         assert time.monotonic() < end, f"{wanted!r} was not drawn; the end of what was: {seen[-2000:]!r}"

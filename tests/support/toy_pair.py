@@ -1,4 +1,4 @@
-"""The pair of runs of most dashboard tests: the target has the first row of one site 1.5 times as large."""
+"""The pair of runs in most dashboard tests: in the target, the first row of one site is 1.5 times as large."""
 
 from pathlib import Path
 
@@ -10,14 +10,14 @@ SITE = "model.layers.2.mlp.down_proj:out"
 
 
 def scaled(values: np.ndarray) -> np.ndarray:
-    """The first row times 1.5."""
+    """Multiply the first row by 1.5."""
     values = values.copy()
     values[0] *= 1.5
     return values
 
 
 def toy_pair(root: Path) -> Path:
-    """``base`` and ``target`` of three steps each, which differ from :data:`SITE` on."""
+    """Write the runs ``base`` and ``target`` of three steps each, which differ from :data:`SITE` on."""
     tables = weights()
     Toy(tables).write(root / "base", PROMPTS, steps=(11, 14)).close()
     Toy(tables, hooks={SITE: scaled}).write(root / "target", PROMPTS, steps=(11, 14)).close()

@@ -1,4 +1,4 @@
-"""A trainer in its own process: `python trainer_process.py URL`, one command per line of its input, one answer each."""
+"""A trainer in its own process: `python trainer_process.py URL`, one command per input line, one response each."""
 
 import json
 import sys

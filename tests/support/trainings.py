@@ -1,4 +1,4 @@
-"""Trainings of language models, recorded with their gradients and parameters; no test in here."""
+"""Training of language models, recorded with gradients and parameters; contains no tests."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ def record_training(
     shape: tuple[int, int],
     params: bool = True,
 ) -> Path:
-    """Four steps of predicting the next of random ids ``[shape]``, the same in every run."""
+    """Train for four steps of next-token prediction on random ids ``[shape]``, the same in every run."""
     draw = torch.Generator().manual_seed(1)
     with Dumper(net, out, keep="full", grads=True, params=params) as dumper:
         for _ in range(4):

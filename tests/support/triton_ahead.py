@@ -1,6 +1,7 @@
-"""A program: prints why tensors on the CPU are refused, compiles the kernels that choose tokens in parallel for a GPU
-that is not there, and prints their names and how many launchers were built. Then it does so again, as another rank,
-with all kernels in Triton's cache.
+"""Program: compile the sampling kernels for a GPU that is absent, in parallel.
+
+Prints why tensors on the CPU are refused, the names of the kernels, and the number of built launchers. Then repeats
+this as another rank, with all kernels in Triton's cache.
 """
 
 from types import SimpleNamespace

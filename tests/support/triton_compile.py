@@ -1,11 +1,12 @@
-"""A program: compiles every Triton kernel for the GPUs on the command line, without one, and prints what it made.
+"""Program: compile every Triton kernel for the GPU targets on the command line, without a GPU, and print the results.
 
-The wrappers are called with tensors on the CPU; in the place of a launch the kernel is compiled as it would be
-launched. Before the targets stands `last`: each kernel at its first launch, for the last target; or `first`: the same
-for every target; or `all`: for the last target at the later launches as well; or `small`: attention at every launch,
-as on GPUs with little shared memory.
-A line is the target, the kernel, its bytes of shared memory, and its copies to shared memory that precede the wait for
-the previous kernel.
+The wrappers are called with tensors on the CPU; each launch is replaced by a compilation with the same arguments. The
+targets are preceded by a depth. `last`: each kernel at its first launch, for the last target; `first`: the same for
+every target; `all`: for the last target at later launches as well; `small`: attention at every launch, as on GPUs with
+little shared memory.
+
+A line has the target, the kernel, its bytes of shared memory, and its copies to shared memory before the wait for the
+previous kernel.
 """
 
 import sys
@@ -59,12 +60,12 @@ TYPES = {
 OPTIONS = ("maxnreg", "launch_pdl", "num_warps", "num_stages", "enable_fp_fusion", "grid", "warmup")
 BF16 = torch.bfloat16
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
-"""Shared memory of a program at most; CUDA C++ Programming Guide, compute capabilities."""
+"""Maximum shared memory per program; CUDA C++ Programming Guide, compute capabilities."""
 COMPILED: set[Any] = set()
 
 
 def type_of(value: Any) -> str:
-    """What Triton's launcher calls the type of an argument that is no constant."""
+    """Return the type name that Triton's launcher gives to a non-constant argument."""
     if isinstance(value, torch.Tensor):
         return "*" + TYPES[value.dtype]
     if isinstance(value, float):
@@ -73,7 +74,7 @@ def type_of(value: Any) -> str:
 
 
 def targets_of(kernel: Any) -> list[int]:
-    """The targets of this launch."""
+    """Return the targets of this launch."""
     if DEPTH == "small":
         return TARGETS
     if kernel in COMPILED:
@@ -119,7 +120,7 @@ def compile_as_launched(kernel: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def decode() -> None:
-    """Attention of one row a request, or of a few: grouped queries, long heads, latents, FP8."""
+    """Compile decode attention with one row or a few rows per request: grouped queries, long heads, latents, FP8."""
     table, lengths = torch.zeros(4, 64, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
     for heads, kv_heads, dim, stored, settings in (
         (32, 8, 128, BF16, {}),
@@ -137,7 +138,7 @@ def decode() -> None:
 
 
 def choices() -> None:
-    """Keys that an indexer chooses, as in DeepSeek-V3.2."""
+    """Compile the key selection of an indexer, as in DeepSeek-V3.2."""
     table, lengths = torch.zeros(4, 64, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
     for dtype in (BF16, torch.float32):
         query, keys = torch.zeros(4, 64, 128, dtype=dtype), torch.zeros(8, 16, 1, 128, dtype=dtype)
@@ -146,7 +147,7 @@ def choices() -> None:
 
 
 def prefill() -> None:
-    """Attention of many rows a request."""
+    """Compile prefill attention with many rows per request."""
     table, lengths = torch.zeros(4, 64, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
     starts = torch.zeros(5, dtype=torch.int32)
     for heads, kv_heads, dim, stored, settings in (
@@ -161,7 +162,7 @@ def prefill() -> None:
 
 
 def layers() -> None:
-    """Norms, rotation and the cache's write, activations."""
+    """Compile norms, rotary embedding with KV cache write, and activations."""
     states, weight = torch.zeros(4, 4096, dtype=BF16), torch.ones(4096, dtype=BF16)
     for is_gemma in (False, True):
         norm.add_rms_norm(states, states, weight, 1e-6, is_gemma=is_gemma, post_weight=weight if is_gemma else None)
@@ -180,7 +181,7 @@ def layers() -> None:
 
 
 def collectives() -> None:
-    """All-reduce of two and of eight ranks."""
+    """Compile the all-reduce of two and of eight ranks."""
     for size, dtype in ((2, BF16), (8, BF16), (2, torch.float32)):
         windows, give_up = torch.zeros(size, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
         all_reduce.all_reduce(
@@ -189,13 +190,13 @@ def collectives() -> None:
 
 
 def transforms() -> None:
-    """Hadamard transforms of sizes that are powers of two, and of one that is not."""
+    """Compile Hadamard transforms of power-of-two sizes, and of one other size."""
     for size, dtype in ((4096, BF16), (14336, BF16), (128, torch.float32)):
         hadamard.hadamard(torch.zeros(4, size, dtype=dtype))
 
 
 def transfers() -> None:
-    """Copies of pages of 8-byte words and of bytes."""
+    """Compile page copies of 8-byte words and of bytes."""
     pages = torch.zeros(4, dtype=torch.int64)
     for features in (128, 3):
         pool = torch.zeros(2, 8, 16, features, dtype=torch.uint8)
@@ -203,7 +204,7 @@ def transfers() -> None:
 
 
 def inputs() -> None:
-    """Ids, slots and page tables."""
+    """Compile the preparation of ids, slots and page tables."""
     longs, table = torch.zeros(4, dtype=torch.int64), torch.zeros(5, 256, dtype=torch.int32)
     step_inputs.step_inputs((longs,) * 3, longs.int(), table, 16, 256, longs[None])
     step_inputs.read_host((longs, longs), (longs.int(), longs.int()), 1, longs[None])
@@ -211,7 +212,7 @@ def inputs() -> None:
 
 
 def taps() -> None:
-    """Statistics of elements of every kind, of one tensor and of many."""
+    """Compile statistics of all element types, of one tensor and of many."""
     for dtype in (
         BF16,
         torch.float32,
@@ -233,7 +234,7 @@ def taps() -> None:
 
 
 def sketches() -> None:
-    """Sketches of rows of each type, of whole blocks and of parts, of one tensor and of many."""
+    """Compile sketches of rows of each type, of full blocks and of parts, of one tensor and of many."""
     keys = torch.zeros(9, dtype=torch.int64)
     for dtype in sketch.TYPES:
         sketch.sketch(torch.zeros(9, 700).to(dtype), keys)
@@ -246,7 +247,7 @@ def sketches() -> None:
 
 
 def products() -> None:
-    """Linear layers of few rows."""
+    """Compile linear layers with few rows."""
     weight = torch.zeros(128, 1024, dtype=BF16)
     for rows in (1, 4):
         linear.few_rows_linear(torch.zeros(rows, 1024, dtype=BF16), weight, weight[:, 0].contiguous())
@@ -255,7 +256,7 @@ def products() -> None:
 
 
 def draws() -> None:
-    """Filters and draws."""
+    """Compile sampling filters and draws."""
     ones, longs = torch.ones(4), torch.zeros(4, dtype=torch.int64)
     logits = torch.zeros(4, 5000, dtype=BF16)
     sampling.draw(logits, ones, longs, longs)
@@ -265,7 +266,7 @@ def draws() -> None:
 
 
 def quantized() -> None:
-    """Batch-invariant and quantized matrix products, and what stands around those of experts."""
+    """Compile batch-invariant and quantized matrix products, and the kernels before and after expert products."""
     _, places, _ = moe.route(torch.zeros(16, dtype=torch.int64), 0, 8)
     moe.combine(torch.zeros(16, 2048, dtype=BF16), places, torch.zeros(2, 8))
     matmul.invariant_linear(torch.zeros(5, 4096, dtype=BF16), torch.zeros(4096, 4096, dtype=BF16))

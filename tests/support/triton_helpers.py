@@ -1,6 +1,6 @@
-"""What the tests of Triton kernels share: on a machine without a GPU Triton's interpreter runs them, see conftest.py.
+"""Helpers for tests of Triton kernels: without a GPU, Triton's interpreter runs them, see conftest.py.
 
-The interpreter has no bfloat16, so that only a GPU tests it.
+The interpreter lacks bfloat16, so only a GPU tests it.
 """
 
 from pathlib import Path
@@ -18,24 +18,25 @@ DEVICES = [
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
 FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
-"""Of results of order one that were summed in float32 and rounded once or twice."""
+"""Tolerance for results of order one that were summed in float32 and rounded once or twice."""
 
 
 def served(device: str, dtype: torch.dtype) -> torch.dtype:
-    """``dtype``, or float16 in its place where it is bfloat16 and the interpreter runs."""
+    """Return ``dtype``, or float16 instead of bfloat16 in the interpreter."""
     return torch.float16 if device == "cpu" and dtype == torch.bfloat16 else dtype
 
 
 def assert_near(found: Any, expected: Any, tolerance: float | None = None) -> None:
-    """``found``, on any device, is ``expected`` but for rounding; NaN and Inf are where they are to be."""
+    """Assert that ``found``, on any device, equals ``expected`` within rounding, with NaN and Inf at the same
+    positions."""
     by = TOLERANCE.get(expected.dtype, 0.0) if tolerance is None else tolerance
     torch.testing.assert_close(found.cpu(), expected.cpu(), rtol=by, atol=by, equal_nan=True)
 
 
 def use_exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compute products of tiles in float64 in Triton's interpreter, so that bits depend on the kernel alone.
+    """Compute tile products in float64 in Triton's interpreter, so that bits depend only on the kernel.
 
-    It uses the processor's BLAS, whose order of sums may depend on the number of rows.
+    By default it uses the CPU's BLAS, whose summation order may depend on the number of rows.
     """
     from triton.runtime import interpreter
 

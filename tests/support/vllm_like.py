@@ -1,8 +1,8 @@
-"""A Llama with vLLM's module tree in plain torch, for one rank: class names, argument names and what modules return are
-those of vllm/model_executor (models/llama.py, layers/linear.py, layernorm.py, activation.py, rotary_embedding).
+"""A Llama with vLLM's module tree in plain torch, for one rank.
 
-Packed tokens ``[t, h]``, fused qkv and gate_up, linears that return (output, bias), norms that add the residual and
-return both, ``SiluAndMul`` that multiplies. No test in here.
+Class names, argument names and return values are those of vllm/model_executor (models/llama.py, layers/linear.py,
+layernorm.py, activation.py, rotary_embedding): packed tokens ``[t, h]``, fused qkv and gate_up, linear layers that
+return (output, bias), norms that add the residual and return both, ``SiluAndMul`` that multiplies. Contains no tests.
 """
 
 from typing import Any
@@ -178,7 +178,7 @@ class VllmLlama(nn.Module):
         return self.logits_processor(self.lm_head, hidden_states)
 
     def load(self, weights: dict[str, Tensor]) -> "VllmLlama":
-        """With a transformers Llama's state dict."""
+        """Load the state dict of a transformers Llama."""
         fused = dict(weights)
         for i in range(len(self.model.layers)):
             for whole, parts in (("self_attn.qkv", "qkv"), ("mlp.gate_up", ("gate", "up"))):

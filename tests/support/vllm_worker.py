@@ -1,7 +1,8 @@
-"""vLLM's worker around the Llama of :mod:`vllm_like`: what the plugin touches has vLLM's names (v0.32, v1/worker).
+"""vLLM's worker around the Llama of :mod:`vllm_like`: everything the plugin touches has vLLM's names (v0.32,
+v1/worker).
 
 ``install(monkeypatch)`` makes it importable as ``vllm``. The two model runners of vLLM differ in where they keep the
-batch and in where they compute logits. No test in here.
+batch and where they compute logits. Contains no tests.
 """
 
 import sys
@@ -28,7 +29,7 @@ class SchedulerOutput:
 
 
 class LlamaForCausalLM(VllmLlama):
-    """A model of the package ``vllm``, by its module."""
+    """A model whose module is in the package ``vllm``."""
 
     def forward(
         self, input_ids: Any, positions: Any, intermediate_tensors: Any = None, inputs_embeds: Any = None
@@ -41,7 +42,7 @@ LlamaForCausalLM.__module__ = "vllm.model_executor.models.llama"
 
 @dataclass
 class Requests:
-    """Token ids of the requests that are running, and how many of each were computed."""
+    """Token ids of the running requests, and the number of computed tokens of each."""
 
     tokens: dict[str, list[int]] = field(default_factory=dict)
     computed: dict[str, int] = field(default_factory=dict)
@@ -88,7 +89,7 @@ class FirstRunner:
 
 
 class SecondRunner(FirstRunner):
-    """vLLM's second model runner: logits in ``sample_tokens``, the batch in what ``prepare_inputs`` returns."""
+    """vLLM's second model runner: logits in ``sample_tokens``, the batch in the result of ``prepare_inputs``."""
 
     def prepare_inputs(self, scheduled: SchedulerOutput) -> Any:
         order = sorted(scheduled.num_scheduled_tokens)
@@ -155,7 +156,7 @@ class WorkerWrapperBase:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, *, tp: int = 1, rank: int = 0) -> type[WorkerWrapperBase]:
-    """Make the stand-in importable as ``vllm``; a new wrapper class, which the plugin may patch."""
+    """Make the stand-in importable as ``vllm``; return a new wrapper class, which the plugin may patch."""
     wrapper = type("WorkerWrapperBase", (WorkerWrapperBase,), {"init_device": WorkerWrapperBase.init_device})
     group = SimpleNamespace(world_size=tp, rank_in_group=rank)
     one = SimpleNamespace(world_size=1, rank_in_group=0)

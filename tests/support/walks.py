@@ -1,8 +1,8 @@
 """Count the three walks of docs/explanation/architecture.md: `python tests/support/walks.py`.
 
-A walk is the modules of tapscope that one value, one request or one comparison goes through, in the order of its calls:
-by a profile of the calls between modules in the thread that makes them. A *hop* is a call into another module, a
-*return* one into a module that the walk had left before.
+A walk is the sequence of tapscope modules that one value, one request or one comparison passes through, in call order,
+from a profile of the calls between modules in the calling thread. A *hop* is a call into another module, a *return* a
+hop into a module visited before.
 """
 
 import os
@@ -19,7 +19,7 @@ from torch import nn
 
 
 class Walk:
-    """Modules in the order of their calls, while the block runs."""
+    """Modules in call order while the block runs."""
 
     def __init__(self, every_thread: bool = False) -> None:
         self.modules: list[str] = []
@@ -52,11 +52,11 @@ class Walk:
 
     @property
     def order(self) -> list[str]:
-        """Each module once, when it is entered first."""
+        """Return each module once, in order of first entry."""
         return list(dict.fromkeys(self.modules))
 
     def summary(self) -> str:
-        """One line of counts."""
+        """Return one line of counts."""
         hops = list(dict.fromkeys(self.edges))
         seen: set[str] = set()
         returns = 0
@@ -68,7 +68,7 @@ class Walk:
 
 
 def value(folder: Path) -> Walk:
-    """One output of one module, recorded in full, the second time it fires with this shape."""
+    """Record one output of one module in full, the second time it fires with this shape."""
     from tapscope import Dumper
 
     model = nn.Sequential(nn.Linear(8, 8))
@@ -82,7 +82,7 @@ def value(folder: Path) -> Walk:
 
 
 def request(folder: Path, checkpoint: Path) -> Walk:
-    """One request of two tokens."""
+    """Generate one request of two tokens."""
     from tapscope import LLM
 
     with LLM(checkpoint) as llm:
@@ -93,7 +93,7 @@ def request(folder: Path, checkpoint: Path) -> Walk:
 
 
 def comparison(folder: Path) -> Walk:
-    """Two runs of a small model, one module of which is off."""
+    """Compare two runs of a small model, one module of which is wrong."""
     from tapscope import Dumper, compare
 
     torch.manual_seed(0)
@@ -104,7 +104,7 @@ def comparison(folder: Path) -> Walk:
         model[2].weight.mul_(1.5)
         with Dumper(model, out=folder / "b", keep="full"):
             model(torch.ones(4, 64))
-    compare(str(folder / "a"), str(folder / "b"))  # imports
+    compare(str(folder / "a"), str(folder / "b"))  # warms up imports
     with Walk() as walk:
         str(compare(str(folder / "a"), str(folder / "b")))
     return walk

@@ -13,7 +13,7 @@ from forkserver_pool import WarmWeb
 
 @contextmanager
 def serving(*words, password=""):
-    """(base URL, link, process) of a running `tapscope web`."""
+    """Yield (base URL, link, process) of a running `tapscope web`."""
     environment = {name: value for name, value in os.environ.items() if name != "TAPSCOPE_WEB_PASSWORD"}
     environment |= {"TAPSCOPE_WEB_PASSWORD": password} if password else {}
     command = ["-m", "tapscope", "web", *map(str, words)]
@@ -27,7 +27,7 @@ def serving(*words, password=""):
 
 
 class Client:
-    """Requests with chosen headers; keeps no state."""
+    """HTTP client with custom headers; stateless."""
 
     def __init__(self, url):
         self.host, _, self.port = url.removeprefix("http://").partition(":")

@@ -1,3 +1,3 @@
-"""A stand-in for SGLang 0.5 on one rank: what the plugin touches has SGLang's names. No test in here."""
+"""A stand-in for SGLang 0.5 on one rank: everything the plugin touches has SGLang's names. Contains no tests."""
 
 __version__ = "0.5.0"

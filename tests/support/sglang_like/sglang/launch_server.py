@@ -1,4 +1,5 @@
-"""The server: spawns a scheduler process that computes two prompts. ``--model-path`` is a file of its model."""
+"""The server: spawns a scheduler process that computes two prompts. ``--model-path`` is a torch.save file of its
+model."""
 
 import multiprocessing
 import sys

@@ -1,4 +1,4 @@
-"""ModelRunner, ForwardBatch and a Llama as SGLang has them: the root returns the logits of its last rows."""
+"""ModelRunner, ForwardBatch and a Llama as in SGLang: the root module returns the logits of its last rows."""
 
 from dataclasses import dataclass, field
 from enum import IntEnum, auto
@@ -69,7 +69,7 @@ class ModelRunner:
         self.model = LlamaForCausalLM(self._config).load(self._weights)
 
     def extend(self, name: str, tokens: list[int]) -> Any:
-        """A batch of one whole prompt."""
+        """Return a batch of one full prompt."""
         ids = torch.tensor(tokens)
         batch = ForwardBatch(
             ForwardMode.EXTEND,
