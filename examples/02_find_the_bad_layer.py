@@ -1,4 +1,4 @@
-"""Find the first module where two models differ that should be equal."""
+"""Find the first module at which two supposedly equal models diverge."""
 
 import copy
 import sys

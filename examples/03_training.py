@@ -1,4 +1,4 @@
-"""Record a training loop: forward, recomputation and backward, and the gradients that the optimizer used."""
+"""Record a training loop: the forward, recomputation and backward, and the gradients used by the optimizer."""
 
 import sys
 from collections import Counter
@@ -11,12 +11,12 @@ from tapscope import Dumper, open_run
 RULES = [
     "model.layers.?.mlp.act_fn:out=stats",  # in the forward, and again when activation checkpointing recomputes it
     "model.layers.?:out.grad=full",  # the gradient of each layer's output
-    "model.layers.?.mlp.*:param[weight].grad=stats",  # of these weights, as the optimiser used it
+    "model.layers.?.mlp.*:param[weight].grad=stats",  # the weight gradients, as the optimizer used them
 ]
 
 
 def main(out: str = "run-training") -> None:
-    """Train three steps and show what is in the run."""
+    """Train for three steps and print the recorded sites and gradients."""
     torch.manual_seed(0)
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, vocab_size=100, use_cache=False, **shape)).train()

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# A gate for CI: fail the build when a model no longer computes what the stored baseline computed.
+# CI gate: fail the build when the values of a model no longer match a stored baseline.
 #
 #     04_ci_gate.sh MODEL BASELINE WORKDIR
 #
-# The first time it makes BASELINE; afterwards it computes the same tokens, compares, and writes WORKDIR/diff.html.
-# Exit codes: 0 same, 1 differs, 2 wrong call, 3 nothing to compare.
+# The first call records BASELINE. Later calls run the model on the same tokens, compare the two runs and write
+# WORKDIR/diff.html. Exit codes: 0 same, 1 differs, 2 usage error, 3 nothing to compare.
 set -euo pipefail
 if [ $# -ne 3 ]; then
     echo "usage: $0 MODEL BASELINE WORKDIR (with tapscope on the PATH: . .venv/bin/activate)" >&2

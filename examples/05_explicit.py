@@ -10,7 +10,7 @@ from tapscope import dumper, open_run
 
 
 class Layer(nn.Module):
-    """A layer of somebody's own, with values inside that no module hands out."""
+    """A user-defined layer with intermediate values that no module returns."""
 
     def __init__(self, layer_id: int) -> None:
         super().__init__()
@@ -18,7 +18,7 @@ class Layer(nn.Module):
 
     @dumper.ctx(lambda self: {"layer_id": self.layer_id})
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [t, h]."""
+        """Attend over ``x``: [t, h], returning a tensor of the same shape."""
         scores = self.proj(x) @ x.T / 4
         dumper.dump("scores", scores, dims="t k")  # layers.N:tap[scores]
         dumper.dump("entropy", lambda: -(scores.softmax(-1) * scores.log_softmax(-1)).sum(-1), dims="t", grad=False)
@@ -30,19 +30,19 @@ def main(folder: str = "explicit-runs") -> None:
     model = nn.Sequential(*(Layer(number) for number in range(3)))
     x = torch.randn(8, 16)
 
-    with dumper.capture_output(rules=["layers.1:tap[scores]=full"], keep="off") as seen:  # in memory: no run is needed
+    with dumper.capture_output(rules=["layers.1:tap[scores]=full"], keep="off") as seen:  # in memory; no run is written
         model(x)
     print("in memory:", seen.sites, tuple(seen.values("scores")[0].shape))
 
     dumper.start(dir=folder, keep="stats", rules=["layers.1:*=full", "*:tap[scores].grad=stats"], cleanup_previous=True)
-    optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
         loss = model(x).square().mean()
         loss.backward()
-        optimiser.step()
-        optimiser.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
         dumper.dump("loss", loss)
-        dumper.step()  # the iteration is over
+        dumper.step()  # ends the iteration
     path = Path(dumper.get_state()["run"])
     dumper.close()
 

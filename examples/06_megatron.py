@@ -1,8 +1,9 @@
-"""One checkpoint in transformers and in Megatron-core, forward and backward, on CPU: do they compute the same?
+"""Compare one checkpoint in transformers and in Megatron-core on CPU, forward and backward.
 
     python examples/06_megatron.py CHECKPOINT OUT [--tp 2] [--pp 2] [--patch FILE.py:FUNCTION]
 
-Exit code of `tapscope diff`: 0 when they agree. FUNCTION(model) is called on every rank: put a bug there.
+The exit code is that of `tapscope diff`: 0 when the runs agree. FUNCTION(model) is called on every rank and can seed a
+bug.
 """
 
 import argparse
@@ -15,7 +16,7 @@ from megatron_team import Job, Team, run_transformers
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkpoint", help="a Llama, Qwen2 or Qwen3 in Hugging Face form, small enough for a CPU")
+    parser.add_argument("checkpoint", help="a Llama, Qwen2 or Qwen3 in Hugging Face format, small enough for a CPU")
     parser.add_argument("out", type=Path, help="directory for the two runs")
     parser.add_argument("--tp", type=int, default=2, help="tensor-parallel ranks of Megatron (default: 2)")
     parser.add_argument("--pp", type=int, default=1, help="pipeline stages (default: 1)")

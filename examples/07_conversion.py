@@ -1,8 +1,9 @@
-"""A small Llama, and a copy from a faulty conversion: in one layer gate and up are swapped.
+"""Write a small Llama checkpoint and a faulty conversion of it: one layer's gate and up projections are swapped.
 
     python examples/07_conversion.py ORIGINAL CONVERTED
 
-Random weights: nothing is downloaded or trained. docs/howto/compare-frameworks.md finds what is wrong with the copy.
+The weights are random; nothing is downloaded or trained. docs/howto/compare-frameworks.md locates the fault in the
+copy.
 """
 
 import shutil
@@ -19,7 +20,7 @@ SPOILED = "model.layers.2.mlp"
 
 
 def make_model(path: Path) -> None:
-    """Four layers over bytes, with weights spread as those of trained models are."""
+    """Save a four-layer, byte-level Llama whose weights are spread like those of a trained model."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={byte: i for i, byte in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -42,7 +43,7 @@ def make_model(path: Path) -> None:
 
 
 def convert_badly(source: Path, target: Path) -> None:
-    """Copy a checkpoint; the names of two tensors are mixed up on the way."""
+    """Copy a checkpoint, swapping the names of two tensors."""
     shutil.copytree(source, target)
     weights = load_file(target / "model.safetensors")
     gate, up = f"{SPOILED}.gate_proj.weight", f"{SPOILED}.up_proj.weight"

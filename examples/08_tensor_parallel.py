@@ -2,7 +2,8 @@
 
     python examples/08_tensor_parallel.py RUN [--tp N] [--bug bias|all-reduce] [--no-dims]
 
-`bias` adds the bias of layer 1's down projection on every rank, before the sum; `all-reduce` leaves that sum out.
+`bias` adds the bias of layer 1's down projection on every rank before the all-reduce; `all-reduce` omits that
+all-reduce.
 """
 
 import argparse
@@ -20,7 +21,7 @@ WIDTH, HIDDEN, LAYERS = 64, 256, 4
 
 
 class ColumnParallel(nn.Module):
-    """A rank's block of the output features."""
+    """Linear layer sharded over output features: a rank holds one block of weight rows and of the bias."""
 
     def __init__(self, linear: nn.Linear, rank: int, tp: int) -> None:
         super().__init__()
@@ -33,7 +34,7 @@ class ColumnParallel(nn.Module):
 
 
 class RowParallel(nn.Module):
-    """A rank's block of the input features; the ranks' summands are added up."""
+    """Linear layer sharded over input features; an all-reduce adds up the ranks' partial sums."""
 
     def __init__(self, linear: nn.Linear, rank: int, tp: int, bug: str | None) -> None:
         super().__init__()
@@ -52,7 +53,7 @@ class RowParallel(nn.Module):
 
 
 class Layer(nn.Module):
-    """A norm, and an MLP split over the ranks."""
+    """Pre-norm residual block with an MLP sharded over the ranks."""
 
     def __init__(self, number: int, rank: int, tp: int, bug: str | None) -> None:
         super().__init__()
@@ -70,7 +71,7 @@ class Model(nn.Module):
 
     def __init__(self, rank: int, tp: int, bug: str | None) -> None:
         super().__init__()
-        torch.manual_seed(0)  # the same whole weights on every rank
+        torch.manual_seed(0)  # every rank draws the same unsharded weights
         self.layers = nn.ModuleList(Layer(number, rank, tp, bug) for number in range(LAYERS))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -80,7 +81,7 @@ class Model(nn.Module):
 
 
 def work(rank: int, port: int, args: argparse.Namespace) -> None:
-    """One rank."""
+    """Run the model and its dumper on one rank."""
     torch.set_num_threads(1)
     if args.tp > 1:
         dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=args.tp)
@@ -102,7 +103,7 @@ def main() -> None:
     parser.add_argument("run")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--bug", choices=("bias", "all-reduce"))
-    parser.add_argument("--no-dims", action="store_true", help="do not say how tensors are sharded")
+    parser.add_argument("--no-dims", action="store_true", help="do not declare how tensors are sharded")
     args = parser.parse_args()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]

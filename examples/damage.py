@@ -1,4 +1,4 @@
-"""Copy a checkpoint and damage one tensor of it: `python examples/damage.py FROM TO TENSOR [--noise 0.1]`."""
+"""Copy a checkpoint and add noise to one of its tensors: `python examples/damage.py FROM TO TENSOR [--noise 0.1]`."""
 
 import argparse
 import shutil
@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 
 def damage(source: Path, target: Path, tensor: str, noise: float = 0.1) -> None:
-    """Add noise of ``noise`` times the tensor's own root mean square to it."""
+    """Copy ``source`` to ``target``, adding Gaussian noise of ``noise`` times the RMS of ``tensor`` to that tensor."""
     shutil.copytree(source, target)
     file = target / "model.safetensors"
     weights = load_file(file)

@@ -1,6 +1,6 @@
-"""A tour of tapscope in two minutes, on a small generated model. Run it with `make demo`.
+"""A two-minute tour of tapscope on a small generated model. Run it with `make demo`.
 
-Every command is printed before it runs; type them yourself afterwards.
+Every command is printed before it runs, so that you can repeat it by hand.
 """
 
 import json
@@ -26,7 +26,7 @@ def say(text: str) -> None:
 
 
 def run(*words: object, expect: int = 0) -> None:
-    """Print and run one command; stop the demo when it ends in another way than expected."""
+    """Print and run one command; exit the demo unless the command's exit code is ``expect``."""
     command = [str(word) for word in words]
     print("$ " + shlex.join(command), flush=True)
     done = subprocess.run([_find(command[0]), *command[1:]], cwd=CACHE, check=False)
@@ -41,7 +41,7 @@ def _find(name: str) -> str:
 
 
 def make_models() -> None:
-    """The checkpoint (cached), and a copy with one damaged tensor."""
+    """Create the checkpoint (cached) and a copy with one damaged tensor."""
     if not (CACHE / "tiny" / "tokenizer.json").exists():
         say("Training a small Llama on the standard library's source (300 steps, once: half a minute or more)")
         run("python", ROOT / "examples/tiny_llama.py", "tiny")
@@ -50,7 +50,7 @@ def make_models() -> None:
 
 
 def compare() -> None:
-    """fp32 reference against a bf16 TP=2 engine; then against a damaged copy."""
+    """Compare an fp32 reference with a bf16 TP=2 engine, then with a damaged copy."""
     prompts = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
     say("1. A reference run: transformers, fp32, a padded batch")
     run("tapscope", "dump", "tiny", "-o", "reference", "--backend", "hf", *prompts)
@@ -68,7 +68,7 @@ def compare() -> None:
 
 
 def steer() -> None:
-    """A live engine, captured over HTTP."""
+    """Serve the model and control its capture over HTTP."""
     say("7. A live engine: no hook is on the model until capture is requested")
     port = _free_port()
     address = f"127.0.0.1:{port}"

@@ -1,8 +1,8 @@
-"""A Megatron-core GPTModel with the weights of a Hugging Face checkpoint, on CPU: Llama, Qwen2 (bias), Qwen3 (qk norm),
-Qwen3-MoE.
+"""Build a Megatron-core GPTModel on CPU with the weights of a Hugging Face checkpoint.
 
-tapscope's Megatron plugin records the dims of its modules, so that runs of any layout of ranks can be compared.
-Used by megatron_team.py, which starts the ranks. Needs megatron-core 0.16.1.
+Supports Llama, Qwen2 (QKV bias), Qwen3 (QK norm) and Qwen3-MoE. tapscope's Megatron plugin records the dims of the
+model's tensors, so that runs with different rank layouts can be compared. megatron_team.py starts the ranks. Requires
+megatron-core 0.16.1.
 """
 
 import json
@@ -17,7 +17,10 @@ Weights = dict[str, torch.Tensor]
 
 
 def settings_of(checkpoint: Path) -> dict[str, Any]:
-    """``config.json`` with the defaults that the families share; raises ValueError for what is not built here."""
+    """Return ``config.json`` completed with the defaults that the supported families share.
+
+    Raises ValueError for an unsupported model type or RoPE type.
+    """
     config: dict[str, Any] = json.loads((checkpoint / "config.json").read_text())
     if config["model_type"] not in ("llama", "qwen2", "qwen3", "qwen3_moe"):
         raise ValueError(
@@ -40,7 +43,7 @@ def settings_of(checkpoint: Path) -> dict[str, Any]:
 
 
 def read_weights(checkpoint: Path) -> Weights:
-    """Every tensor of the checkpoint by its Hugging Face name; a tied head is there under its own name too."""
+    """Return every tensor of the checkpoint by its Hugging Face name, including ``lm_head.weight`` if it is tied."""
     from safetensors.torch import load_file
 
     weights: Weights = {}
@@ -51,7 +54,10 @@ def read_weights(checkpoint: Path) -> Weights:
 
 
 def build(checkpoint: Path, *, dtype: str = "float32", sequence_parallel: bool = False) -> nn.Module:
-    """This rank's part of the model; ``parallel_state`` must be initialised."""
+    """Build this rank's shard of the model and load its weights; ``parallel_state`` must be initialized.
+
+    Raises ValueError if a weight has no parameter in the model.
+    """
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_model import GPTModel
 
@@ -59,9 +65,9 @@ def build(checkpoint: Path, *, dtype: str = "float32", sequence_parallel: bool =
     if settings["num_experts"]:
         from megatron.core.transformer.moe import moe_utils
 
-        moe_utils.te_general_gemm = None  # without Transformer Engine the name is undefined
+        moe_utils.te_general_gemm = None  # undefined without Transformer Engine
     first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
-    # Its rotary embedding asks for the current CUDA device by this name and by no other.
+    # Megatron's rotary embedding takes its device from this function only.
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
     model: nn.Module = GPTModel(
         _config(settings, getattr(torch, dtype), sequence_parallel),
@@ -92,7 +98,7 @@ def _config(settings: dict[str, Any], dtype: torch.dtype, sequence_parallel: boo
         "num_moe_experts": settings["num_experts"],
         "moe_router_topk": settings.get("num_experts_per_tok"),
         "moe_ffn_hidden_size": settings.get("moe_intermediate_size"),
-        "moe_token_dispatcher_type": "allgather",  # the other one needs CUDA streams
+        "moe_token_dispatcher_type": "allgather",  # the all-to-all dispatcher needs CUDA streams
         "moe_router_load_balancing_type": "none",
         "moe_grouped_gemm": False,
         "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
@@ -132,7 +138,7 @@ def _config(settings: dict[str, Any], dtype: torch.dtype, sequence_parallel: boo
 
 
 class RMSNorm(nn.Module):
-    """Megatron's own torch norm refuses sequence parallelism; this one marks its weight for it."""
+    """RMSNorm whose weight is marked for sequence parallelism, which Megatron's own torch norm does not support."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: object) -> None:
         super().__init__()
@@ -140,7 +146,7 @@ class RMSNorm(nn.Module):
         self.weight.sequence_parallel = True  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [s, b, h]."""
+        """Normalize ``x`` [s, b, h] over its last axis."""
         return torch.nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
@@ -167,10 +173,11 @@ def _layer_spec(settings: dict[str, Any], sequence_parallel: bool) -> Any:
 
 
 def shards(settings: dict[str, Any], weights: Weights, tp: int, rank: int) -> Weights:
-    """Megatron parameter name -> this rank's part.
+    """Return this rank's tensor-parallel shard of every weight, by Megatron parameter name.
 
-    Rows of ``linear_qkv`` come by query group, [q heads of g | k of g | v of g]; ``linear_fc1`` is [gate; up] on every
-    rank; linear_proj and linear_fc2 are cut by columns, the embedding and the head by rows (vocabulary).
+    ``linear_qkv`` orders its rows by query group, [q heads of g | k of g | v of g]; ``linear_fc1`` is [gate; up] on
+    every rank. ``linear_proj`` and ``linear_fc2`` are split by columns, the embedding and the head by rows
+    (vocabulary).
     """
 
     def rows(tensor: torch.Tensor) -> torch.Tensor:
@@ -210,7 +217,7 @@ def shards(settings: dict[str, Any], weights: Weights, tp: int, rank: int) -> We
 
 
 def on_this_rank(weights: Weights, settings: dict[str, Any]) -> Weights:
-    """The weights of this pipeline stage and of the experts of this rank, under their local numbers."""
+    """Select the weights of this rank's pipeline stage and experts, renamed to local layer and expert numbers."""
     from megatron.core import parallel_state as state
 
     stages, ep = state.get_pipeline_model_parallel_world_size(), state.get_expert_model_parallel_world_size()
@@ -232,6 +239,6 @@ def on_this_rank(weights: Weights, settings: dict[str, Any]) -> Weights:
 
 
 def grouped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, groups: int) -> torch.Tensor:
-    """Join along the first axis by query group: [q_0 | k_0 | v_0 | q_1 | k_1 | v_1 | ...]."""
+    """Concatenate along the first axis by query group: [q_0 | k_0 | v_0 | q_1 | k_1 | v_1 | ...]."""
     parts = [each.unflatten(0, (groups, -1)) for each in (q, k, v)]
     return torch.cat(parts, dim=1).flatten(0, 1)

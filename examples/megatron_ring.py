@@ -1,6 +1,6 @@
-"""A small ring attention for Megatron-core's context parallelism on CPU; Megatron's own needs Transformer Engine.
+"""Minimal ring attention for Megatron-core's context parallelism on CPU; Megatron's own needs Transformer Engine.
 
-Each rank holds two chunks of every sequence (zigzag): of 2 * cp chunks, rank r has number r and number 2 * cp - 1 - r.
+Sequences are sharded in zigzag order: of the 2 * cp chunks of a sequence, rank r holds chunks r and 2 * cp - 1 - r.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ from torch import nn
 
 
 def zigzag(bounds: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-    """Indices of the packed tokens that a rank holds; ``bounds`` is ``cu_seqlens`` of whole sequences."""
+    """Return the indices of the packed tokens that ``rank`` holds; ``bounds`` is ``cu_seqlens`` of whole sequences."""
     parts = []
     for first, last in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
         chunks = torch.arange(first, last).chunk(2 * size)
@@ -20,7 +20,7 @@ def zigzag(bounds: torch.Tensor, rank: int, size: int) -> torch.Tensor:
 
 
 class _Shift(torch.autograd.Function):
-    """Send to the next rank of the ring and receive from the one before; gradients go the other way."""
+    """Send a tensor to the next rank of the ring and receive one from the previous rank; gradients go the other way."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: Any) -> torch.Tensor:
@@ -43,13 +43,13 @@ def _exchange(tensor: torch.Tensor, group: Any, by: int) -> torch.Tensor:
 
 
 class RingAttention(nn.Module):
-    """Causal attention over packed sequences; keys and values travel around the ring."""
+    """Causal attention over packed sequences; keys and values circulate among the ranks of the ring."""
 
     def __init__(self, config: Any, **_: object) -> None:
         super().__init__()
         self.scale = config.kv_channels**-0.5
         self.skew = 0
-        """Moves the causal mask; other than 0 is a bug."""
+        """Offset of the causal mask; a nonzero value is a seeded bug."""
 
     def forward(
         self,
@@ -61,7 +61,11 @@ class RingAttention(nn.Module):
         packed_seq_params: Any,
         **_: object,
     ) -> torch.Tensor:
-        """query: [t, heads, d], key and value: [t, groups, d] of this rank's tokens; returns [t, heads * d]."""
+        """Attend from this rank's queries to the tokens of all ranks.
+
+        ``query`` is [t, heads, d], ``key`` and ``value`` are [t, groups, d], all of this rank's tokens; returns [t,
+        heads * d].
+        """
         from megatron.core import parallel_state
 
         group = parallel_state.get_context_parallel_group()

@@ -1,6 +1,6 @@
-"""One training step of a Megatron-core model on CPU: whole, over pipeline stages, or on a context-parallel shard.
+"""One training step of a Megatron-core model on CPU: unsplit, over pipeline stages, or on a context-parallel shard.
 
-Megatron's own schedules need CUDA. Used by megatron_team.py.
+It replaces Megatron's own schedules, which need CUDA. Used by megatron_team.py.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,15 +19,15 @@ from torch import nn
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """The inputs of this rank."""
+    """Inputs of this rank for one training step."""
 
     ids: torch.Tensor
     """[b, s]; packed [1, t] under context parallelism."""
     positions: torch.Tensor
     labels: Mapping[str, Sequence[int]] | torch.Tensor
-    """The prompts, or the next token of every packed token (-100: none)."""
+    """The prompts, or the next token id of every packed token (-100: no label)."""
     num_labels: int
-    """Over the whole job."""
+    """Number of labels in the whole job."""
     mask: torch.Tensor | None = None
     """[1, 1, s, s]; True is masked."""
     packed: PackedSeqParams | None = None
@@ -36,8 +36,11 @@ class Inputs:
 
 
 def inputs_of_this_rank(prompts: Mapping[str, Sequence[int]], *, is_sequence_parallel: bool = False) -> Inputs:
-    """One padded batch; with expert parallelism every rank has its own prompts, with context parallelism its own two
-    chunks of every prompt. Raises ValueError for prompts that cannot be split so."""
+    """Build this rank's inputs from ``prompts``: one right-padded batch, or packed tokens under context parallelism.
+
+    With expert parallelism every rank has its own prompts; with context parallelism, its own two chunks of every
+    prompt. Raises ValueError if ``prompts`` cannot be divided among the ranks.
+    """
     num_labels = sum(len(tokens) - 1 for tokens in prompts.values())
     if parallel_state.get_context_parallel_world_size() > 1:
         return _packed(prompts, num_labels)
@@ -81,7 +84,10 @@ def _packed(prompts: Mapping[str, Sequence[int]], num_labels: int) -> Inputs:
 
 
 def train_step(model: nn.Module, inputs: Inputs, dtype: torch.dtype, *, is_backward: bool) -> float | None:
-    """Forward, and backward of the mean cross-entropy; this rank's part of the loss, None before the last stage."""
+    """Run forward and, if ``is_backward``, backward of the mean cross-entropy.
+
+    Returns this rank's share of the loss, or None before the last pipeline stage.
+    """
     is_first, is_last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
     received = None
     if not is_first:
@@ -102,12 +108,12 @@ def train_step(model: nn.Module, inputs: Inputs, dtype: torch.dtype, *, is_backw
     if received is not None and is_backward:
         dist.send(received.grad.contiguous(), parallel_state.get_pipeline_model_parallel_prev_rank())
     if is_backward:
-        finalize_model_grads([model])  # over data-, context- and sequence-parallel ranks
+        finalize_model_grads([model])  # reduces over data-, context- and sequence-parallel ranks
     return None if value is None else value.item()
 
 
 def distributed(model: nn.Module) -> nn.Module:
-    """The model in Megatron's own data-parallel wrapper, which keeps gradients in ``main_grad``, float32."""
+    """Wrap the model in Megatron's DistributedDataParallel, which accumulates gradients in ``main_grad`` (float32)."""
     return DistributedDataParallel(
         model.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False), model
     )

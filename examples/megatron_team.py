@@ -1,8 +1,8 @@
-"""Ranks of a Megatron-core job on this machine that run and capture one job after another.
+"""Persistent ranks of a Megatron-core job on this machine, which run and capture one job after another.
 
     python examples/megatron_team.py CHECKPOINT OUT [--tp 2 | --pp 2 | --ep 2 | --cp 2] [--dtype bfloat16] [--backward]
 
-Importing Megatron takes seconds, a capture of a small model far less than one: a team stays up for many::
+Importing Megatron takes seconds, capturing a small model far less than one. A team therefore serves many jobs::
 
     with Team(tp=2) as team:
         team.capture(Job(checkpoint="tiny", out="run-megatron", prompts={"0": [1, 2, 3]}))
@@ -26,29 +26,29 @@ PROMPTS = {"0": list(range(3, 21)), "1": list(range(40, 49))}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One capture."""
+    """Settings of one capture."""
 
     checkpoint: str
-    """Directory of a Hugging Face checkpoint: llama, qwen2 or qwen3."""
+    """Directory of a Hugging Face checkpoint: llama, qwen2, qwen3 or qwen3_moe."""
     out: str
-    """The run; replaced when it exists."""
+    """Directory of the run; an existing run is replaced."""
     prompts: Mapping[str, Sequence[int]] = field(default_factory=lambda: PROMPTS)
-    """Request -> token ids; one right-padded batch."""
+    """Token ids by request, run as one right-padded batch."""
     dtype: str = "float32"
     backward: bool = False
-    """Also the backward of the mean cross-entropy of every next token, with the gradients of ports and parameters."""
+    """Also run backward of the mean next-token cross-entropy and record the gradients of ports and parameters."""
     num_steps: int = 1
-    """Steps over the same prompts; nothing is trained."""
+    """Number of steps over the same prompts; weights are not updated."""
     sequence_parallel: bool = False
     patch: str | None = None
-    """``FILE.py:FUNCTION``, called with the built model on every rank: a seeded bug."""
+    """``FILE.py:FUNCTION``, called with the built model on every rank to seed a bug."""
     settings: Mapping[str, Any] = field(default_factory=lambda: {"keep": "full"})
-    """Settings of the Dumper."""
+    """Keyword arguments of the Dumper."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Sizes of the axes; at most one of ``pp``, ``ep`` and ``cp`` is more than 1."""
+    """Sizes of the parallel axes; at most one of ``pp``, ``ep`` and ``cp`` exceeds 1."""
 
     tp: int = 1
     pp: int = 1
@@ -62,7 +62,7 @@ class Layout:
 
 
 class Team:
-    """Ranks of a layout, started once; a context manager."""
+    """Ranks of one layout, started once and reused by every job; a context manager."""
 
     def __init__(self, tp: int = 1, *, pp: int = 1, ep: int = 1, cp: int = 1, timeout_s: float = 300.0) -> None:
         self.layout, self.timeout_s = Layout(tp=tp, pp=pp, ep=ep, cp=cp), timeout_s
@@ -81,7 +81,7 @@ class Team:
 
     def __exit__(self, *exc: object) -> None:
         for process, pipe in self._ranks:
-            pipe.close()  # the rank reads the end of the pipe and leaves
+            pipe.close()  # the rank reads end-of-file and exits
             process.join(10)
             if process.is_alive():
                 process.kill()
@@ -89,21 +89,24 @@ class Team:
         self._folder.cleanup()
 
     def capture(self, job: Job) -> str:
-        """Run one job on every rank and return its run; raises RuntimeError with a rank's error."""
+        """Run ``job`` on every rank and return the path of its run.
+
+        Raises RuntimeError if a rank fails, with its traceback, or does not answer within ``timeout_s``.
+        """
         for _, pipe in self._ranks:
             pipe.send(job)
-        said = []
+        answers = []
         for rank, (_, pipe) in enumerate(self._ranks):
             if not pipe.poll(self.timeout_s):
-                raise RuntimeError(f"rank {rank} of {self.layout.size} said nothing within {self.timeout_s:.0f} s")
-            said.append(pipe.recv())
-        if problems := [f"rank {rank}: {text}" for rank, text in enumerate(said) if text]:
+                raise RuntimeError(f"rank {rank} of {self.layout.size} did not answer within {self.timeout_s:.0f} s")
+            answers.append(pipe.recv())
+        if problems := [f"rank {rank}: {text}" for rank, text in enumerate(answers) if text]:
             raise RuntimeError("\n".join(problems))
         return job.out
 
 
 def _serve(rank: int, layout: Layout, store: str, pipe: Connection) -> None:
-    """One rank: jobs until the pipe is closed."""
+    """Run jobs on one rank until the pipe is closed."""
     _join(rank, layout, store)
     while True:
         try:
@@ -112,7 +115,7 @@ def _serve(rank: int, layout: Layout, store: str, pipe: Connection) -> None:
             break
         try:
             run(job)
-        except Exception:  # noqa: BLE001 - every error goes to the caller
+        except Exception:  # noqa: BLE001 - every error is reported to the caller
             pipe.send(traceback.format_exc(limit=-6))
         else:
             pipe.send("")
@@ -122,9 +125,12 @@ def _serve(rank: int, layout: Layout, store: str, pipe: Connection) -> None:
 
 
 def _join(rank: int, layout: Layout, store: str) -> None:
-    """Meet the other ranks at the file ``store``: another team may take a free port before rank 0 binds it."""
+    """Initialize the process groups through the file ``store``.
+
+    With a TCP rendezvous, another team may take the free port before rank 0 binds it.
+    """
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(layout.size))
-    warnings.simplefilter("ignore")  # it has a dozen, of libraries for GPUs that are not there
+    warnings.simplefilter("ignore")  # Megatron warns a dozen times about missing GPU libraries
     import torch
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import initialize_rng_tracker
@@ -137,11 +143,11 @@ def _join(rank: int, layout: Layout, store: str) -> None:
         expert_model_parallel_size=layout.ep,
         context_parallel_size=layout.cp,
     )
-    initialize_rng_tracker(inference_rng_tracker=True)  # without it dropout asks for a CUDA generator
+    initialize_rng_tracker(inference_rng_tracker=True)  # otherwise dropout requests a CUDA generator
 
 
 def run(job: Job) -> None:
-    """Build, patch and capture, on this rank."""
+    """Build, patch and capture the model on this rank."""
     from pathlib import Path
 
     import torch
@@ -165,7 +171,7 @@ def run(job: Job) -> None:
 
 
 def run_transformers(job: Job) -> None:
-    """The same capture of the same checkpoint in transformers, in this process; ``patch`` is called with its model."""
+    """Capture ``job`` with transformers in this process; ``patch`` is called with the transformers model."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -192,7 +198,10 @@ def _settings(job: Job) -> dict[str, Any]:
 
 
 def batch(prompts: Mapping[str, Sequence[int]], multiple_of: int = 1, at_least: int = 0) -> tuple[Any, dict[str, Any]]:
-    """Token ids [b, s], padded on the right, and the arguments of ``dumper.step`` for them."""
+    """Return right-padded token ids [b, s] and the matching arguments of ``dumper.step``.
+
+    s is at least ``at_least``, rounded up to a multiple of ``multiple_of``.
+    """
     import torch
 
     from tapscope.core.observe import RowSpan
@@ -205,7 +214,10 @@ def batch(prompts: Mapping[str, Sequence[int]], multiple_of: int = 1, at_least: 
 
 
 def loss(logits: Any, prompts: Mapping[str, Sequence[int]], num_labels: int | None = None) -> Any:
-    """Cross-entropy of every next token, divided by ``num_labels`` (default: all of these); logits: [b, s, v]."""
+    """Return the next-token cross-entropy of ``logits`` [b, s, v], summed and divided by ``num_labels``.
+
+    ``num_labels`` defaults to the number of labels in ``prompts``.
+    """
     import torch
 
     rows = [logits[i, : len(tokens) - 1] for i, tokens in enumerate(prompts.values())]
@@ -215,7 +227,10 @@ def loss(logits: Any, prompts: Mapping[str, Sequence[int]], num_labels: int | No
 
 
 def load_patch(text: str) -> Callable[[Any], object]:
-    """The function that ``FILE.py:FUNCTION`` names."""
+    """Import the function that ``FILE.py:FUNCTION`` names.
+
+    Raises ValueError if FILE is not a Python file.
+    """
     file, _, name = text.rpartition(":")
     spec = importlib.util.spec_from_file_location("_patch", file)
     if spec is None or spec.loader is None:
@@ -235,7 +250,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--backward", action="store_true")
     parser.add_argument("--sequence-parallel", action="store_true")
-    parser.add_argument("--prompts", type=json.loads, default=PROMPTS, help="JSON object of request and token ids")
+    parser.add_argument("--prompts", type=json.loads, default=PROMPTS, help="JSON object: token ids by request")
     parser.add_argument("--patch", help="FILE.py:FUNCTION, called with the model on every rank")
     options = vars(parser.parse_args())
     with Team(**{axis: options.pop(axis) for axis in ("tp", "pp", "ep", "cp")}) as team:

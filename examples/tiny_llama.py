@@ -1,9 +1,9 @@
-"""A small Llama, briefly trained on Python code when it is first needed: no weights are downloaded.
+"""Train a small Llama on Python source code, so that no weights need to be downloaded.
 
     python examples/tiny_llama.py DIRECTORY [--steps 300]
 
-Trains a BPE tokenizer and a 4-layer model (hidden 256, 3.4M parameters) on the standard library's own source. The
-number of steps decides what it learns, however fast or busy the machine is.
+Trains a BPE tokenizer and a 4-layer model (hidden size 256, 3.4M parameters) on the standard library's own source. The
+result depends on the number of steps, not on the speed or load of the machine.
 """
 
 import argparse
@@ -16,8 +16,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-# Keep freed memory instead of giving it back to the system: page faults would cost half the training. And threads that
-# wait must sleep: where other processes want the cores, those that spin take three times the CPU time.
+# Keep freed memory in the process instead of returning it to the system: page faults would take half of the training
+# time. Waiting threads must sleep: when other processes need the cores, spinning threads take three times the CPU time.
 _ENVIRONMENT = {
     "MALLOC_MMAP_THRESHOLD_": str(4 << 30),
     "MALLOC_TRIM_THRESHOLD_": str(8 << 30),
@@ -29,13 +29,13 @@ STEPS = 300
 
 
 def corpus(limit: int = 30) -> list[str]:
-    """Sources of the standard library, the same ones every time: few, so that a short training shows."""
+    """Return the first ``limit`` sources of the standard library; a small corpus makes a short training effective."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     return [file.read_text(errors="replace") for file in files[:limit]]
 
 
 def make_checkpoint(path: Path, *, steps: int = STEPS, seed: int = 0) -> None:
-    """Train for ``steps`` and save config, weights and tokenizer in Hugging Face form."""
+    """Train for ``steps`` and save config, weights and tokenizer in Hugging Face format."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -77,7 +77,7 @@ def _train(model: "object", ids: "object", steps: int, rng: random.Random) -> No
 
     assert isinstance(model, torch.nn.Module)
     assert isinstance(ids, torch.Tensor)
-    optimiser = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95))
     columns = TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]}")
     with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=steps, loss="?")
@@ -87,8 +87,8 @@ def _train(model: "object", ids: "object", steps: int, rng: random.Random) -> No
             loss = model(input_ids=batch, labels=batch).loss
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimiser.step()
-            optimiser.zero_grad()
+            optimizer.step()
+            optimizer.zero_grad()
             bar.update(task, advance=1, loss=f"{loss.item():.2f}")
     print(f"trained {steps} steps, {steps * SEQUENCE * BATCH:,} tokens, last loss {loss.item():.2f}", file=sys.stderr)
 
