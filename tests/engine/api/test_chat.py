@@ -589,7 +589,7 @@ def test_gpt_oss_channels_reach_openai_clients(tmp_path: Path) -> None:
         ({"reasoning_effort": "low"}, {}, True),
         ({"reasoning_effort": "high", "enable_thinking": False}, {}, False),
         ({"reasoning_effort": "none", "enable_thinking": True}, {}, True),
-        ({"reasoning_effort": "high"}, {"regex": "a"}, False),  # constrained from the first token on
+        ({"reasoning_effort": "high"}, {"regex": "a"}, False),  # constrained from the first token
     ],
 )
 @pytest.mark.parametrize("reads_effort", [False, True])

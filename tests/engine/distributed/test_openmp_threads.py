@@ -1,4 +1,4 @@
-"""OpenMP's idle threads sleep in tapscope's own processes; the user's processes and settings stay as they are."""
+"""Idle OpenMP threads sleep in tapscope's own processes; the user's processes and settings stay unchanged."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Any number of ranks computes the model: whatever does not divide, heads held by several ranks, other launchers."""
+"""Tensor parallelism: sizes that do not divide by the ranks, heads replicated over ranks, other launchers."""
 
 import os
 import signal
@@ -32,7 +32,7 @@ ODD = {"vocab_size": 523, "intermediate_size": 93, "num_attention_heads": 8, "nu
 
 
 class NcclGroup:
-    """Aborts as NCCL does: collectives on the device return immediately, the call when no graph contains one."""
+    """Imitates an NCCL abort: device collectives return immediately; the call returns once no graph contains one."""
 
     def __init__(self, *, is_stuck: bool) -> None:
         self.is_stuck = is_stuck
@@ -63,7 +63,7 @@ def connected(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_rehearsal_does_not_reach_the_other_ranks() -> None:
-    """Shapes of collectives are those of a step."""
+    """The collectives return the shapes of a real step."""
     calls: list[str] = []
     group = SimpleNamespace(allreduce=lambda *_: calls.append("reduce"), allgather=lambda *_: calls.append("gather"))
     tp, rows = TensorParallel(1, 2, group), torch.ones(3, 2)
@@ -98,7 +98,7 @@ def test_lost_peer_destroys_graphs_although_this_rank_is_blocked(connected: tupl
     tp, group = connected
     read, write = os.pipe()
     tp.watch([read])
-    os.close(write)  # the peer has ended; this thread only waits, as in a collective that NCCL blocks
+    os.close(write)  # the peer has exited while this thread waits, as in an NCCL collective that blocks
     assert group.released.wait(20)
     tp.disconnect()
     assert group.calls == ["abort", "release", "aborted"]
@@ -122,7 +122,7 @@ def test_span_partitions_evenly(total: int, size: int) -> None:
     assert all(left[1] == right[0] for left, right in pairwise(spans))
     lengths = [end - start for start, end in spans]
     assert max(lengths) - min(lengths) <= 1
-    assert lengths[0] == max(lengths)  # rank 0 has the fewest pages, which is what the scheduler counts
+    assert lengths[0] == max(lengths)  # rank 0 has the fewest pages, which bounds the scheduler
 
 
 @given(st.integers(1, 6), st.integers(1, 6), st.data())
@@ -193,7 +193,7 @@ if sys.argv[2:]:
 
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A model and a program that all ranks run."""
+    """A checkpoint and a program that every rank runs."""
     folder = tmp_path_factory.mktemp("launched")
     (folder / "program.py").write_text(PROGRAM)
     return make_llama(folder / "model", num_hidden_layers=1), folder / "program.py"

@@ -1,4 +1,4 @@
-"""The watch over processes: which one hangs, and which only loads, waits, sleeps, or is held by a debugger."""
+"""The watchdog distinguishes hung processes from those that load, wait, sleep or are held by a debugger."""
 
 import asyncio
 import os
@@ -55,7 +55,7 @@ def heartbeat(tmp_path: Path) -> Heartbeat:
 
 
 class Program:
-    """A process that tells its stack, at a point that it reports."""
+    """A process that reports when it reaches a known point, and dumps its stack on request."""
 
     def __init__(self, folder: Path, do: str = "sys.stdin.readline()") -> None:
         self.stack = stack_path(folder, 1)
@@ -67,7 +67,7 @@ class Program:
         return WatchedProcess(self.process.pid, heartbeat, self.stack)
 
     def stop(self) -> None:
-        """Until it is stopped."""
+        """Send SIGSTOP and wait until the process is stopped."""
         os.kill(self.process.pid, signal.SIGSTOP)
         os.waitpid(self.process.pid, os.WUNTRACED)
 
@@ -86,7 +86,7 @@ def program(tmp_path: Path) -> Iterator[Program]:
 
 
 def _looks(watch: Watchdog, count: int) -> dict[int, str]:
-    """What so many looks find, all but the last of which find nothing."""
+    """Check ``count`` times and return the last result; the earlier results must be empty."""
     for _ in range(count - 1):
         assert watch.check() == {}
     return watch.check()
@@ -95,7 +95,7 @@ def _looks(watch: Watchdog, count: int) -> dict[int, str]:
 def test_watchdog_reports_a_busy_process_without_progress(heartbeat: Heartbeat, program: Program) -> None:
     watch = Watchdog({1: program.watched(heartbeat)}, 8.0)
     heartbeat.start_step(3)
-    for layer in range(5):  # it gets on, slowly
+    for layer in range(5):  # slow progress
         heartbeat.start_layer(layer)
         assert _looks(watch, CHECKS_PER_LIMIT) == {}
     said = watch.check()[1]
@@ -128,7 +128,7 @@ def test_watchdog_detects_a_deadlock_of_all_ranks(tmp_path: Path, heartbeat: Hea
     watch = Watchdog({1: program.watched(heartbeat)}, 8.0, own)
     heartbeat.start_step(0)
     heartbeat.set_activity(Activity.WAITING)
-    own.set_activity(Activity.WORKING)  # this rank keeps the other waiting: as long as it likes, nobody else hangs
+    own.set_activity(Activity.WORKING)  # this rank keeps the other waiting, for any time; no other rank hangs
     assert _looks(watch, 3 * CHECKS_PER_LIMIT) == {}
     own.set_activity(Activity.WAITING)
     assert "in step 0, in a collective" in _looks(watch, CHECKS_PER_LIMIT + 1)[1]
@@ -163,7 +163,7 @@ def test_watchdog_waits_for_a_debugged_process(
 
 
 def test_stack_of_a_stopped_process_is_that_of_its_main_thread_only(heartbeat: Heartbeat, program: Program) -> None:
-    """Any thread may take a signal of a stopped process, and reading stacks of running threads can crash it."""
+    """A stopped process may take the signal in any thread, and walking the stacks of running threads can crash it."""
     for _ in range(5):
         program.stop()
         assert " in here" in request_stack(program.watched(heartbeat))
@@ -233,7 +233,7 @@ def test_engine_that_ends_while_it_is_diagnosed_is_reported_as_hung(
         f"import signal; signal.signal({int(_STACK_SIGNAL)}, lambda *_: exit(3)); print(1, flush=True); signal.pause()"
     )
     command = [sys.executable, "-c", dies]
-    engine = subprocess.Popen(command, stdout=subprocess.PIPE, pass_fds=[theirs.fileno()])  # it holds the channel
+    engine = subprocess.Popen(command, stdout=subprocess.PIPE, pass_fds=[theirs.fileno()])  # inherits the channel
     theirs.close()
     assert engine.stdout is not None
     assert engine.stdout.readline() == b"1\n"

@@ -1,4 +1,4 @@
-"""Batch-invariant mode: a request's logits are the same bits whoever else runs and however its prompt is cut."""
+"""Batch-invariant mode: a request's logits are bit-identical for any batch and any chunking of its prompt."""
 
 from pathlib import Path
 
@@ -73,7 +73,7 @@ def test_log_probabilities_of_decoding_are_those_of_a_whole_prefill(tmp_path: Pa
 def test_batch_invariant_kernels_equal_the_functions_of_a_cpu(
     tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In Triton's interpreter; a row's bits do not depend on the batch, nor on the chunks of its prompt."""
+    """With the kernels in Triton's interpreter; a row's bits depend neither on the batch nor on prompt chunks."""
     if triton.why_not(torch.device("cpu")) is not None:
         pytest.skip("needs Triton's interpreter: TRITON_INTERPRET=1 and a CPU")
     use_exact_products(monkeypatch)
@@ -91,7 +91,7 @@ def test_batch_invariant_kernels_equal_the_functions_of_a_cpu(
 
 
 def test_default_mode_is_not_batch_invariant(tmp_path: Path) -> None:
-    """The tests above could not fail otherwise."""
+    """Shows that the tests above can fail."""
     path = make_llama(tmp_path / "model", seed=1)
     params = SamplingParams(max_new_tokens=NEW, full_logprobs=True, ignore_eos=True)
     with LLM(path) as llm:

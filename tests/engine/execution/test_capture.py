@@ -1,4 +1,4 @@
-"""One request of many is captured because it asks: its own rows, every one of them, and nothing of the others."""
+"""A request that asks for capture is recorded completely: all of its own rows and none of other requests."""
 
 import json
 import os
@@ -47,7 +47,7 @@ def answered(llm: LLM, captures: dict[int, str]) -> None:
 
 
 def rows_of(run: Run, request: str, site: str) -> dict[int, Any]:
-    """Position -> row of the site's values."""
+    """Return the row of the site's values by position."""
     found: dict[int, Any] = {}
     for record in run.records:
         if record.key.site == site and record.entry:
@@ -77,7 +77,7 @@ def test_capture_records_the_whole_request_only(
     llama: Path, everything: Run, tmp_path: Path, tp: int, config: DumperConfig
 ) -> None:
     with observed(llama, tmp_path / "run", config, tp=tp) as llm:
-        llm.generate(PROMPTS, max_new_tokens=1)  # its pages are in the prefix cache now
+        llm.generate(PROMPTS, max_new_tokens=1)  # fills the prefix cache
         answered(llm, {0: "full"})
     run = open_run(tmp_path / "run")
     assert run.ledger().complete, run.ledger().sentences()
@@ -100,7 +100,7 @@ def test_capture_does_not_change_other_captures(llama: Path, everything: Run, tm
         answered(llm, {1: "full", 2: "stats"})
     run = open_run(tmp_path / "run")
     assert run.ledger().complete
-    for request in ("r0", "r1", "r2"):  # kept in full of all requests
+    for request in ("r0", "r1", "r2"):  # full capture of every request
         expected = rows_of(everything, request, "model.layers.0:out")
         assert sorted(rows_of(run, request, "model.layers.0:out")) == sorted(expected)
     assert sorted(rows_of(run, "r1", "model.layers.1:out")) == list(range(len(PROMPTS[1]) + NEW - 1))
@@ -145,7 +145,7 @@ def test_capture_over_http_by_field_or_header(served: Served, tmp_path: Path) ->
     assert run.ledger().complete
     assert sorted(rows_of(run, "field", "model.layers.1:out")) == list(range(len(PROMPTS[0]) + NEW - 1))
     requests = {row.request for steps in run.steps.values() for row in steps[0].info.rows}
-    assert requests == {"field", answer.json()["id"]}  # an answer's id is how the run calls its request
+    assert requests == {"field", answer.json()["id"]}  # the run identifies a request by the id of its response
     assert any(record.stats and not record.entry for record in run.records)
 
 
@@ -158,7 +158,7 @@ def test_logits_observed_computes_every_row_only_while_armed(llama: Path, tmp_pa
         seen.clear()
         answered(llm, {1: "stats"})
         assert seen[0] > len(PROMPTS)
-        llm.generate([[1, 2]], max_new_tokens=1)  # the taps go before the next step
+        llm.generate([[1, 2]], max_new_tokens=1)  # the taps are removed before the next step
         seen.clear()
         answered(llm, {})
         assert seen[0] == len(PROMPTS)
@@ -194,7 +194,7 @@ def test_reopen_continues_all_ranks_at_one_step(llama: Path, everything: Run, tm
         steps = llm.engine.state()["num_steps"]
         with pytest.raises(RecorderError, match=f"{first} already holds a run"):
             llm.engine.reopen(first)
-        llm.generate(PROMPTS[:1], max_new_tokens=1)  # the model goes on, and nothing is recorded
+        llm.generate(PROMPTS[:1], max_new_tokens=1)  # the model keeps running, without recording
         llm.engine.reopen(second)
         llm.engine.scheduler.flush()
         answered(llm, {})

@@ -1,4 +1,4 @@
-"""Which CUDA graph computes a step, and what is reported where none can be captured."""
+"""Selection of the CUDA graph for a step, and the warning if none can be captured."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ from tapscope.kernels import triton
 
 
 def plan_of(*counts: int, **fields: Any) -> StepPlan:
-    """A step of requests with as many rows; ``fields`` are those of the last one."""
+    """Return the plan of one request for each row count in ``counts``; ``fields`` apply to the last request."""
     scheduled = [
         ScheduledRequest(request=str(i), row=i, position=5, visits=((count, 0),), tokens=(7,) * count, pages=())
         for i, count in enumerate(counts)
@@ -85,7 +85,7 @@ def test_warning_says_what_cannot_be_captured(
     what: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Of models on a CPU, as if it were a GPU."""
+    """CPU models are treated as GPU models."""
     shape = {key: settings.pop(key) for key in ("head_dim",) if key in settings}
     make = make_checkpoint if family in FAMILIES else make_moe
     with LLM(make(tmp_path / "model", family, dtype="bfloat16", **shape)) as llm:

@@ -1,4 +1,4 @@
-"""What happens where CUDA graphs cannot be captured; the functions of a GPU are replaced."""
+"""Failures of CUDA graph capture, with the GPU functions replaced."""
 
 import threading
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ from tapscope.engine.execution.decode_graphs import DecodeGraphs
 
 
 def graphs_without_memory(monkeypatch: pytest.MonkeyPatch, tp: TensorParallel) -> DecodeGraphs:
-    """Graphs of four buckets, of which two find memory."""
+    """Return graphs of four buckets, two of which fit into memory."""
     monkeypatch.setattr(decode_graphs.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(decode_graphs.cuda, "Stream", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 30, 1 << 31))
@@ -50,7 +50,7 @@ def test_decode_graphs_out_of_memory_keeps_the_captured_buckets(
 
 
 def test_lost_rank_destroys_graphs_with_taps_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL's abort waits until no graph has collectives; a step that is about to replay one ends with an error."""
+    """NCCL's abort waits until no graph contains collectives; a step that is about to replay one fails."""
     graphs = graphs_without_memory(monkeypatch, TensorParallel(rank=1, size=2))
     destroyed: list[int] = []
 
@@ -68,8 +68,10 @@ def test_lost_rank_destroys_graphs_with_taps_too(monkeypatch: pytest.MonkeyPatch
 
 
 def test_peer_lost_while_graphs_are_measured_does_not_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL's abort waits until no graph has collectives, and this rank waits in NCCL. A graph of which the capture ends
-    after that is destroyed as well."""
+    """NCCL's abort waits until no graph contains collectives, and this rank waits in NCCL.
+
+    A graph whose capture ends afterwards is destroyed as well.
+    """
     destroyed: list[int] = []
     is_free = threading.Event()
 
@@ -88,7 +90,7 @@ def test_peer_lost_while_graphs_are_measured_does_not_block(monkeypatch: pytest.
 
     def capture(size: int) -> Any:
         if size == 4:
-            peers = threading.Thread(target=tp._abort)  # as where a peer's process has ended
+            peers = threading.Thread(target=tp._abort)  # as when a peer process has exited
             peers.start()
             peers.join(25)
             assert not peers.is_alive()

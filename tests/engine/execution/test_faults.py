@@ -1,4 +1,4 @@
-"""What may go wrong with `tapscope serve`, on real processes: deaths, signals, hang-ups, slow readers."""
+"""Faults of `tapscope serve` with real processes: killed processes, signals, disconnects, slow readers."""
 
 import json
 import os
@@ -39,7 +39,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Process:
-    """A running `tapscope serve`."""
+    """A running `tapscope serve` process."""
 
     def __init__(self, path: Path, run: Path, *flags: str) -> None:
         self.address, self._folder = f"127.0.0.1:{free_port()}", run.parent
@@ -59,7 +59,7 @@ class Process:
         return self.client.get("/get_server_info").raise_for_status().json()
 
     def children(self) -> dict[str, int]:
-        """Process ids of the front and of the rank that `serve` has started: they have its working directory."""
+        """Return the pids of the front end and the rank started by `serve`, recognized by their working directory."""
         found, kinds = {}, {"serve_http": "front", "spawned": "rank"}
         for process in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
@@ -69,7 +69,7 @@ class Process:
         return found
 
     def end(self) -> tuple[int, str]:
-        """Exit code and stderr, once it ends by itself."""
+        """Wait until the process exits by itself; return exit code and stderr."""
         text = self.process.communicate(timeout=LIMIT_S)[1]
         return self.process.returncode, text
 
@@ -126,7 +126,7 @@ def test_server_survives_disconnected_and_slow_clients_and_drains(path: Path, tm
 
 
 def _hang_up_midway(process: Process, count: int) -> None:
-    """Each is aborted exactly once: its steps end, its pages are free again, and it counts as one that left."""
+    """Disconnect ``count`` clients and check that each request is aborted once, frees its pages and is counted."""
 
     def hang_up(index: int) -> None:
         body = {"input_ids": [index + 1], "sampling_params": ENDLESS, "stream": index % 2 == 0}
@@ -134,7 +134,7 @@ def _hang_up_midway(process: Process, count: int) -> None:
         with socket.create_connection((host, int(port))) as connection:
             connection.sendall(raw_post(body))
             if index % 2 == 0:
-                connection.recv(1000)  # it has begun to answer
+                connection.recv(1000)  # the response has started
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(hang_up, range(count)))
@@ -147,7 +147,7 @@ def _hang_up_midway(process: Process, count: int) -> None:
 
 
 def _read_slowly(process: Process) -> None:
-    """Who does not read does not hold the engine up, nor others; what he reads in the end is whole."""
+    """Check that a slow reader blocks neither the engine nor other clients, and finally receives the full response."""
     with _stream(process, input_ids=[7], sampling_params=LONG) as lines:
         next(lines)
         assert process.becomes(lambda: process.info()["num_running"] == 0)
@@ -178,7 +178,7 @@ def test_http_process_reports_a_hung_engine_and_exits_with_a_dead_one(path: Path
         assert re.search(r"the engine's process \d+ hangs: .*stopped by a signal.*service\.py", events[0])
         for response in (process.client.get("/health"), process.generate(input_ids=[5], sampling_params=SHORT)):
             assert (response.status_code, "hangs: no progress for" in response.text) == (503, True)
-        process.process.kill()  # the front would do so after its linger
+        process.process.kill()  # the front end would do so after its linger
         assert "the engine's process has ended; the server exits" in process.end()[1]
         wait_until(lambda: all(map(_is_gone, children.values())), "front and rank end")
 
@@ -195,7 +195,7 @@ def test_server_returns_503_after_an_idle_rank_died(path: Path, tmp_path: Path) 
         for response in (process.client.get("/health"), process.generate(input_ids=[5], sampling_params=SHORT)):
             assert response.status_code == 503
             assert "rank 1 of 2 was killed by signal 9" in response.json()["error"]["message"]
-        process.process.send_signal(signal.SIGTERM)  # or it ends by itself after its linger
+        process.process.send_signal(signal.SIGTERM)  # or it exits by itself after its linger
         code, text = process.end()
         assert code == 4
         assert "rank 1 of 2 was killed by signal 9" in text
@@ -289,7 +289,7 @@ def test_cache_beyond_the_memory_is_one_sentence(path: Path, tmp_path: Path) -> 
 def test_ranks_without_memory_for_the_cache_end(path: Path, tp: int) -> None:
     with pytest.raises(ConfigError, match="KV cache does not fit into the free memory of cpu; lower num_pages"):
         LLM(path, tp=tp, num_pages=20_000_000_000)
-    with LLM(path, tp=tp) as llm:  # nothing is left that holds memory, a port or a process
+    with LLM(path, tp=tp) as llm:  # no process holds memory or a port any more
         assert llm.generate([[5, 6, 7]], max_new_tokens=2)
 
 

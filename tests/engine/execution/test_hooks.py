@@ -1,4 +1,4 @@
-"""Every Hugging Face module is called under its own name, so ordinary hooks see what they see in transformers."""
+"""Every module has its Hugging Face name, so ordinary hooks receive the same values as in transformers."""
 
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _copied(output: Any) -> Any:
-    """A tensor as it is now: transformers scales a projection of Gemma 3n in place."""
+    """Clone an output tensor: transformers scales a Gemma 3n projection in place."""
     return output.clone() if isinstance(output, torch.Tensor) else output
 
 
@@ -46,7 +46,7 @@ def _tensors(output: Any) -> list[torch.Tensor]:
 
 
 def _transformers_values(path: Path) -> dict[str, list[Any]]:
-    """Outputs of every module of transformers' own model, without the attention weights that eager attention has."""
+    """Return the outputs of every module of transformers' model, without the attention weights of eager attention."""
     hf = reference(path)
     seen, handles = _hook_all(hf)
     with torch.no_grad():
@@ -57,8 +57,8 @@ def _transformers_values(path: Path) -> dict[str, list[Any]]:
 
 
 def _packed(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """transformers' value without the batch axis, and heads after tokens (Gemma 3 normalises them before)."""
-    tensor = tensor.squeeze(1 if tensor.ndim == 4 and len(tensor) > 1 else 0)  # Gemma 3n stacks streams first
+    """Drop the batch axis of transformers' value and put heads after tokens (Gemma 3 normalizes heads first)."""
+    tensor = tensor.squeeze(1 if tensor.ndim == 4 and len(tensor) > 1 else 0)  # Gemma 3n stacks streams on axis 0
     heads_first = name.endswith((".q_norm", ".k_norm")) and tensor.ndim == 3 and tensor.shape[1] == len(PROMPT)
     return tensor.transpose(0, 1) if heads_first else tensor
 
@@ -77,10 +77,10 @@ _OWN_MODULES = {
 
 def _times(family: str, name: str) -> int:
     if family == "gemma3n" and name.endswith((".router_norm", ".modality_router")):
-        return 2  # to predict and to correct
+        return 2  # prediction and correction
     return (
         2 if family in ("gemma3", "gemma3n", "gemma4", "olmo3") and name == "model.rotary_emb" else 1
-    )  # each type of layer
+    )  # per layer type
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -93,14 +93,14 @@ def test_hooks_fire_once_per_module_with_transformers_values(tmp_path: Path, fam
         actual, _ = _hook_all(llm.model)
         llm.generate([PROMPT], max_new_tokens=1)
         inherits = [name for name, _ in reference(path).named_modules() if name not in dict(llm.model.named_modules())]
-    # Our convolution includes its activation, a module that transformers does not call.
+    # The engine's convolution includes its activation, which is a module that transformers never calls.
     assert [name for name in inherits if not name.endswith((".mamba.act", ".mixer.act"))] == []
     assert len(expected) > {"falcon_h1": 39, "lfm2": 39, "mamba2": 20}.get(family, 40)
     for name, outputs in expected.items():
         assert len(outputs) == len(actual[name]) == _times(family, name), name or "the root"
         for firing in actual[name]:
             theirs, ours = ([_tensors(out) for out in outputs], _tensors(firing))
-            # transformers calls the rotary embedding of Gemma 3 and OLMo 3 for layer types in the order of a set.
+            # transformers calls the rotary embedding of Gemma 3 and OLMo 3 per layer type, in set order.
             assert any(_equal(name, values, ours) for values in theirs), name
     extra = {name.rpartition(".")[2] for name in actual} - {name.rpartition(".")[2] for name in expected}
     core = {"partial", "sampler"} if family == "mamba2" else {"attn", "partial", "sampler"}
@@ -110,13 +110,13 @@ def test_hooks_fire_once_per_module_with_transformers_values(tmp_path: Path, fam
 
 
 def _equal(name: str, theirs: list[torch.Tensor], ours: list[torch.Tensor]) -> bool:
-    """Whether shapes and values are equal; cosines of Gemma 4 have another shape for each type of layer."""
+    """Return whether shapes and values are equal; Gemma 4's cosines have a different shape per layer type."""
     pairs = [(_packed(name, a), b) for a, b in zip(theirs, ours, strict=True)]
     return all(a.shape == b.shape and (a - b.cpu()).abs().max() <= 1e-4 for a, b in pairs)
 
 
 def _assemble(shards: list[torch.Tensor], annotation: str) -> torch.Tensor:
-    """Put TP shards together as their dims say, checking that replicas are replicas."""
+    """Assemble TP shards according to their dims, checking that replicas are equal."""
     parsed = dims.parse(annotation)
     sharded = parsed.shards()
     if not sharded:
@@ -147,7 +147,7 @@ def test_hooks_of_two_ranks_assemble_by_dims_to_transformers_values(tmp_path: Pa
     assert len(partials) == 2 * 3
     for name in partials:
         whole = _assemble([seen[name][0] for seen in actual], model.get_submodule(name).tap_dims["out"])
-        # The summands a hook kept are still summands after the all-reduce, and the bias is in exactly one of them.
+        # Partial sums kept by a hook are unchanged by the all-reduce, and exactly one of them includes the bias.
         assert (whole - actual[0][name.removesuffix(".partial")][0]).abs().max() <= 1e-6
         assert not torch.equal(actual[0][name][0], actual[1][name][0])
     ranks.close()

@@ -1,4 +1,4 @@
-"""Kernels are compiled in parallel when an engine starts, and no bucket is looked at for nothing."""
+"""Parallel kernel compilation at engine start; intermediate buckets are compiled only if the cache lacks kernels."""
 
 import threading
 from collections.abc import Collection, Iterator
@@ -17,7 +17,7 @@ from tapscope.kernels import triton
 
 
 class Graphs:
-    """Graphs of four buckets; keeps those whose kernels are compiled."""
+    """Graphs of four buckets that note the buckets compiled."""
 
     sizes = (1, 2, 4, 8)
 
@@ -30,7 +30,7 @@ class Graphs:
 
 
 class Observer:
-    """Keeps whether its taps are in place."""
+    """Notes whether its taps are attached."""
 
     is_tapping = False
 
@@ -43,7 +43,7 @@ class Observer:
 
 @pytest.fixture
 def cache_misses(monkeypatch: pytest.MonkeyPatch) -> list[list[str] | None]:
-    """What each of the next times is compiled that Triton's cache does not have; None: it cannot compile in threads."""
+    """Kernels missing in Triton's cache at each of the next compilations; None: threads cannot compile."""
     found: list[list[str] | None] = []
 
     @contextmanager
@@ -102,7 +102,7 @@ def test_kernels_of_steps_with_taps_are_those_of_decoding(
 def test_failure_is_reported_in_one_line_and_the_start_goes_on(
     where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """In the capture, or where a compiled kernel is loaded."""
+    """In the capture, or while loading a compiled kernel."""
     knobs = pytest.importorskip("triton").knobs
     active_mode = pytest.importorskip("triton.runtime._async_compile").active_mode
     from tapscope.kernels.triton import compile_ahead
@@ -133,7 +133,7 @@ def test_failure_is_reported_in_one_line_and_the_start_goes_on(
 
 
 def test_ranks_compile_their_share_before_that_of_others() -> None:
-    """What a rank has compiled is in the cache of the others when they come to it."""
+    """Kernels that one rank has compiled are in the cache when the other ranks reach them."""
     pytest.importorskip("triton")
     from tapscope.kernels.triton.compile_ahead import ShareFirst
 
@@ -162,7 +162,7 @@ def test_ranks_compile_their_share_before_that_of_others() -> None:
 
 
 def test_rank_without_the_others_compiles_everything() -> None:
-    """Also a kernel whose result is needed before, and one that raises."""
+    """Includes a kernel whose result is needed earlier, and one that raises."""
     pytest.importorskip("triton")
     from tapscope.kernels.triton.compile_ahead import ShareFirst
 

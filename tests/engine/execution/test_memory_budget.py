@@ -1,4 +1,4 @@
-"""The KV cache takes what a step and the CUDA graphs leave of a GPU's memory; a CPU imitates both."""
+"""The KV cache gets the GPU memory left by a step and the CUDA graphs; a CPU imitates both."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,7 +29,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """Bytes that a CPU claims of its memory: ``total`` and ``free`` of a GPU, and ``reserved`` by a step."""
+    """Memory sizes that a CPU reports as a GPU: ``total``, ``free``, and ``reserved`` by a step."""
     memory = {"total": 1000 * MIB, "free": 400 * MIB, "reserved": 50 * MIB}
     imitate_prefill_graphs(monkeypatch)
     monkeypatch.setattr(ModelRunner, "_fills_free_memory", lambda self, config: config.num_pages is None)
@@ -45,7 +45,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 def test_cache_takes_what_is_left(
     tmp_path: Path, gpu: dict[str, int], family: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """400 MiB are free, a step takes 50, two kinds of graphs 100 each, and 50 stay free."""
+    """400 MiB are free; a step takes 50, two kinds of graphs 100 each, and 50 stay free."""
     make: Any = make_checkpoint if family in FAMILIES else make_moe
     path = make(tmp_path / "model", family, seed=1)
     with LLM(path, cuda_graphs="off") as llm:
@@ -72,8 +72,8 @@ def test_draft_is_counted_before_the_cache_is_made(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """It takes 30 MiB, and a page in its own cache for each of the target's; 3 MiB are left for both caches."""
-    kinds = 0 if algorithm == "NEXTN" else 2  # of graphs; experts on a CPU cannot be captured
+    """The draft takes 30 MiB, and one page in its own cache per target page; 3 MiB remain for both caches."""
+    kinds = 0 if algorithm == "NEXTN" else 2  # kinds of graphs; experts on a CPU cannot be captured
     gpu["free"] = (50 + kinds * 100 + 50 + 30 + 3) * MIB
     path, settings = make_speculating(tmp_path, algorithm)
     limits: dict[str, Any] = {"kv_cache_memory_bytes": 1000 * MIB, "max_num_seqs": 16, "max_num_batched_tokens": 600}
@@ -96,7 +96,7 @@ def test_no_memory_for_the_cache_is_refused_with_the_numbers(tmp_path: Path, gpu
     wanted = r"no memory is left for the KV cache; of 0.98 GiB: .* 0.20 GiB CUDA graphs.*; lower max_num_batched_tokens"
     with pytest.raises(ConfigError, match=wanted):
         LLM(path)
-    with LLM(path, num_pages=8) as llm:  # the user has sized it
+    with LLM(path, num_pages=8) as llm:  # sized by the user
         assert llm.engine.runner.cache_config.num_pages == 8
 
 
@@ -121,7 +121,7 @@ def test_budget_of_the_fullest_rank_counts() -> None:
 
 
 def test_graphs_are_measured_by_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of six buckets the largest takes 40 bytes, the next three 6 more; so two more and 6 with taps take 16."""
+    """Of six buckets, the largest takes 40 bytes and the next three 6; so two more, and 6 with taps, take 16."""
     free: Iterator[int] = iter([100, 60, 57, 56, 54])
     monkeypatch.setattr(decode_graphs, "free_memory", lambda: next(free))
     monkeypatch.setattr(decode_graphs.cuda, "graph_pool_handle", lambda: None)

@@ -1,4 +1,4 @@
-"""More processes than a machine can run are refused, and more than it has cores are reported."""
+"""More processes than a machine can run are refused, and more than its cores cause a warning."""
 
 import logging
 from pathlib import Path
@@ -14,7 +14,7 @@ from tapscope.engine.execution.num_processes import PER_CORE, check_num_processe
 def test_num_processes_beyond_the_limit_of_the_machine_are_refused() -> None:
     most = PER_CORE * num_cores()
     check_num_processes(EngineConfig(model="model", dp=most))
-    check_num_processes(EngineConfig(model="model", tp=most + 1, launch="external"))  # on several machines
+    check_num_processes(EngineConfig(model="model", tp=most + 1, launch="external"))  # for several machines
     with pytest.raises(ConfigError, match=f"dp={most + 1}, tp=1: .* at most {PER_CORE} per core"):
         check_num_processes(EngineConfig(model="model", dp=most + 1))
 

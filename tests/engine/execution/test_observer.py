@@ -1,4 +1,4 @@
-"""An observer is told every step, on every rank, and the same thing on each."""
+"""An observer is notified of every step on every rank, with the same information."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -69,7 +69,7 @@ def test_observer_factory_receives_model_and_rank_info(path: Path) -> None:
 
 
 class Strict(Memory):
-    """Raises at the end of the second step, as a strict dumper does when something was lost."""
+    """Raises at the end of the second step, like a strict dumper that has lost data."""
 
     def after_step(self, metrics: Mapping[str, float]) -> None:
         super().after_step(metrics)
@@ -78,7 +78,7 @@ class Strict(Memory):
 
 
 class Refusing(Memory):
-    """Cannot begin its first step."""
+    """Fails to begin its first step."""
 
     def before_step(self, info: StepInfo) -> None:
         if not self.steps:

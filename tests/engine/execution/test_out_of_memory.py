@@ -1,4 +1,4 @@
-"""A step that runs out of memory is one sentence that names what to lower; the engine works on and nothing leaks."""
+"""Out of memory in a step raises one error naming the setting to lower; the engine keeps running without leaks."""
 
 import resource
 import weakref
@@ -32,7 +32,7 @@ MODES = ("plain", "steps ahead", "adapter", "state", "NGRAM", "EAGLE", "tree")
 
 @contextmanager
 def _address_space(more_bytes: int) -> Iterator[None]:
-    """This process can map ``more_bytes`` and no more."""
+    """Limit this process to mapping ``more_bytes`` of additional memory."""
     mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     before, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (mapped + more_bytes, hard))
@@ -43,7 +43,7 @@ def _address_space(more_bytes: int) -> Iterator[None]:
 
 
 class FailingOp(TorchDispatchMode):
-    """The ``number``-th operation raises ``error``, once."""
+    """Makes the ``number``-th tensor operation raise ``error``, once."""
 
     def __init__(self, number: int, error: BaseException) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class FailingOp(TorchDispatchMode):
 
 def _make(mode: str, folder: Path) -> LLM:
     settings: dict[str, Any] = {"page_size": 4, "max_num_batched_tokens": 16}
-    settings |= {"check_invariants": True, "batch_invariant": True}  # no bit depends on what is in the prefix cache
+    settings |= {"check_invariants": True, "batch_invariant": True}  # no bit depends on the content of the prefix cache
     if mode in ("EAGLE", "tree"):
         path, more = make_speculating(folder, "EAGLE")
         settings |= more
@@ -137,13 +137,13 @@ def test_out_of_memory_of_the_allocator_names_the_settings(wide: Path) -> None:
         again = llm.generate(PROMPTS, max_new_tokens=4, ignore_eos=True)
         assert [g.token_ids for g in again] == [g.token_ids for g in expected]
         whole = llm.generate([LONG], max_new_tokens=2, ignore_eos=True)
-    with LLM(wide, max_num_batched_tokens=64) as llm, _address_space(48 << 20):  # the remedy helps
+    with LLM(wide, max_num_batched_tokens=64) as llm, _address_space(48 << 20):  # the suggested setting helps
         assert llm.generate([LONG], max_new_tokens=2, ignore_eos=True)[0].token_ids == whole[0].token_ids
 
 
 @pytest.mark.parametrize("mode", ["plain", "steps ahead", "state"])
 def test_out_of_memory_in_a_step_of_the_caller_is_tried_again(mode: str, tmp_path: Path) -> None:
-    """Where no token of the step was sampled; otherwise its requests have ended."""
+    """Only if no token of the step was sampled; otherwise its requests end."""
     params = SamplingParams(max_new_tokens=4, temperature=0.8, seed=1, ignore_eos=True)
     with _make(mode, tmp_path) as llm:
         with FailingOp(0, MemoryError()) as counting:
@@ -163,7 +163,7 @@ def test_out_of_memory_in_a_step_of_the_caller_is_tried_again(mode: str, tmp_pat
 
 
 class Steps:
-    """An observer that counts the steps that were announced and finished."""
+    """An observer that counts announced and finished steps."""
 
     def __init__(self, *_: Any) -> None:
         self.epoch, self.armed, self.open, self.finished = 0, False, 0, 0
@@ -185,7 +185,7 @@ def test_out_of_memory_closes_the_step_of_an_observer_once(tmp_path: Path, is_as
     params = SamplingParams(max_new_tokens=4, ignore_eos=True, **({} if is_async else {"hidden_states": True}))
     with LLM(make_llama(tmp_path / "model", seed=1), observer=Steps) as llm:
         llm.engine.async_scheduling = is_async
-        for _ in range(2):  # the first call also makes what lasts
+        for _ in range(2):  # the first call also allocates persistent buffers
             llm.engine.scheduler.flush()
             with FailingOp(0, MemoryError()) as counting:
                 llm.generate(PROMPTS, params)

@@ -1,4 +1,4 @@
-"""Steps of single rows, padded to a bucket as CUDA graphs need them: padding changes nothing and is not seen."""
+"""Steps padded to a CUDA graph bucket: padding changes no value and is not recorded."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -85,7 +85,7 @@ def test_bucket_of_drafts_counts_rows() -> None:
 
 
 def uncaptured(llm: LLM, sizes: list[int]) -> CUDAGraphManager:
-    """Graphs of these sizes: steps are padded to them, and none is captured."""
+    """Install graphs of these sizes without capturing: steps are padded to a size and run eagerly."""
     buffers: Any = None
     max_request_rows = 1 + llm.engine.config.num_drafts
     return CUDAGraphManager(
@@ -110,14 +110,14 @@ def captured(
 
 @pytest.mark.parametrize("family", ["llama", "mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"])
 def test_padded_step_is_recorded_without_padding(tmp_path: Path, family: str) -> None:
-    """Rows of padding come after those of tokens, also where experts have sorted them."""
+    """Padding rows come after token rows, even where experts have sorted the rows."""
     model = make(tmp_path / "model", family)
     tokens, plain = captured(model, tmp_path / "plain", [])
     padded_tokens, padded = captured(model, tmp_path / "padded", [8])
     assert padded_tokens == tokens
     assert padded.ledger().complete
-    told = [r for r in padded.records if r.key.site != ":in[logits_to_keep]"]  # which rows are not padding
-    for one, other in zip(plain.records, told, strict=True):
+    compared = [r for r in padded.records if r.key.site != ":in[logits_to_keep]"]  # lists unpadded rows
+    for one, other in zip(plain.records, compared, strict=True):
         assert (one.key, one.rows, one.shape) == (other.key, other.rows, other.shape)
         if one.entry:
             np.testing.assert_allclose(padded.array(other), plain.array(one), rtol=1e-5, atol=1e-5)
@@ -125,7 +125,7 @@ def test_padded_step_is_recorded_without_padding(tmp_path: Path, family: str) ->
 
 
 def test_step_that_verifies_drafts_is_recorded_without_padding(tmp_path: Path) -> None:
-    """Its rows are computed as single ones."""
+    """Each draft row is computed like a single-row request."""
     model = make_llama(tmp_path / "model", num_hidden_layers=2, seed=1)
     (tokens, plain), (padded_tokens, padded) = (
         captured(model, tmp_path / name, sizes, 24, speculative_algorithm="NGRAM")
@@ -135,9 +135,9 @@ def test_step_that_verifies_drafts_is_recorded_without_padding(tmp_path: Path) -
     infos = [plain.steps[number][0].info for number in plain.steps]
     assert infos == [padded.steps[number][0].info for number in padded.steps]
     assert any(len(info.drafts) > 0 for info in infos)
-    told = [r for r in padded.records if r.key.site != ":in[logits_to_keep]"]
+    compared = [r for r in padded.records if r.key.site != ":in[logits_to_keep]"]
     ours = [r for r in plain.records if r.key.site != ":in[logits_to_keep]"]
-    for one, other in zip(ours, told, strict=True):
+    for one, other in zip(ours, compared, strict=True):
         assert (one.key, one.rows) == (other.key, other.rows)
         if one.entry:
             np.testing.assert_allclose(padded.array(other), plain.array(one), rtol=1e-4, atol=1e-4)
@@ -186,7 +186,7 @@ def test_fused_kernels_equal_modules(tmp_path: Path, family: str, monkeypatch: p
 def test_fused_kernels_show_taps_what_modules_show(
     tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same sites in the same order, with the values of the modules; in Triton's interpreter, in float32."""
+    """Same sites in the same order, with the values of the modules; in Triton's interpreter, in float32."""
     if triton.why_not(torch.device("cpu")) is not None:
         pytest.skip("needs Triton's interpreter: TRITON_INTERPRET=1 and a CPU")
     model = make(tmp_path / "model", family)
@@ -223,7 +223,7 @@ def count(called: list[str], name: str, kernel: Callable[..., Any], *args: Any, 
     ["llama", "qwen3", "gemma2", "mixtral", "deepseek_v3", "qwen3_next", "mamba2", "zamba2", "lfm2", "falcon_h1"],
 )
 def test_cuda_graphs_give_the_same_tokens(tmp_path: Path, family: str) -> None:
-    """With requests that join, end and are preempted on the way."""
+    """With requests that join, end and are preempted."""
     model = make(tmp_path / "model", family)
     asked = SamplingParams(max_new_tokens=64, ignore_eos=True)
     prompts = [[token + shift for token in prompt] for shift in (0, 20, 40) for prompt in PROMPTS]

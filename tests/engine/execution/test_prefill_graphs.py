@@ -1,4 +1,4 @@
-"""Steps with prompts in CUDA graphs, which a CPU imitates: what a graph reads and writes is in static memory."""
+"""CUDA graphs of steps with prompts, imitated on a CPU: a graph reads and writes static memory only."""
 
 import logging
 from dataclasses import replace
@@ -46,7 +46,7 @@ PARAMS = [SamplingParams(max_new_tokens=14, ignore_eos=True, temperature=t, seed
 def attend_prompts(
     query: Tensor, layer: int, cache: StepCache, spec: AttentionSpec, *, is_batch_invariant: bool
 ) -> Tensor | None:
-    """As the one on a GPU, in Triton's interpreter."""
+    """Attend as on a GPU, in Triton's interpreter."""
     pools: Any = cache.pools(layer)
     tables = cache.page_table_of(layer), cache.starts, cache.lengths
     return paged_prefill(query, *pools, *tables, spec.scale, is_batch_invariant=is_batch_invariant)
@@ -54,7 +54,7 @@ def attend_prompts(
 
 @pytest.fixture
 def replays(monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
-    """The steps that graphs compute, in engines made from now on."""
+    """The steps replayed by graphs, in engines created afterwards."""
     return imitate_prefill_graphs(monkeypatch)
 
 
@@ -76,7 +76,7 @@ def with_prompts(replays: list[StepPlan]) -> list[StepPlan]:
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "mixtral"])
 def test_prefill_graphs_keep_the_tokens(tmp_path: Path, replays: list[StepPlan], family: str) -> None:
-    """Of prompts whole and in chunks, mixed with decoding requests, after prefix hits and preemptions."""
+    """With full and chunked prompts, mixed with decoding requests, after prefix hits and preemption."""
     path = make(tmp_path / "model", family)
     assert tokens_of(path, cuda_graphs="all") == tokens_of(path, cuda_graphs="off")
     found = with_prompts(replays)
@@ -105,7 +105,7 @@ def test_prefill_graphs_with_drafts_keep_the_tokens(tmp_path: Path, replays: lis
 def test_prefill_graphs_are_batch_invariant(
     tmp_path: Path, replays: list[StepPlan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every log-probability has the bits of the request alone in eager steps; attention in Triton's interpreter."""
+    """Every logprob has the bits of the request alone in eager steps; attention runs in Triton's interpreter."""
     if triton.why_not(torch.device("cpu")) is not None:
         pytest.skip("needs Triton's interpreter: TRITON_INTERPRET=1 and a CPU")
     monkeypatch.setattr(batch_invariant, "attend_prompts", attend_prompts)
@@ -141,7 +141,7 @@ def test_padding_writes_to_the_dummy_page_alone(tmp_path: Path, replays: list[St
     with LLM(make_llama(tmp_path / "model"), page_size=4, cuda_graphs="all", prefix_cache=False) as llm:
         llm.generate([PROMPTS[1], PROMPTS[0]], max_new_tokens=1)
         for pool in llm.engine.runner.kv_cache.tensors():
-            written = pool.flatten(3).any(-1)[0]  # of the first layer: [pages, places]
+            written = pool.flatten(3).any(-1)[0]  # of the first layer: [pages, slots]
             assert written[:-1].sum() == 35 + 12
             assert written[-1].any()
     assert with_prompts(replays)
@@ -151,7 +151,7 @@ def test_padding_writes_to_the_dummy_page_alone(tmp_path: Path, replays: list[St
 def test_tapped_steps_with_prompts_run_eagerly_in_as_many_rows(
     tmp_path: Path, replays: list[StepPlan], family: str
 ) -> None:
-    """Padding is not recorded. The matrices have the sizes of the graph's, and so their products the same bits."""
+    """Padding is not recorded. Matrices have the sizes of the graph, so that their products have the same bits."""
     path = make(tmp_path / "model", family)
     rows: dict[str, set[int]] = {}
     runs = []
@@ -166,8 +166,8 @@ def test_tapped_steps_with_prompts_run_eagerly_in_as_many_rows(
     assert not replays
     assert rows["all"] <= {1, 2, 4, 8, 16, 24}
     assert rows["off"] - rows["all"]
-    told = ([record for record in run.records if record.key.site != ":in[logits_to_keep]"] for run in runs)
-    for one, other in zip(*told, strict=True):
+    compared = ([record for record in run.records if record.key.site != ":in[logits_to_keep]"] for run in runs)
+    for one, other in zip(*compared, strict=True):
         assert (one.key, one.rows) == (other.key, other.rows)
         if one.entry:
             np.testing.assert_allclose(runs[1].array(other), runs[0].array(one), rtol=1e-4, atol=1e-5)
@@ -175,7 +175,7 @@ def test_tapped_steps_with_prompts_run_eagerly_in_as_many_rows(
 
 
 def test_graphs_captured_again_forget_the_last_step(tmp_path: Path, replays: list[StepPlan]) -> None:
-    """Its adapters and its recorded experts are not captured."""
+    """Adapters and recorded experts of the last step are not captured."""
     path = make_moe(tmp_path / "model", "mixtral", seed=1)
     adapter = make_adapter(tmp_path / "a", path, ATTENTION, seed=1)
     asked = SamplingParams(max_new_tokens=6, ignore_eos=True, routed_experts=True)
@@ -240,7 +240,7 @@ def test_prefill_bucket_of_steps_that_run_eagerly() -> None:
 def test_prefill_graphs_out_of_memory_leave_buckets_out(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """At start the largest that finds memory is captured; steps of a later one run eagerly from then on."""
+    """At startup the largest bucket that fits into memory is captured; later failing steps run eagerly from then on."""
     monkeypatch.setattr(decode_graphs.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(decode_graphs.cuda, "Stream", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 30, 1 << 31))
@@ -296,7 +296,7 @@ def test_log_says_which_steps_with_prompts_run_eagerly(
 
 @pytest.mark.parametrize("case", ["clean", "hooked", "taps on one rank", "taps"])
 def test_prefill_graphs_of_two_ranks_keep_the_tokens(tmp_path: Path, replays: list[StepPlan], case: str) -> None:
-    """A rank with hooks or taps computes as many rows as the graph of the other one, else gloo would refuse the sum."""
+    """A rank with hooks or taps computes as many rows as the other rank's graph, or gloo would reject the sum."""
     path = make_moe(tmp_path / "model", "mixtral", seed=1)
     asked = SamplingParams(max_new_tokens=6, ignore_eos=True)
     with LLM(path, page_size=4, cuda_graphs="off", device="cpu") as llm:

@@ -1,4 +1,4 @@
-"""Several ranks are several processes: they agree, they end together, and a lost one is said within seconds."""
+"""Multi-process ranks: they agree, exit together, and report a lost rank within seconds."""
 
 import os
 import signal
@@ -40,7 +40,7 @@ def _wait(condition: Callable[[], bool], seconds: float) -> bool:
 
 
 def _is_gone(pid: int) -> bool:
-    """Whether no such process runs; a zombie that nobody has waited for counts as gone."""
+    """Return whether no process ``pid`` runs; an unreaped zombie counts as gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except FileNotFoundError:
@@ -90,7 +90,7 @@ def test_rank_group_reports_a_killed_rank_immediately(path: Path) -> None:
         assert _wait(lambda: _is_gone(idle), 5)
         with pytest.raises(RankLostError, match="rank 1 of 2 was killed by signal 9"):
             first.generate([[5]])
-        # The other engine does not mind; its rank dies within a step, while rank 0 waits in a collective.
+        # The other engine is unaffected; its rank is killed within a step, while rank 0 waits in a collective.
         busy = second.engine.rank_pids[1]
         second.model.model.layers[1].register_forward_hook(lambda *_: os.kill(busy, signal.SIGKILL))
         with pytest.raises(RankLostError, match="rank 1 of 2 was killed by signal 9"):
@@ -102,7 +102,7 @@ def test_rank_group_reports_a_killed_rank_immediately(path: Path) -> None:
 def test_rank_group_reports_a_rank_killed_while_graphs_are_captured(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 0 waits in a collective of its next graph; the error names the cause, not that collective."""
+    """Rank 0 waits in a collective of its next graph; the error names the cause instead of that collective."""
     pytest.importorskip("triton")
     imitate_prefill_graphs(monkeypatch)
     with pytest.raises(RankLostError, match="rank 1 of 2 was killed by signal 9"):
@@ -113,7 +113,7 @@ def test_rank_group_reports_the_traceback_of_a_failed_rank(path: Path, tmp_path:
     with LLM(path, tp=2, observer=JournalIn(tmp_path, explode=(1, 3))) as llm:
         with pytest.raises(RankLostError, match=r"(?s)rank 1 of 2 failed:.*in after_step.*gave up"):
             llm.generate(PROMPTS, max_new_tokens=24)
-        assert (tmp_path / "closed-1").exists()  # what it had recorded was flushed first
+        assert (tmp_path / "closed-1").exists()  # recorded data was flushed first
 
 
 def test_rank_workers_close_when_rank_0_leaves_a_step(path: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Recurrent states as sites: one row a request, assembled over ranks, and a wrong state is named."""
+"""Recurrent states as sites: one row per request, assembled over ranks; a diff names a wrong state."""
 
 from pathlib import Path
 
@@ -76,7 +76,7 @@ def test_diff_names_the_layer_that_reads_the_state_of_another_request(
 
 
 def test_rotary_calls_of_each_layer_type_are_named_by_it(tmp_path: Path) -> None:
-    """transformers calls it in the order of a set of strings, which differs between processes."""
+    """transformers iterates over a set of strings, so its order of calls differs between processes."""
     out = dump(make(tmp_path, "gemma3n"), tmp_path / "run", *PROMPTS[:2], "--max-new-tokens", "1")
     with open_run(out) as run:
         calls = [record.value for record in run.records if record.key.site == "model.rotary_emb:in[layer_type]"]
@@ -100,7 +100,7 @@ def test_rotary_calls_of_each_layer_type_are_named_by_it(tmp_path: Path) -> None
     ],
 )
 def test_dump_agrees_with_the_dump_of_transformers(tmp_path: Path, family: str) -> None:
-    """One prompt: in padded batches of transformers, biases of a Mamba layer's projection leak from the padding."""
+    """With one prompt: in transformers' padded batches, the biases of a Mamba projection leak from padding."""
     path = make(tmp_path, family)
     base = dump(path, tmp_path / "base", "--backend", "hf", *PROMPTS[:2], "--max-new-tokens", "3")
     target = dump(path, tmp_path / "target", "--tokens-from", base)

@@ -1,4 +1,4 @@
-"""The mode of a step follows hooks that come and go between steps."""
+"""The mode of a step follows hooks that are added and removed between steps."""
 
 import torch
 from torch import nn
@@ -7,7 +7,7 @@ from tapscope.engine.execution.step_mode import StepMode, StepModes
 
 
 def tap(*args: object) -> None:
-    """A hook of an observer."""
+    """Hook of an observer."""
 
 
 tap.tapscope_tap = True  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""The current stream of a GPU, which a CPU imitates."""
+"""The current CUDA stream, imitated on a CPU."""
 
 from typing import Any
 

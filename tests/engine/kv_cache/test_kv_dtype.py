@@ -1,4 +1,4 @@
-"""The KV cache in 8 bits: what rounding does, whose scales are used, and that a request's cut changes nothing."""
+"""FP8 KV cache: rounding errors, the source of the scales, and independence of how a prompt is chunked."""
 
 import json
 from collections.abc import Callable
@@ -29,20 +29,20 @@ Names = dict[str, Any]
 
 
 def rounded(x: Tensor, dtype: str, scale: float) -> Tensor:
-    """Through 8 bits and back, written out."""
+    """Round-trip ``x`` through an FP8 dtype, written out as the reference."""
     kind, most = FP8[dtype]
     return (x / scale).clamp(-most, most).to(kind).to(x.dtype) * scale
 
 
 class RoundedCache(DynamicCache):
-    """transformers' cache, whose keys and values went through 8 bits."""
+    """transformers' DynamicCache with keys and values rounded to FP8."""
 
     def __init__(self, dtype: str, scales: list[tuple[float, float]]) -> None:
         super().__init__()
-        self.told = dtype, scales
+        self.rounding = dtype, scales
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        dtype, scales = self.told
+        dtype, scales = self.rounding
         key, value = scales[layer]
         return super().update(rounded(keys, dtype, key), rounded(values, dtype, value), layer, *args, **kwargs)
 
@@ -51,7 +51,10 @@ class RoundedCache(DynamicCache):
 def expected_logits(
     path: Path, tokens: list[int], dtype: str, scales: list[tuple[float, float]] | None = None
 ) -> Tensor:
-    """[tokens, vocab] of transformers with a cache in 8 bits; of latents, which it does not cache, by a hook."""
+    """Return the logits [tokens, vocab] of transformers with an FP8 KV cache.
+
+    transformers does not cache MLA latents; a forward hook rounds them instead.
+    """
     model = reference(path)
     layers = model.model.layers
     scales = scales or [(1.0, 1.0)] * len(layers)
@@ -68,7 +71,7 @@ def expected_logits(
 
 
 def add_scales(path: Path, names: Names, quantization: dict[str, Any] | None = None) -> Path:
-    """Tensors beside the weights of ``path``, and a quantization_config."""
+    """Add tensors to the checkpoint at ``path``, and a quantization_config to its config.json."""
     weights = load_file(path / "model.safetensors")
     extra = {f"model.layers.{name}": torch.as_tensor(value) for name, value in names.items()}
     save_file(weights | extra, path / "model.safetensors", metadata={"format": "pt"})
@@ -79,7 +82,7 @@ def add_scales(path: Path, names: Names, quantization: dict[str, Any] | None = N
 
 
 def in_layers(key: str, value: str, scales: list[tuple[float, float]]) -> Names:
-    """Both names in each layer."""
+    """Return the key and value scales of every layer by tensor name."""
     both = [((i, key, k), (i, value, v)) for i, (k, v) in enumerate(scales)]
     return {f"{i}.self_attn.{name}": number for pair in both for i, name, number in pair}
 
@@ -103,7 +106,7 @@ def test_kv_format_roundtrip_error_is_bounded(dtype: str, computed: torch.dtype,
     inside = (x.abs() / scale >= smallest) & (x.abs() / scale <= most)
     error = (read.double() - x.double()).abs() / x.double().abs()
     assert inside.any()
-    assert error[inside].max() <= bound + 2.0**-8 * (computed == torch.bfloat16)  # read in bfloat16: rounded again
+    assert error[inside].max() <= bound + 2.0**-8 * (computed == torch.bfloat16)  # bfloat16 output: rounded again
     edge = (torch.tensor([most, -most]) * scale).to(computed)
     assert torch.equal(read[x.abs() / scale > most].abs(), edge[:1].expand((x.abs() / scale > most).sum()))
     beyond = kv_format.decode(
@@ -147,7 +150,7 @@ CASES: dict[str, tuple[Callable[..., Path], str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize(("case", "dtype"), [*((case, "fp8_e4m3") for case in CASES), ("llama", "fp8_e5m2")])
 def test_fp8_kv_cache_equals_transformers_with_rounded_keys_and_values(tmp_path: Path, case: str, dtype: str) -> None:
-    """In chunks, mixed steps and after preemptions, on two ranks."""
+    """With chunked prompts, mixed steps and preemption, on two ranks."""
     make, family, config = CASES[case]
     path = make(tmp_path / "model", family, seed=3, num_hidden_layers=2, **config)
     ranks = ThreadRanks(
@@ -165,7 +168,7 @@ def test_fp8_kv_cache_equals_transformers_with_rounded_keys_and_values(tmp_path:
 
 
 def _last_visit(observer: Any, request: str) -> Tensor:
-    """[positions, vocab] of a request whose positions may have been computed several times."""
+    """Return the logits [positions, vocab] of the last visit of each position of ``request``."""
     rows = {
         run.position + i: logits[run.slot + i]
         for info, logits in zip(observer.steps, observer.logits, strict=True)
@@ -188,7 +191,7 @@ KV_ONLY = {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_
 
 @pytest.fixture(scope="module")
 def wild(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint whose values are far beyond what 8 bits hold: it needs its scales."""
+    """A checkpoint whose values exceed the FP8 range without scales."""
     path = make_llama(tmp_path_factory.mktemp("wild") / "model", seed=4, num_hidden_layers=2)
     weights = load_file(path / "model.safetensors")
     for name, weight in weights.items():
@@ -224,7 +227,7 @@ def test_kv_scales_change_with_the_weights(
 ) -> None:
     scales, prompt = [(0.05, 40.0), (0.02, 25.0)], PROMPTS[1]
     path = add_scales(copied(wild, tmp_path / "model"), in_layers(key, value, scales), KV_ONLY)
-    with LLM(path, logits="all", prefix_cache=False, device=device) as llm:  # kv_cache_dtype: as config.json says
+    with LLM(path, logits="all", prefix_cache=False, device=device) as llm:  # kv_cache_dtype from config.json
         expected = expected_logits(wild, prompt, "fp8_e4m3", scales)
         assert (logits_of(llm, prompt) - expected).abs().max() <= 1e-4
         unscaled = expected_logits(wild, prompt, "fp8_e4m3")
@@ -248,7 +251,7 @@ def test_kv_scales_change_with_the_weights(
 
 
 def test_kv_scales_of_the_text_part_of_a_multimodal_checkpoint(tmp_path: Path) -> None:
-    """Under each name of the decoder; a vision tower has scales of its own."""
+    """Scales are found under each decoder name; a vision tower has its own scales."""
     scales = [(0.0625, 0.5), (0.03125, 0.25)]
     kinds = {"layer_types": ["sliding_attention", "full_attention"], "num_kv_shared_layers": 0}
     path = make_checkpoint(tmp_path / "model", "gemma4", seed=4, num_hidden_layers=2, **kinds)
@@ -317,7 +320,7 @@ def test_kv_scales_default_to_one_with_one_warning(tmp_path: Path, caplog: pytes
     assert "bfloat16" in caplog.text
     caplog.clear()
     with LLM(path, kv_cache_dtype="fp8_e5m2"):
-        assert "scales" not in caplog.text  # its range needs none
+        assert "scales" not in caplog.text  # the range of this dtype needs no scales
 
 
 @pytest.mark.parametrize(
@@ -348,7 +351,7 @@ def test_kv_scales_reject_partial_layers(tmp_path: Path) -> None:
             llm.engine.update_weights(lacking)
         assert (logits_of(llm, PROMPTS[0])[-1] - expected_logits(path, PROMPTS[0], "fp8_e4m3")[-1]).abs().max() <= 1e-4
     with LLM(lacking, kv_cache_dtype="bfloat16"):
-        pass  # not used, not asked about
+        pass  # an unquantized cache ignores the scales
 
 
 @pytest.mark.parametrize(
@@ -390,13 +393,13 @@ def test_kv_cache_size_scales_with_dtype(tmp_path: Path) -> None:
             cache = llm.engine.runner.kv_cache
             held = sum(pool.numel() * pool.element_size() for pool in cache.tensors())
             page = sizes[dtype]["kv_bytes_per_token"] * 16
-            assert held == sizes[dtype]["kv_bytes_total"] + page  # the dummy page is nobody's
+            assert held == sizes[dtype]["kv_bytes_total"] + page  # the dummy page belongs to no request
     assert [sizes[d]["kv_bytes_per_token"] for d in sizes] == [3 * 2 * 2 * 16 * b for b in (4, 2, 1, 1)]
     assert [sizes[d]["kv_pages_total"] for d in sizes] == [42, 85, 170, 170]
     assert {sizes[d]["kv_bytes_total"] // (1 << 19) for d in sizes} == {0}
     rank, rope = LATENT["kv_lora_rank"], LATENT["qk_rope_head_dim"]
     with LLM(latent, kv_cache_dtype="fp8") as llm:
-        assert llm.engine.state()["kv_bytes_per_token"] == 3 * (rank + rope * 4)  # the rotated part stays float32
+        assert llm.engine.state()["kv_bytes_per_token"] == 3 * (rank + rope * 4)  # the RoPE part stays float32
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Experts and routers choose and compute what transformers' modules do, however they are split over ranks."""
+"""Routers and experts select and compute the same as transformers' modules, however they are sharded over ranks."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ def rank_of(rank: int, size: int, ep: int) -> TensorParallel:
 
 @torch.no_grad()
 def share_of(whole: nn.Module, moe: MoeConfig, tp: TensorParallel, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
-    """One rank's summand, its weights cut from transformers' stacked parameters."""
+    """Return one rank's partial sum, with weights sliced from transformers' stacked parameters."""
     experts = Experts(moe, x.shape[1], "silu", tp, x.dtype)
     for piece in list(experts.layouts("layers.0.mlp.experts"))[-1]:
         matrix = getattr(whole, piece.name.rpartition(".")[2])[piece.index]
@@ -73,7 +73,7 @@ def test_experts_partial_sums_equal_transformers(
 @pytest.mark.parametrize(("size", "ep"), [(1, 1), (2, 1), (4, 2)])
 @torch.no_grad()
 def test_padding_rows_change_no_pair_of_a_token(size: int, ep: int) -> None:
-    """Pairs of 5 tokens are the first of those of 8 rows, on every rank; the last 3 rows have no output."""
+    """On every rank, the pairs of 5 tokens are the first pairs of 8 rows; the 3 padding rows have no output."""
     torch.manual_seed(0)
     moe = MoeConfig(num_experts=6, top_k=2, intermediate_size=6)
     x, ids, weights = torch.randn(8, 8), torch.randint(6, (8, 2)), torch.rand(8, 2)

@@ -1,4 +1,4 @@
-"""Layers alone: bit-equal to transformers' in bfloat16, and attention that does not care how a prompt is cut."""
+"""Single layers: bit-equal to transformers' in bfloat16; attention does not depend on how a prompt is chunked."""
 
 import os
 import platform
@@ -74,7 +74,7 @@ def test_attention_is_causal_for_any_batching_and_chunking(
     layout = CacheLayout(kv_heads=kv_heads, key_dim=dim, value_dim=value_dim)
     cache = KVCache([CacheGroup({0: layout}, num_pages)], page_size, KVFormat(torch.float32, torch.float32))
     for pool in cache.tensors():
-        pool[:, :-1].fill_(torch.nan)  # whatever is read before it was written shows
+        pool[:, :-1].fill_(torch.nan)  # reading an unwritten slot yields NaN
     pages = torch.randperm(num_pages, generator=generator)[: most * len(cuts)].view(len(cuts), most).tolist()
     buffers = InputBuffers(cache, sum(lengths), len(cuts), most)
     outputs: list[list[torch.Tensor]] = [[] for _ in cuts]
@@ -195,7 +195,7 @@ def test_keep_freed_memory_reuses_memory_between_steps() -> None:
     done = subprocess.run([sys.executable, "-c", _MAPPED], capture_output=True, text=True, env=environment, timeout=120)
     if "mallinfo2" in done.stderr:
         pytest.skip("an older glibc, which does not tell")
-    assert done.stdout.split() == ["0"], done.stderr  # blocks of this size come from the heap, not from the system
+    assert done.stdout.split() == ["0"], done.stderr  # allocated from the heap, not by mmap
 
 
 def _shapes(kv_heads: int, group: int, dim: int) -> list[tuple[int, int]]:
@@ -203,7 +203,7 @@ def _shapes(kv_heads: int, group: int, dim: int) -> list[tuple[int, int]]:
 
 
 def _written_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
-    """The definition: softmax over the positions a row sees, head h reading key/value head h // group."""
+    """Apply the definition: softmax over the positions visible to a row; head h reads key/value head h // group."""
     group, length = q.shape[1] // k.shape[1], len(q)
     scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(group, 1)) * spec.scale
     if spec.softcap is not None:

@@ -1,4 +1,4 @@
-"""Latent attention computes what transformers computes, expanded or absorbed, and caches one latent a position."""
+"""Multi-head latent attention matches transformers, expanded or absorbed, and caches one latent per position."""
 
 import json
 from pathlib import Path
@@ -87,7 +87,7 @@ def test_mla_reuses_latents_of_a_shared_prefix(tmp_path: Path) -> None:
     with LLM(path, page_size=4) as llm:
         first = llm.generate([PROMPTS[1]], max_new_tokens=8, ignore_eos=True)[0]
         again = llm.generate([[*PROMPTS[1][:30], 7, 8]], max_new_tokens=8, ignore_eos=True)[0]
-        assert llm.engine.scheduler.stats.cached_tokens == 28  # seven whole pages of the 30 tokens both begin with
+        assert llm.engine.scheduler.stats.cached_tokens == 28  # the seven full pages of the 30-token common prefix
     for generation in (first, again):
         tokens = [*generation.prompt_ids, *generation.token_ids]
         choices = reference_logits(path, tokens[:-1]).argmax(-1).tolist()
@@ -95,7 +95,7 @@ def test_mla_reuses_latents_of_a_shared_prefix(tmp_path: Path) -> None:
 
 
 def test_mla_calls_kv_b_proj_if_it_has_hooks(tmp_path: Path) -> None:
-    """An absorbing step does not need it; a hook must see the step's rows all the same, with the module's values."""
+    """An absorbed step skips ``kv_b_proj``, but hooks must still receive the step's rows with the module's values."""
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
     with LLM(make_moe(tmp_path / "model", "deepseek_v3")) as llm:
         module = llm.model.model.layers[1].self_attn.kv_b_proj
@@ -183,7 +183,7 @@ def test_mla_absorbed_equals_expanded(
 
 
 def written_out(core: LatentAttention, query: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
-    """Causal attention of one request by arXiv:2405.04434, equations 40 to 45: [length, heads, value]."""
+    """Compute causal attention of one request by arXiv:2405.04434, equations 40 to 45: [length, heads, value]."""
     mla, length = core.mla, len(query)
     kv = (latents[:, : mla.kv_lora_rank] @ core.weight.T).view(length, -1, mla.nope_dim + mla.value_dim)
     rotated = latents[:, None, mla.kv_lora_rank :].expand(-1, kv.shape[1], -1)

@@ -1,4 +1,4 @@
-"""Rotary position embedding: every kind has transformers' angles, and lengths decide only dynamic rope's."""
+"""Rotary position embedding: every type has transformers' angles, and only dynamic RoPE depends on lengths."""
 
 import json
 from pathlib import Path
@@ -78,7 +78,7 @@ def test_rope_config_reads_rope_scaling(tmp_path: Path, kind: str) -> None:
     prompt=st.integers(1, 60), new=st.integers(0, 8), factor=st.sampled_from([1.0, 2.0, 3.5]), half=st.integers(2, 9)
 )
 def test_dynamic_rope_depends_on_its_request_only(prompt: int, new: int, factor: float, half: int) -> None:
-    """transformers sees the prompt in one call, then one token at a time; here all rows are asked at once."""
+    """transformers sees the prompt in one call and then one token at a time; here one call has all rows."""
     dim = 2 * half
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": factor}
     config = LlamaConfig(head_dim=dim, num_attention_heads=4, max_position_embeddings=32, rope_parameters=rope)
@@ -115,7 +115,7 @@ def test_mrope_sections_equal_transformers(tmp_path: Path, scaling: dict[str, An
     x = torch.zeros(1)
     for actual, expected in zip(ours(x, positions), theirs(x, positions[:, None]), strict=True):
         assert torch.equal(actual, expected[0])
-    # Text has one position for all three: the sections then change nothing.
+    # Text has equal positions on all three axes, so the sections change nothing.
     for actual, expected in zip(ours(x, positions[0]), ours(x, positions[:1].expand(3, -1)), strict=True):
         assert torch.equal(actual, expected)
 

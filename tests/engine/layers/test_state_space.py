@@ -1,4 +1,4 @@
-"""The forms of the scans of Mamba and Mamba-2."""
+"""Equivalent forms of the Mamba and Mamba-2 scans."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def test_scan_rows_equals_one_row_after_the_other(rows: int) -> None:
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 64, 150])
 def test_selective_scans_equal_one_row_after_the_other(rows: int) -> None:
-    """Also by doubling, as on a GPU."""
+    """Includes the doubling form, which GPUs use."""
     torch.manual_seed(rows)
     c, b, x = torch.randn(rows, 3), torch.randn(rows, 3), torch.randn(rows, 6)
     decay, state = -torch.rand(rows, 6, 3), torch.randn(6, 3)

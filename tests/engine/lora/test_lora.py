@@ -1,4 +1,4 @@
-"""LoRA adapters: the engine computes what PEFT computes, in any batch, and rows without an adapter as without any."""
+"""LoRA adapters match PEFT in any batch, and rows without an adapter match the base model."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +25,7 @@ FAMILIES = (("llama", 1), ("llama", 2), ("phi3", 2), ("gemma3", 1), ("starcoder2
 
 
 def _adapters(folder: Path, model: Path, alpha: float = 5) -> dict[str, Path]:
-    """Two adapters of different ranks and scalings, one of some layers and one of all."""
+    """Write two adapters of different rank and scaling: one for some layers, one for all."""
     names = linear_names(model)
     some = [name for name in ("q_proj", "q_a_proj", "qkv_proj", "down_proj", "c_fc", "w1") if name in names]
     return {
@@ -35,7 +35,7 @@ def _adapters(folder: Path, model: Path, alpha: float = 5) -> dict[str, Path]:
 
 
 def _check(path: Path, tp: int, tmp_path: Path, alpha: float = 5, bound: float = 1e-5, **engine: Any) -> None:
-    """Logits of a mixed batch at every position equal PEFT's up to ``bound``."""
+    """Check that the logits of a mixed batch equal PEFT's at every position within ``bound``."""
     adapters = _adapters(tmp_path, path, alpha)
     numbers = {name: number for number, name in enumerate(adapters, 1)} | {"": 0}
     ranks = ThreadRanks(path, tmp_path / "store", tp, page_size=4, enable_lora=True, **engine)
@@ -50,7 +50,7 @@ def _check(path: Path, tp: int, tmp_path: Path, alpha: float = 5, bound: float =
             actual = runner.observer.logits_of(request.id)
             assert (actual - logits).abs().max() <= bound, (request.id, name)
     changed = peft_logits(expected, "small", PROMPTS[0]) - peft_logits(expected, "large", PROMPTS[0])
-    assert changed.abs().max() > 0.01  # the adapters matter
+    assert changed.abs().max() > 0.01  # the adapters have an effect
     ranks.close()
 
 
@@ -60,8 +60,8 @@ def test_lora_logits_of_a_mixed_batch_equal_peft(tmp_path: Path, family: str, tp
 
 
 def test_lora_logits_of_zamba2_equal_peft(tmp_path: Path) -> None:
-    """Layers that share the weights of a block have adapters of their own."""
-    # PEFT's logits in float32 are 2e-4 away from those in float64 with alpha 5, up to 1.1e-5 with alpha 1.
+    """Layers that share a block's weights have separate adapters."""
+    # In float32, PEFT's logits deviate from its float64 logits by 2e-4 with alpha 5 and by up to 1.1e-5 with alpha 1.
     _check(make_checkpoint(tmp_path / "model", "zamba2", seed=3), 1, tmp_path, alpha=1, bound=2e-5)
 
 
@@ -113,7 +113,7 @@ Result = tuple[tuple[int, ...], Any]
 
 @pytest.fixture(scope="module")
 def alone(path: Path, adapters: dict[str, Path]) -> dict[tuple[int, str], Result]:
-    """Each prompt with each adapter, in an engine of its own."""
+    """Results of each prompt with each adapter, each in its own engine."""
     with LLM(path, batch_invariant=True, lora_paths=adapters, prefix_cache=False) as llm:
         return {
             (which, name): (one.token_ids, one.logprobs)
@@ -125,7 +125,7 @@ def alone(path: Path, adapters: dict[str, Path]) -> dict[tuple[int, str], Result
 
 @pytest.fixture(scope="module")
 def cramped(path: Path, adapters: dict[str, Path]) -> Iterator[LLM]:
-    """Few pages, rows and slots: prompts are cut, requests are preempted, and adapters change places."""
+    """An engine with few pages, rows and slots: prompts are chunked, requests preempted, and adapters swapped."""
     options: dict[str, Any] = {"page_size": 4, "num_pages": 24, "max_num_batched_tokens": 13, "max_loras_per_batch": 2}
     with LLM(path, batch_invariant=True, check_invariants=True, lora_paths=adapters, **options) as llm:
         yield llm
@@ -142,7 +142,7 @@ def cramped(path: Path, adapters: dict[str, Path]) -> Iterator[LLM]:
 def test_lora_results_depend_on_no_other_request(
     cramped: LLM, alone: dict[tuple[int, str], Result], arrivals: list[tuple[int, int, str]]
 ) -> None:
-    """Whatever arrives when: with chunks, prefix hits, preemption and adapters that move between slots."""
+    """Under any arrival order: with chunks, prefix hits, preemption and adapters that move between slots."""
     wanted, found = {}, {}
     for steps, which, name in arrivals:
         wanted[cramped.submit(PROMPTS[which], PARAMS, adapter=name)] = alone[which, name]
@@ -161,7 +161,7 @@ def test_lora_prefixes_are_shared_by_requests_of_one_adapter(path: Path, adapter
         hits = [llm.generate([prompt], max_new_tokens=1, adapter=name)[0].cached_tokens for name in names]
         assert hits == [0, 0, 32, 0, 32]
         llm.unload_adapter("a")
-        llm.load_adapter("a", adapters["c"])  # another adapter of the same name
+        llm.load_adapter("a", adapters["c"])  # another adapter under the same name
         assert llm.generate([prompt], max_new_tokens=1, adapter="a")[0].cached_tokens == 0
 
 
@@ -172,7 +172,7 @@ def test_lora_base_requests_pass_those_that_wait_for_a_slot(path: Path, adapters
         order = []
         while llm.has_work:
             order += [generation.request for generation in llm.step()]
-        assert order == ["first", "base", "waits", "same"]  # "same" would keep the slot from "waits"
+        assert order == ["first", "base", "waits", "same"]  # "same" would keep its slot and starve "waits"
 
 
 def test_lora_least_recently_used_adapter_gives_up_its_slot(
@@ -204,7 +204,7 @@ def test_lora_unloading_lets_live_requests_finish(path: Path, adapters: dict[str
         assert done["a"] == expected
         assert done["new a"] == done["b"] != expected
         loaded = llm.engine.runner.adapters._loaded
-        assert sorted(loaded) == [2, 3, 4]  # the first "a" is gone
+        assert sorted(loaded) == [2, 3, 4]  # the first "a" has been unloaded
 
 
 def test_lora_weights_of_the_model_can_be_replaced(path: Path, adapters: dict[str, Path], tmp_path: Path) -> None:
@@ -228,8 +228,11 @@ def test_lora_speculation_keeps_the_ids(
 
 
 def test_lora_layers_of_a_quantized_model(path: Path, adapters: dict[str, Path]) -> None:
-    """The adapter is added to what the 8-bit layers compute: rows without one keep their bits, the others move by as
-    much as those of the model in 16 bits or more, up to the quantizer's error."""
+    """The adapter's output is added to that of the 8-bit layers.
+
+    Rows without an adapter keep their bits. The others change as much as with the unquantized model, up to the
+    quantization error.
+    """
     logits = {}
     for quantization in (None, "fp8"):
         for names in (["", ""], ["b", ""]):

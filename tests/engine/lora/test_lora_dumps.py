@@ -1,4 +1,4 @@
-"""Recordings of adapters: sites have PEFT's names, and a row with its neighbour's adapter is found."""
+"""Runs recorded with adapters: sites have PEFT's names, and a diff names a row that used its neighbor's adapter."""
 
 from functools import partial
 from pathlib import Path
@@ -61,7 +61,7 @@ def test_dump_of_peft_agrees_with_the_engine(path: Path, tmp_path: Path) -> None
 
 def test_layers_that_no_adapter_adapts_are_not_reported_as_silent(path: Path, tmp_path: Path) -> None:
     observer = partial(make_observer, out=str(tmp_path / "run"), config=DumperConfig(keep="full"))
-    with LLM(path, observer=observer, lora_paths={"b": path.parent / "b"}) as llm:  # only of attention
+    with LLM(path, observer=observer, lora_paths={"b": path.parent / "b"}) as llm:  # attention layers only
         llm.generate(PROMPTS[:1], adapter="b", max_new_tokens=1)
     with open_run(tmp_path / "run") as run:
         assert run.ledger().never_fired == []

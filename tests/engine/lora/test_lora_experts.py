@@ -1,4 +1,4 @@
-"""LoRA adapters of experts: whole stacks (`target_parameters`) and single matrices give what PEFT computes."""
+"""LoRA adapters of experts, stacked (`target_parameters`) and per matrix, match PEFT."""
 
 import json
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ NUM_NEW = 4
 
 
 def _check(path: Path, adapters: Mapping[str, Path], tp: int, store: Path, **engine: Any) -> None:
-    """Logits of a mixed batch equal PEFT's at every position, and the adapters change them."""
+    """Check that the logits of a mixed batch equal PEFT's at every position, and that the adapters change them."""
     numbers = {name: number for number, name in enumerate(adapters, 1)} | {"": 0}
     ranks = ThreadRanks(path, store, tp, page_size=4, enable_lora=True, **engine)
     for name, folder in adapters.items():
@@ -110,8 +110,11 @@ MIXED = ["", "a", "b", "", "", "a"]
 
 
 def test_lora_of_experts_keeps_the_bits_of_rows_without_adapter(path: Path, tmp_path: Path) -> None:
-    """The last layer's experts are adapted, for one step: adapted rows of later layers and steps would choose other
-    experts, whose GEMMs then have other numbers of rows, as with any other neighbour."""
+    """Only the last layer's experts have adapters, and only one step runs.
+
+    Adapted rows would otherwise route to other experts in later layers and steps, which changes the row counts of the
+    expert GEMMs, as any other neighbor would.
+    """
     kind = {"layers_to_transform": [2], "layers_pattern": "layers"}
     last = [f"layers.2.mlp.{name}" for name in BOTH]
     adapters = {name: make_adapter(tmp_path / name, path, [], target_parameters=last, **kind) for name in "ab"}
@@ -130,11 +133,11 @@ def test_lora_of_experts_in_batch_invariant_mode_depends_on_no_other_request(pat
 
 
 def test_lora_of_experts_adapted_one_by_one_may_differ_in_rank_and_scaling(path: Path, tmp_path: Path) -> None:
-    """One adapter with a rank and alpha for one expert equals the same update written with another rank."""
+    """One adapter that gives one expert its own rank and alpha equals the same update written with another rank."""
     plain = make_expert_adapter(tmp_path / "plain", path, seed=4, rank=2, alpha=2)
     other = make_expert_adapter(tmp_path / "other", path, seed=4, rank=2, alpha=2)
     held = load_file(other / "adapter_model.safetensors")
-    for name in [name for name in held if ".experts.3.up_proj" in name]:  # half of it twice
+    for name in [name for name in held if ".experts.3.up_proj" in name]:  # two copies, each with half of the scaling
         held[name] = torch.cat((held[name], held[name]), dim=1 if "lora_B" in name else 0).contiguous()
     save_file(held, other / "adapter_model.safetensors")
     edit_config(other, rank_pattern={r"experts\.3\.up_proj": 4}, alpha_pattern={r"experts\.3\.up_proj": 2})
@@ -148,7 +151,7 @@ def test_lora_of_experts_adapted_one_by_one_may_differ_in_rank_and_scaling(path:
 
 @pytest.mark.soak
 def test_lora_of_quantized_experts_moves_logits_as_that_of_dense_ones(path: Path) -> None:
-    """Up to the quantizer's error, and tokens that go to other experts because of it."""
+    """Equal up to the quantization error and the tokens that it routes to other experts."""
     moved = []
     for quantization in (None, "fp8"):
         sides = [
@@ -171,7 +174,7 @@ def test_dump_of_peft_with_adapted_experts_agrees_with_the_engine(path: Path, tm
 
 
 def _record(path: Path, out: Path, tp: int = 1) -> Path:
-    """A mixed batch, of two adapters with the same targets."""
+    """Record a mixed batch with two adapters that have the same targets."""
     if not (path.parent / "c").exists():
         make_adapter(path.parent / "c", path, [], seed=3, target_parameters=BOTH)
     observer = partial(make_observer, out=str(out), config=DumperConfig(keep="full"))
@@ -193,7 +196,7 @@ def test_diff_of_adapted_experts_on_two_ranks_compares_the_updates(path: Path, r
     assert report.exit_code == 0, str(report)
     matched = {finding.site for finding in report.findings if finding.baseline and finding.target}
     experts = "model.layers.0.mlp.experts"
-    for site in ("base_layer.lora_A", "lora_A", "lora_B"):  # a rank's rows of gate and up are not one axis
+    for site in ("base_layer.lora_A", "lora_A", "lora_B"):  # a rank's rows of gate and up are not contiguous
         assert f"{experts}.{site}.default:out" in matched
 
 

@@ -1,4 +1,4 @@
-"""Adapters and requests that cannot be served: one sentence each, and the engine goes on."""
+"""Unsupported adapters and requests: each is refused with one sentence, and the engine keeps running."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -152,7 +152,7 @@ def test_max_lora_rank_names_the_adapter_that_exceeds_it(path: Path, tmp_path: P
     large = make_adapter(tmp_path / "large", path, ["q_proj"], r=24)
     with pytest.raises(ConfigError, match="max_lora_rank=8: adapter 'large' has rank 24; raise max_lora_rank"):
         LLM(path, lora_paths={"large": large}, max_lora_rank=8)
-    with LLM(path, lora_paths={"large": large}) as llm:  # by default as large as needed
+    with LLM(path, lora_paths={"large": large}) as llm:  # by default the maximum rank is that of the adapter
         assert json.loads(json.dumps(llm.engine.state()))["adapters"] == [
             {"name": "large", "path": str(large), "num_live": 0}
         ]

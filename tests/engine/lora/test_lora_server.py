@@ -1,4 +1,4 @@
-"""Clients select adapters as in SGLang (`model: NAME:ADAPTER`, `lora_path`) and vLLM (`model: ADAPTER`)."""
+"""Clients select adapters as in SGLang (`model: NAME:ADAPTER`, `lora_path`) and as in vLLM (`model: ADAPTER`)."""
 
 import json
 from collections.abc import Iterator
@@ -63,7 +63,7 @@ def test_openai_client_selects_an_adapter(client: openai.OpenAI, url: str) -> No
 
 
 def test_chat_apis_select_an_adapter(client: openai.OpenAI, url: str) -> None:
-    import anthropic  # takes three seconds
+    import anthropic  # takes three seconds to import
 
     messages: list[dict[str, str]] = [{"role": "user", "content": "hello"}]
     options: dict[str, object] = {"messages": messages, "max_tokens": 6, "temperature": 0}
@@ -101,7 +101,7 @@ def test_unknown_adapter_is_named_in_one_sentence(client: openai.OpenAI, url: st
 
 
 def test_adapters_are_loaded_and_unloaded_under_load(client: openai.OpenAI, url: str, path: Path) -> None:
-    """Both servers' routes; requests of other adapters go on, and those of the unloaded one finish."""
+    """With the routes of SGLang and vLLM; other requests continue, and those for the unloaded adapter finish."""
 
     def post(route: str, **body: str) -> httpx.Response:
         return httpx.post(f"{url}{route}", json=body, timeout=60)

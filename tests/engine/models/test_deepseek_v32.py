@@ -1,4 +1,4 @@
-"""Sparse attention to the keys that an indexer chooses: the chosen keys, their site, refused settings."""
+"""Sparse attention to the keys that an indexer selects: the selection, its site, unsupported settings."""
 
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ PROMPT = [(11 * i + i // 3) % 500 for i in range(23)]
 
 @pytest.mark.parametrize("rows", [5, 64])
 def test_chosen_keys_are_those_of_transformers(tmp_path: Path, rows: int) -> None:
-    """Six keys of each row; a row with fewer positions has them all."""
+    """Each row selects six keys; a row with fewer positions selects all of them."""
     path, theirs, ours = make_moe(tmp_path / "model", "deepseek_v32", seed=3), [], []
     hook = (
         reference(path)
@@ -50,16 +50,16 @@ def test_chosen_keys_are_those_of_transformers(tmp_path: Path, rows: int) -> Non
 
 
 def test_kernels_choose_the_same_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, in Triton's interpreter: requests with one row in one call, beside a prompt in chunks."""
+    """With the GPU kernels in Triton's interpreter: single-row requests in one call, next to a chunked prompt."""
     if triton.why_not(torch.device("cpu")) is not None:
         pytest.skip("needs Triton's interpreter: TRITON_INTERPRET=1 and a CPU")
     path, counts = make_moe(tmp_path / "model", "deepseek_v32", seed=3), []
-    told = SamplingParams(max_new_tokens=6, ignore_eos=True, full_logprobs=True)
+    params = SamplingParams(max_new_tokens=6, ignore_eos=True, full_logprobs=True)
 
     def run(name: str) -> list[Generation]:
         observer = partial(make_observer, out=str(tmp_path / name), config=DumperConfig(keep="full"))
         with LLM(path, page_size=4, max_num_batched_tokens=8, prefix_cache=False, observer=observer) as llm:
-            return llm.generate([PROMPT[:2], PROMPT], told, request_ids=["a", "b"])
+            return llm.generate([PROMPT[:2], PROMPT], params, request_ids=["a", "b"])
 
     plain = run("plain")
     attend_slots = mla.attend_slots
@@ -87,7 +87,7 @@ def test_kernels_choose_the_same_keys(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_diff_counts_the_keys_that_a_wrong_indexer_does_not_choose(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A row that may not attend to itself, in one layer: one of six keys."""
+    """In one layer, a row may not attend to itself, which changes one of six keys."""
     path = make_moe(tmp_path / "model", "deepseek_v32", seed=3)
 
     def record(name: str) -> Path:
@@ -117,7 +117,7 @@ def test_diff_counts_the_keys_that_a_wrong_indexer_does_not_choose(
 
 @pytest.mark.parametrize("family", ["deepseek_v32", pytest.param("glm_moe_dsa", marks=pytest.mark.soak)])
 def test_batch_invariant_mode_chooses_the_same_keys_alone_and_in_any_batch(tmp_path: Path, family: str) -> None:
-    """Chunks, prefix hits, preemption; fewer and more positions than chosen keys, and than a block of keys."""
+    """With chunks, prefix hits and preemption; fewer and more positions than selected keys and than a block of keys."""
     path = make_moe(tmp_path / "model", family, seed=3, max_position_embeddings=256)
     prompts = [PROMPT, PROMPT[:3], [(7 * i + i // 5) % 500 for i in range(150)], [*PROMPT[:13], 9, 8], [7, 7, 7, 7, 7]]
     params = SamplingParams(max_new_tokens=10, ignore_eos=True, logprobs=2)
@@ -159,7 +159,7 @@ def test_sparse_attention_config_errors_name_field_and_rule(
 
 
 def test_index_keys_are_cached_where_a_layer_has_an_indexer(tmp_path: Path) -> None:
-    """In the pages of the latents, in the model's dtype; the second layer takes the keys of the first."""
+    """Index keys share the latents' pages, in the model's dtype; the second layer reuses the first's keys."""
     index, latent, rotated = INDEXED["index_head_dim"], LATENT["kv_lora_rank"], LATENT["qk_rope_head_dim"]
     for dtype, stored in (("auto", 4), ("fp8", 1)):
         with LLM(make_moe(tmp_path / dtype, "glm_moe_dsa"), kv_cache_dtype=dtype) as llm:

@@ -43,13 +43,13 @@ def kimi_config(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def _greedy(path: Path, prompt: list[int], tokens: tuple[int, ...]) -> list[int]:
-    """transformers' greedy choice after each token, by an uncached full forward."""
+    """Return transformers' greedy choice for each position of ``tokens``, from one forward without a cache."""
     return reference_logits(path, [*prompt, *tokens][:-1]).argmax(-1)[-len(tokens) :].tolist()
 
 
 @pytest.mark.parametrize(("rows", "features"), [(1, 1), (7, 8), (64, 1), (200, 1), (200, 8)])
 def test_chunked_form_equals_the_recurrent_one(rows: int, features: int) -> None:
-    """With a decay per head, and with one per key feature."""
+    """With one decay per head and with one per key feature."""
     torch.manual_seed(rows)
     query, key = (torch.nn.functional.normalize(torch.randn(rows, 3, 8), dim=-1) for _ in range(2))
     value, beta, decay = torch.randn(rows, 3, 5), torch.rand(rows, 3), -torch.rand(rows, 3, features)
@@ -101,7 +101,7 @@ def test_prefix_hits_continue_from_checkpoints(path: Path) -> None:
             (generation,) = llm.generate([prompt], max_new_tokens=8, ignore_eos=True)
             assert list(generation.token_ids) == _greedy(path, prompt, generation.token_ids)
             hits.append(generation.cached_tokens)
-        # Checkpoints of the first prompt: 16, 32, 48; a prompt that leaves it adds one where it does.
+        # The first prompt leaves checkpoints at 16, 32 and 48; a prompt that diverges from it adds one at that point.
         assert all(hit <= length // 4 * 4 for hit, length in zip(hits, range(3, len(SHARED), 6), strict=True))
         assert hits[3] >= 16
         assert hits[-1] >= 32
@@ -171,7 +171,7 @@ def test_ranks_with_different_numbers_of_heads_have_equal_pools(tmp_path: Path) 
     ranks = ThreadRanks(path, tmp_path / "store", 2, kv_cache_memory_bytes=150_000)
     first, second = (runner.cache_config for runner in ranks.runners)
     assert (first.num_state_slots, first.group_pages) == (second.num_state_slots, second.group_pages)
-    assert first.num_state_slots < 4 * 64  # as many as fit
+    assert first.num_state_slots < 4 * 64  # limited by memory
     ranks.close()
 
 
@@ -192,7 +192,7 @@ def test_unsupported_settings_are_refused(path: Path, tmp_path: Path) -> None:
 
 
 def test_kimi_linear_as_published_equals_transformers(tmp_path: Path) -> None:
-    """Layers by number in ``linear_attn_config``, other names of settings, and ``mlp`` in dense layers."""
+    """Layers listed by number in ``linear_attn_config``, other setting names, and ``mlp`` in dense layers."""
     path = make_moe(tmp_path / "model", "kimi_linear", seed=3)
     values = json.loads((path / "config.json").read_text())
     kinds = values.pop("layer_types")

@@ -1,4 +1,4 @@
-"""The engine computes what transformers computes, for every family, in shapes nobody would train."""
+"""The engine matches transformers for every model family, including randomly drawn shapes."""
 
 import inspect
 import tempfile
@@ -35,7 +35,7 @@ CHUNKED = ("mamba2", "bamba", "gemma3n", "gemma4", "zamba2")
     ),
 )
 def test_families_continue_ragged_prompts_like_transformers(tmp_path: Path, family: str, tp: int) -> None:
-    """Windows of 7 to 11 positions are crossed within prompts, at their ends, and while decoding."""
+    """Prompts cross the window of 7 to 11 positions inside the prompt, at its end, and while decoding."""
     path = make_checkpoint(tmp_path / "model", family, seed=3)
     requests = check_parity(path, tp, PROMPTS, 12 if tp == 1 else 6)
     if tp == 1:
@@ -67,8 +67,8 @@ ROPES: dict[str, dict[str, Any]] = {
 
 @st.composite
 def odd_models(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
-    """A family and a configuration nobody would train."""
-    # Their rope or their layers do not take every value below.
+    """Draw a family and an unusual configuration of it."""
+    # The RoPE or the layers of these families do not support every value below.
     special = ("falcon", "mamba", "bamba", "gemma3n", "gemma4", "glm", "lfm", "ministral3", "zamba")
     family = draw(st.sampled_from([family for family in FAMILIES if not family.startswith(special)]))
     kv_heads, group, layers = draw(st.integers(1, 4)), draw(st.integers(1, 3)), draw(st.integers(1, 4))
@@ -142,14 +142,14 @@ def test_sliding_windows_with_any_chunk_size(tmp_path: Path, family: str, chunk:
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("device", DEVICES)
 def test_dynamic_rope_is_independent_of_the_batch(tmp_path: Path, family: str, device: str) -> None:
-    """Prompts and continuations pass the 32 trained positions, in chunks and beside each other."""
+    """Prompts and generated tokens exceed the 32 trained positions, in chunks and in one batch."""
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
     ropes = {"full_attention": rope, "sliding_attention": dict(rope)} if family == "gemma3" else rope
     path = make_checkpoint(tmp_path / "model", family, max_position_embeddings=32, rope_parameters=ropes)
     prompts = [[5, 6, 7], list(range(40, 75)), list(range(100, 165))]
     expected = []
     for prompt in prompts:
-        reference_tokens(path, [1], 1)  # transformers' rope remembers the longest call; a short one makes it forget
+        reference_tokens(path, [1], 1)  # a short call resets transformers' rope, which remembers the longest one
         expected.append(reference_tokens(path, prompt, 32))
     for max_tokens in (512, 13):
         with LLM(path, max_num_batched_tokens=max_tokens, device=device) as llm:
@@ -160,7 +160,7 @@ def test_dynamic_rope_is_independent_of_the_batch(tmp_path: Path, family: str, d
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_longrope_depends_on_its_request_only(tmp_path: Path, tp: int) -> None:
-    """Requests below and above the 16 original positions in one batch, in chunks."""
+    """Requests below and above the 16 original positions share a batch and are chunked."""
     rope = PHI4_ROPE | {"original_max_position_embeddings": 16}
     sizes = {"max_position_embeddings": 128, "original_max_position_embeddings": 16}
     path = make_checkpoint(tmp_path / "model", "phi3", sliding_window=None, rope_parameters=rope, **sizes)
@@ -196,5 +196,5 @@ def test_families_16_bit_logits_within_rounding_of_transformers(
 
 @pytest.mark.parametrize("name", MODELS)
 def test_layers_accept_the_observer_of_their_input(name: str) -> None:
-    """The fused path of a GPU passes it, which no run on a CPU shows."""
+    """The fused GPU path passes the observer of the layer's input; no run on a CPU would notice its absence."""
     assert "on_input" in inspect.signature(MODELS[name].layer_class.summands).parameters

@@ -1,4 +1,4 @@
-"""Gemma 3n text: shared keys under preemption, the text part of multimodal checkpoints, refused settings."""
+"""Gemma 3n text models: shared keys under preemption, multimodal checkpoints, unsupported settings."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_preemption_does_not_change_tokens(path: Path) -> None:
-    """Layers that read shared keys cache none."""
+    """Layers that share another layer's keys cache none of their own."""
     assert ModelConfig.read(path).attention_layers == (0, 1)
     with LLM(path, page_size=4, num_pages=22, max_num_batched_tokens=9, check_invariants=True) as llm:
         generations = llm.generate([*PROMPTS, PROMPTS[1][:20]], max_new_tokens=20, ignore_eos=True)
@@ -34,7 +34,7 @@ def test_preemption_does_not_change_tokens(path: Path) -> None:
 
 
 def test_multimodal_checkpoint_loads_its_text_part(path: Path, tmp_path: Path) -> None:
-    """With towers, and with the keys of layers that share others', as published."""
+    """With vision and audio towers and with the unused keys of sharing layers, like published checkpoints."""
     weights = load_file(path / "model.safetensors")
     weights = {name.replace("model.", "model.language_model.", 1): value for name, value in weights.items()}
     unused = ("model.vision_tower.x", "model.embed_audio.y", "model.language_model.layers.2.self_attn.k_proj.weight")

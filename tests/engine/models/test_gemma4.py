@@ -1,4 +1,4 @@
-"""Gemma 4 text: two layouts of the cache, shared keys under preemption, published settings, refused settings."""
+"""Gemma 4 text models: two KV cache layouts, shared keys under preemption, published and unsupported settings."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_preemption_does_not_change_tokens(path: Path) -> None:
-    """Of the two layers that cache keys, one has 2 heads of 24 features, the other one of 40."""
+    """Of the two layers with a KV cache, one has 2 heads of 24 features, the other one head of 40."""
     with LLM(path, page_size=4, num_pages=22, max_num_batched_tokens=9, check_invariants=True) as llm:
         generations = llm.generate([*PROMPTS, PROMPTS[1][:20]], max_new_tokens=20, ignore_eos=True)
         assert llm.engine.scheduler.stats.num_preemptions > 0
@@ -42,7 +42,7 @@ def test_preemption_does_not_change_tokens(path: Path) -> None:
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_two_layouts_in_one_group_of_layers(tmp_path: Path, tp: int) -> None:
-    """A window as long as the model's positions: all layers share page tables."""
+    """The window equals the model's positions, so all layers share page tables."""
     path = make_checkpoint(tmp_path / "model", "gemma4", seed=5, sliding_window=256, attention_bias=True)
     check_parity(path, tp, PROMPTS, 8, max_num_batched_tokens=7)
     with LLM(path) as llm:

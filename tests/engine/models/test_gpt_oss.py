@@ -1,4 +1,4 @@
-"""gpt-oss: experts in MXFP4, sinks, and sites that align with transformers'."""
+"""gpt-oss: MXFP4 experts, attention sinks, and sites that align with transformers'."""
 
 import json
 from pathlib import Path
@@ -38,7 +38,7 @@ def test_mxfp4_quantization_round_trip() -> None:
 def test_mxfp4_logits_equal_those_of_the_dequantized_weights(
     paths: tuple[Path, Path], tmp_path: Path, tp: int, ep: int, layers: Any
 ) -> None:
-    """96 features are three blocks, of which ranks hold two and one."""
+    """The 96 features are three MXFP4 blocks, of which the ranks hold two and one."""
     packed, dense = paths
     ranks = ThreadRanks(packed, tmp_path / "store", tp, ep=ep, page_size=4, quantized_layers=layers)
     experts = [module for module in ranks.runners[0].model.modules() if hasattr(module, "gate_up_proj_bias")]

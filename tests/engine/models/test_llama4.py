@@ -1,4 +1,4 @@
-"""Llama 4: attention in chunks, checkpoints with vision, sites, batch-invariant mode."""
+"""Llama 4: chunked attention, checkpoints with vision, sites, batch-invariant mode."""
 
 import json
 from pathlib import Path
@@ -34,7 +34,7 @@ def _greedy(path: Path, prompt: list[int], tokens: tuple[int, ...]) -> list[int]
 
 @pytest.mark.parametrize("rows", [4, 9, 64])
 def test_chunked_attention_after_prefix_hits_equals_transformers(path: Path, rows: int) -> None:
-    """Chunks of 9 positions begin within pages of 4, steps and cached prefixes."""
+    """Attention chunks of 9 positions begin inside pages of 4, inside steps and inside cached prefixes."""
     settings: dict[str, Any] = {"page_size": 4, "max_num_batched_tokens": rows, "check_invariants": True}
     with LLM(path, **settings) as llm:
         llm.generate([PROMPT], max_new_tokens=2)
@@ -45,7 +45,7 @@ def test_chunked_attention_after_prefix_hits_equals_transformers(path: Path, row
 
 
 def test_chunked_attention_by_the_kernel_equals_transformers(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, in Triton's interpreter: decoding rows in one call, beside the rows of a prompt."""
+    """With the GPU kernel in Triton's interpreter: decoding rows in one call, in the same step as prompt rows."""
     if triton.why_not(torch.device("cpu")) is not None:
         pytest.skip("needs Triton's interpreter: TRITON_INTERPRET=1 and a CPU")
     from tapscope.kernels.triton.paged_decode import paged_decode
@@ -91,7 +91,7 @@ def test_text_part_of_a_checkpoint_with_vision_loads(path: Path, tmp_path: Path)
 
 
 def test_llama4_dump_equals_transformers(path: Path, tmp_path: Path) -> None:
-    """One prompt: transformers counts padding as positions of the queries' scale."""
+    """With a single prompt: transformers counts padding as positions in the scaling of queries."""
     base, target = str(tmp_path / "base"), str(tmp_path / "target")
     prompt = ["--prompt", "def main():", "--max-new-tokens", "3", "-q"]
     assert main(["dump", str(path), "-o", base, "--backend", "hf", *prompt]) == 0

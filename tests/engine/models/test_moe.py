@@ -1,4 +1,4 @@
-"""Mixtures of experts compute what transformers computes, on one rank, split by features and split by experts."""
+"""Mixture-of-experts models match transformers on one rank, sharded by features and sharded by experts."""
 
 import base64
 import functools
@@ -42,7 +42,7 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def assert_same(path: Path, ranks: ThreadRanks, prompts: list[list[int]], count: int) -> None:
-    """Logits at every position; each token is the greedy choice after those before it, so all tokens are."""
+    """Check the logits at every position, and that every generated token is the greedy choice."""
     for request in ranks.generate(prompts, count):
         assert len(request.generated) == count
         expected = reference_logits(path, request.tokens[:-1])
@@ -58,7 +58,7 @@ def assert_same(path: Path, ranks: ThreadRanks, prompts: list[list[int]], count:
 def test_moe_fp32_logits_and_greedy_tokens_equal_transformers(
     path: Path, tmp_path: Path, tp: int, ep: int, num_new: int
 ) -> None:
-    """Few tokens a step, so that prompts come in chunks and beside rows that decode."""
+    """The token budget per step is small, so that prompts are chunked and share steps with decoding rows."""
     ranks = ThreadRanks(path, tmp_path / "store", tp, ep=ep, page_size=4, max_num_batched_tokens=16)
     assert_same(path, ranks, PROMPTS, num_new)
 
@@ -90,7 +90,7 @@ ODD: dict[str, tuple[str, dict[str, Any], int, int]] = {
 def test_moe_unusual_shapes_equal_transformers(tmp_path: Path, name: str) -> None:
     family, config, tp, ep = ODD[name]
     path = make_moe(tmp_path / "model", family, seed=4, **config)
-    reference(path).set_experts_implementation("eager")  # grouped_mm, its default, takes no odd widths
+    reference(path).set_experts_implementation("eager")  # the default, grouped_mm, requires even widths
     assert_same(path, ThreadRanks(path, tmp_path / "store", tp, ep=ep, page_size=4), PROMPTS[:2], 5)
 
 
@@ -137,7 +137,7 @@ def test_moe_loads_stacked_and_separate_experts(tmp_path: Path, family: str) -> 
         expected = reference(path).state_dict()
         shared = [name for name in state if name in expected]
         assert any(name.endswith(("experts.gate_up_proj", "experts.up_proj")) for name in shared)
-        for name in shared:  # gpt-oss has its matrices transposed in memory
+        for name in shared:  # gpt-oss stores its matrices transposed
             is_transposed = state[name].shape != expected[name].shape
             assert torch.equal(state[name], expected[name].mT if is_transposed else expected[name])
     assert results[0] == results[1]
@@ -150,9 +150,9 @@ def test_moe_bf16_logits_within_rounding_of_transformers(tmp_path: Path, family:
         llm.generate([PROMPTS[1]], max_new_tokens=1)
         actual = llm.observer.logits_of("0")
     expected = reference_logits(path, PROMPTS[1])
-    # A choice of experts may flip on a rounding, and with it a row: the median row is what rounding explains.
+    # Rounding may flip the choice of experts and thereby change a whole row; the median row shows rounding only.
     error = (actual.float() - expected.float()).norm(dim=1) / expected.float().norm(dim=1)
-    assert error.median() < (2**-5 if family in INDEXED else 2**-6)  # so may a choice of keys, in half of the rows
+    assert error.median() < (2**-5 if family in INDEXED else 2**-6)  # key selection may flip too, in half of the rows
 
 
 def test_moe_expert_parallel_dump_equals_transformers(tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ def test_moe_expert_parallel_dump_equals_transformers(tmp_path: Path) -> None:
 
 
 def choices(path: Path, tokens: list[int]) -> torch.Tensor:
-    """transformers' expert ids, ascending: [positions, layers, k], -1 in dense layers."""
+    """Return transformers' expert ids in ascending order: [positions, layers, k], -1 in dense layers."""
     model, chosen, hooks = reference(path), {}, []
 
     def keep(i: int, out: tuple[torch.Tensor, ...]) -> None:
@@ -207,10 +207,10 @@ def test_routed_experts_equal_transformers(path: Path, tmp_path: Path) -> None:
     indirect=True,
 )
 def test_request_returns_experts_and_hidden_states_of_every_position(path: Path) -> None:
-    """In chunks, preempted for want of pages, and beside requests that share its prefix."""
+    """With chunked prompts, preemption for lack of pages, and requests that share a prefix."""
     params = SamplingParams(max_new_tokens=12, ignore_eos=True, routed_experts=True, hidden_states=True)
     with LLM(path, page_size=4, num_pages=16, max_num_batched_tokens=16) as llm:
-        llm.generate([PROMPTS[1]], max_new_tokens=1)  # leaves its prefix in the cache
+        llm.generate([PROMPTS[1]], max_new_tokens=1)  # puts its prefix into the cache
         generations = llm.generate([PROMPTS[1], PROMPTS[3], PROMPTS[0]], params)
         assert llm.engine.state()["num_preemptions"] > 0
         streamed = list(llm.stream(PROMPTS[0], params=params))
@@ -285,7 +285,7 @@ def test_moe_config_errors_name_field_and_rule(tmp_path: Path, name: str) -> Non
 
 
 def test_load_weights_checks_experts_of_other_ranks(tmp_path: Path) -> None:
-    """A rank fills none of them, but a checkpoint that lacks one, or has one too many, is wrong on every rank."""
+    """A rank loads no weights of remote experts, but every rank rejects a checkpoint that lacks an expert."""
     path = edited(make_moe(tmp_path / "model", "mixtral"), lambda config: config.update(num_local_experts=5))
     with pytest.raises(CheckpointError, match=r"experts.4.w1.weight.*missing"):
         ThreadRanks(path, tmp_path / "store", 1)

@@ -1,4 +1,4 @@
-"""Text parts of multimodal checkpoints compute what transformers computes without images."""
+"""The text model of a multimodal checkpoint matches transformers without images."""
 
 import json
 from pathlib import Path
@@ -58,7 +58,7 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel], dict[st
 
 
 def make_multimodal(path: Path, family: str, *, is_published: bool, **config: Any) -> Path:
-    """Save a random model; ``is_published``: with the names of published checkpoints, else with those of modules."""
+    """Save a random model, named like published checkpoints if ``is_published``, otherwise like the modules."""
     config_class, model_class, text, vision = FAMILIES[family]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
@@ -119,7 +119,7 @@ def test_text_part_errors_name_the_section(tmp_path: Path) -> None:
 
 
 def test_text_part_reads_published_gemma3_settings(tmp_path: Path) -> None:
-    """google/gemma-3-4b-it leaves out what Gemma3TextConfig has as its default."""
+    """google/gemma-3-4b-it omits the settings that equal the defaults of Gemma3TextConfig."""
     text = {
         "hidden_size": 2560,
         "intermediate_size": 10240,

@@ -1,4 +1,4 @@
-"""The engine computes what transformers computes, for every shape of Llama, on one rank and on several."""
+"""The engine matches transformers for every shape of Llama, on one rank and on several."""
 
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ def test_llama_fp32_logits_and_greedy_tokens_equal_transformers(
 def test_tensor_parallel_with_an_uneven_vocabulary(tmp_path: Path) -> None:
     path = make_llama(tmp_path / "model", seed=4, vocab_size=3, num_key_value_heads=4, bos_token_id=0, eos_token_id=1)
     ranks = ThreadRanks(path, tmp_path / "store", 4)
-    # Of 3 tokens the fourth rank holds no row of the vocabulary.
+    # With a vocabulary of 3 tokens, the fourth rank holds no row.
     (request,) = ranks.generate([[1, 2, 2, 0]], 12)
     assert ranks.runners[3].model.lm_head.weight.shape[0] == 0
     assert list(request.generated) == reference_tokens(path, [1, 2, 2, 0], 12)

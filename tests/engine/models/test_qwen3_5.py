@@ -1,4 +1,4 @@
-"""Qwen3.5: dense models, and the text part of checkpoints with vision."""
+"""Qwen3.5: dense models, and the text model of checkpoints with vision."""
 
 import json
 from pathlib import Path

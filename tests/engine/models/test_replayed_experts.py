@@ -1,4 +1,4 @@
-"""Recorded expert ids instead of the routers' choices, with weights from the current router logits."""
+"""Replay of recorded expert ids in place of the routers' choices, weighted by the current router logits."""
 
 import json
 from collections.abc import Iterator
@@ -43,7 +43,7 @@ GREEDY = {"max_new_tokens": 6, "ignore_eos": True, "logprobs": 0}
 
 
 def _with_other_routers(path: Path, folder: Path) -> Path:
-    """The checkpoint with other gates: its routers choose other experts."""
+    """Copy the checkpoint with other router weights, so that other experts are chosen."""
     folder.mkdir()
     for file in path.iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
@@ -189,7 +189,7 @@ def test_dump_replays_the_experts_of_a_run(
 
 
 def test_experts_of_a_speculative_run_are_those_of_the_target(tmp_path: Path) -> None:
-    """Without those of the MTP layer, which has experts too, and without those of rejected branches of its trees."""
+    """Excludes the experts of the MTP layer and those of rejected tree branches."""
     path = make_mtp(tmp_path / "model", "glm4_moe")
     kept = DumperConfig(keep="full")
     settings: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""State space models: Mamba and Mamba-2, alone, beside attention, or in the same layer as attention."""
+"""State space models: Mamba and Mamba-2 alone, alternating with attention, or parallel to attention in one layer."""
 
 import json
 from pathlib import Path
@@ -54,7 +54,7 @@ def test_batch_invariant_bits_do_not_depend_on_chunks(path: Path) -> None:
 
 
 def test_falcon_h1_without_norm_equals_transformers(tmp_path: Path) -> None:
-    """The output is gated, and groups are one."""
+    """The output is gated, and there is one group."""
     path = make_checkpoint(tmp_path / "model", "falcon_h1", mamba_rms_norm=False, mamba_n_groups=1)
     with LLM(path, observer=Memory, logits="all") as llm:
         llm.generate([PROMPTS[1]], max_new_tokens=1)
@@ -116,7 +116,7 @@ def test_state_space_config_errors_name_field_and_rule(
 
 
 def test_zamba2_without_adapters_of_attention_or_rope_equals_transformers(tmp_path: Path) -> None:
-    """With groups of keys, one block for all layers, and another epsilon than the mixers' norms have."""
+    """With grouped keys, one block for all layers, and an epsilon that differs from the mixer norms'."""
     plain = {"use_shared_attention_adapter": False, "use_mem_rope": False, "add_bias_linear": False}
     sizes = {"num_key_value_heads": 2, "num_mem_blocks": 1, "rms_norm_eps": 1e-3}
     path = make_checkpoint(tmp_path / "model", "zamba2", **plain, **sizes)
@@ -126,7 +126,7 @@ def test_zamba2_without_adapters_of_attention_or_rope_equals_transformers(tmp_pa
 
 
 def test_zamba2_layers_share_the_weights_of_their_block(tmp_path: Path) -> None:
-    """Dummy and loaded weights; a checkpoint that repeats a block must repeat its values."""
+    """With dummy and loaded weights; a checkpoint that repeats a block must repeat its values."""
     path = make_checkpoint(tmp_path / "model", "zamba2")
     block = "layers.{}.shared_transformer.self_attn.linear_q_adapter_list.0.1.weight"
     for load_format in ("auto", "dummy"):

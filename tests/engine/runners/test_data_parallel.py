@@ -1,4 +1,4 @@
-"""Replicas behind one server: who computes what, what reaches all of them, and what becomes of a lost one."""
+"""Data-parallel replicas behind one server: routing, commands to all replicas, and the loss of one."""
 
 import asyncio
 import json
@@ -118,18 +118,18 @@ def test_router_honours_a_pinned_replica(server: Server) -> None:
 
 def test_router_prefers_the_replica_with_the_prefix(server: Server) -> None:
     def ask(prompts: list[list[int]]) -> list[tuple[int, int]]:
-        """Where each went, and how much of it was there."""
+        """Return the replica and the number of cached tokens for each prompt."""
         answers = [each["meta_info"] for each in server.ask("/generate", input_ids=prompts, sampling_params=GREEDY)]
         return [(answer["dp_rank"], answer["cached_tokens"]) for answer in answers]
 
-    prefixes = [[10 + group, *range(50, 370), group] for group in range(4)]  # 20 pages of 16, and a bit
+    prefixes = [[10 + group, *range(50, 370), group] for group in range(4)]  # 20 pages of 16 tokens and a rest
     first = [ask([[*prefix, 7]])[0] for prefix in prefixes]
-    assert sorted(replica for replica, _ in first) == [0, 0, 1, 1]  # nobody has them yet: an empty cache is preferred
+    assert sorted(replica for replica, _ in first) == [0, 0, 1, 1]  # new prefixes go to the emptier cache
     later = [ask([[*prefix, end]])[0] for end in (8, 9, 11) for prefix in prefixes]
-    assert later == [(replica, 320) for replica, _ in first] * 3  # as much as one replica would have had
+    assert later == [(replica, 320) for replica, _ in first] * 3  # the same hits as with one replica
     talk = server.ask("/generate", input_ids=prefixes[0], sampling_params=GREEDY | {"max_new_tokens": 40})
     more = [*prefixes[0], *talk["output_ids"], 7]
-    assert ask([more]) == [(first[0][0], (len(more) - 2) // 16 * 16)]  # what was answered counts too
+    assert ask([more]) == [(first[0][0], (len(more) - 2) // 16 * 16)]  # generated tokens count too
     crowd = [replica for replica, _ in ask([[*prefixes[0], end] for end in range(100, 108)])]
     assert crowd[:2] == [first[0][0]] * 2
     assert abs(crowd.count(0) - crowd.count(1)) <= 2
@@ -261,7 +261,7 @@ def _replace_the_recorder(server: Server) -> None:
     os.kill(json.loads((server.run / "recorder.json").read_text())["pid"], signal.SIGKILL)
     gone = server.http.get("/dumper/state")
     assert (gone.status_code, "/dumper/reset continues in a new run" in gone.json()["error"]) == (503, True)
-    next(under_way)  # the model goes on
+    next(under_way)  # the model keeps running
     refused = server.http.post("/dumper/reset", json={"run": "../x"})
     assert (refused.status_code, "must be a plain name" in refused.json()["error"]) == (400, True)
     answer = server.ask("/dumper/reset")
@@ -282,7 +282,7 @@ def _lose_a_replica(server: Server) -> None:
         answer = server.http.post("/generate", json={"input_ids": PROMPT, "data_parallel_rank": dp_rank})
         assert (answer.status_code, answer.json()["error"]["message"].startswith(WORDS)) == (503, True)
     server.ask("/abort_request", rid="mine")
-    assert list(under_way)[-1]["meta_info"]["finish_reason"]["type"] == "abort"  # the other replica went on with it
+    assert list(under_way)[-1]["meta_info"]["finish_reason"]["type"] == "abort"  # the other replica kept running it
 
 
 def test_server_refuses_requests_while_replica_weights_differ(models: list[Path]) -> None:
@@ -313,7 +313,7 @@ async def _disagree(context: "zmq.Context[Any]", engine: Engine, folder: str) ->
     def vanished(*_: Any, **__: Any) -> None:
         raise CheckpointError("the file has vanished")
 
-    engine.update_weights = vanished  # type: ignore[method-assign]  # the check has passed
+    engine.update_weights = vanished  # the check has passed
     with pytest.raises(LiveError, match=r"different weights: 1 kept the old ones \(the file has vanished\)"):
         await client.update_weights(folder, partial=False)
     with pytest.raises(LiveError, match="different weights"):
@@ -324,7 +324,7 @@ async def _disagree(context: "zmq.Context[Any]", engine: Engine, folder: str) ->
     engine.weights.release_memory = vanished  # type: ignore[method-assign]
     with pytest.raises(CheckpointError, match="DP replica 1: the file has vanished"):
         await client.release_memory(None)
-    engine.weights.release_memory = release  # type: ignore[method-assign]  # and replica 0 has its memory again
+    engine.weights.release_memory = release  # replica 0 has its memory again
     params = SamplingParams(max_new_tokens=4, ignore_eos=True)
     made = [await client.generate(PROMPT, params, dp_rank=replica) for replica in (0, 1)]
     assert made[0].token_ids == made[1].token_ids
@@ -361,10 +361,10 @@ def test_llm_distributes_calls_over_replicas_and_names_a_lost_one(models: list[P
         under_way = llm.stream([PROMPT], SamplingParams(max_new_tokens=4000, ignore_eos=True))
         assert next(under_way).dp_rank == 0
         os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
-        for _ in range(2):  # whenever it is noticed
+        for _ in range(2):  # whenever the loss is detected
             with pytest.raises(RankLostError, match="DP replica 1 was killed by signal 9"):
                 llm.generate(PROMPTS * 8, params)
-        assert next(under_way).token_ids  # the other one goes on
+        assert next(under_way).token_ids  # the other replica keeps running
         under_way.close()
     assert torch.get_num_threads() == threads
     assert not multiprocessing.active_children()
@@ -372,7 +372,7 @@ def test_llm_distributes_calls_over_replicas_and_names_a_lost_one(models: list[P
 
 
 async def _together(llm: LLM, params: SamplingParams, expected: list[list[int]]) -> None:
-    """Overlapping async calls, while a call that is not async runs beside them."""
+    """Run overlapping async calls concurrently with a synchronous call."""
     streamed, (answer,), beside = await asyncio.gather(
         _all_of(llm.astream(PROMPT, params)),
         llm.agenerate([PROMPTS[1]], params),
@@ -405,7 +405,7 @@ def test_replicas_have_distinct_devices_threads_and_seeds(models: list[Path], mo
     with pytest.raises(ConfigError, match="dp=2 replicas of tp=2 ranks need 4 GPUs but there are 3"):
         resolve_device(config, 0)
     with pytest.raises(ConfigError, match="tp=4 ranks need 4 GPUs but there are 3"):
-        LLM(models[0], tp=4, rank_timeout_s=600)  # none is started, and none is waited for
+        LLM(models[0], tp=4, rank_timeout_s=600)  # fails before any rank is started
     monkeypatch.undo()
     assert len({EngineConfig(model="m", dp=3, dp_rank=rank, seed=7).replica_seed() for rank in range(3)}) == 3
     threads = torch.get_num_threads()

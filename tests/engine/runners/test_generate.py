@@ -1,4 +1,4 @@
-"""LLM: requests of any length arrive at any time, and each gets exactly what it would get alone."""
+"""LLM: requests of any length arrive at any time, and each gets the result that it would get alone."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,7 +50,7 @@ def test_generate_admits_requests_into_the_running_batch(path: Path, llm: LLM) -
 
 
 def test_generate_with_a_small_cache_gives_the_same_tokens(path: Path) -> None:
-    # 12 pages hold the longest request alone.
+    # 12 pages hold the longest request, and no other with it.
     with LLM(path, page_size=4, num_pages=12, observer=Memory) as llm:
         generations = llm.generate(PROMPTS, max_new_tokens=10, ignore_eos=True)
         assert len(llm.observer.steps[0].rows) < len(PROMPTS)
@@ -63,7 +63,7 @@ def test_generate_with_a_small_cache_gives_the_same_tokens(path: Path) -> None:
 
 
 def test_generate_without_new_tokens_caches_the_prompt(path: Path, llm: LLM) -> None:
-    longest = [5, *range(20, 275)]  # as many positions as the model has
+    longest = [5, *range(20, 275)]  # the maximum number of positions
     params = [
         SamplingParams(max_new_tokens=n, ignore_eos=True, prompt_logprobs=0 if n == 0 else None) for n in (0, 6, 0)
     ]
@@ -177,7 +177,7 @@ def test_submit_rejects_requests_larger_than_the_cache(path: Path) -> None:
     with LLM(path, page_size=4, num_pages=3) as llm:
         with pytest.raises(UsageError, match=r"needs 4 pages of 4 tokens .prompt 5, 10 new. but the cache has 3"):
             llm.generate([[5] * 5], max_new_tokens=10)
-        # 4 + 9 - 1 positions are computed: the last generated token never is.
+        # 4 + 9 - 1 positions are computed; the last generated token is not fed back.
         assert len(llm.generate([[5] * 4], max_new_tokens=9, ignore_eos=True)[0].token_ids) == 9
 
 
@@ -257,7 +257,7 @@ def test_max_model_len_limits_requests_and_sizes_the_cache(path: Path) -> None:
         with pytest.raises(UsageError, match=r"needs 41 positions .* but the limit is 40 .max_model_len"):
             llm.generate([PROMPTS[1]], max_new_tokens=6)
         (found,) = llm.generate([PROMPTS[1]], max_new_tokens=5, ignore_eos=True)
-        llm.engine.update_weights(path)  # a checkpoint with more positions than the limit is the same model
+        llm.engine.update_weights(path)  # more positions than the limit, but otherwise the same model
         assert llm.generate([PROMPTS[1]], max_new_tokens=5, ignore_eos=True)[0].token_ids == found.token_ids
     assert list(found.token_ids) == reference_tokens(path, PROMPTS[1], 5)
 
@@ -297,7 +297,7 @@ def test_generate_restores_grad_mode_and_threads(path: Path) -> None:
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
 def test_llm_of_an_inference_mode_outlives_it(path: Path, load_format: str) -> None:
-    """Its weights and cache are ordinary tensors: threads fill them, and steps without the mode write to them."""
+    """Weights and KV cache are ordinary tensors: threads fill them, and steps outside inference mode write to them."""
     with LLM(path, load_format=load_format) as llm:
         expected = llm.generate([[5, 6, 7]], max_new_tokens=4)[0].token_ids
     with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""NaN in the logits is reported: a warning, a counter, and tokens as before. Its pages leave the prefix cache."""
+"""NaN logits: a warning, a counter, unchanged tokens, and removal of the request's pages from the prefix cache."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -66,7 +66,7 @@ def test_nan_in_a_row_of_lm_head_is_found(llm: LLM) -> None:
 
 
 def test_decode_steps_that_do_not_copy_flags_read_them_for_token_0(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, where the host would wait for them."""
+    """As on a GPU, where copying the flags would block the host."""
     call, flags_read = SampledStep.__call__, []
 
     def without_flags(self: SampledStep, logits: Any) -> Any:
@@ -77,7 +77,7 @@ def test_decode_steps_that_do_not_copy_flags_read_them_for_token_0(llm: LLM, mon
 
     monkeypatch.setattr(SampledStep, "__call__", without_flags)
     llm.generate(PROMPTS, SamplingParams(max_new_tokens=3, allowed_token_ids=(0, 1), ignore_eos=True))
-    assert 0 in [token for tokens in flags_read for token in tokens]  # a token 0 of finite logits is none
+    assert 0 in [token for tokens in flags_read for token in tokens]  # token 0 from finite logits is no NaN
     assert llm.engine.state()["corrupted_requests"] == 0
     llm.model.model.norm.weight.data.fill_(float("nan"))
     llm.generate(PROMPTS, max_new_tokens=3, ignore_eos=True)
@@ -86,11 +86,11 @@ def test_decode_steps_that_do_not_copy_flags_read_them_for_token_0(llm: LLM, mon
 
 @pytest.fixture
 def late_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The answers of NaN checks arrive steps later, as on a GPU while the next step runs."""
+    """Results of NaN checks arrive some steps later, as on a GPU that is running the next step."""
     check_nan = SampledStep.check_nan
 
     class Event:
-        """Complete when the engine asks for the third time."""
+        """Completes at the third query."""
 
         def __init__(self) -> None:
             self.num_asked = 0
@@ -122,12 +122,12 @@ def test_an_answer_that_is_on_its_way_is_reported_by_a_later_step(
 
 
 LONG = [(7 * i) % 250 + 3 for i in range(30)]
-"""More than seven pages of four tokens."""
+"""Spans more than seven pages of four tokens."""
 
 
 @contextmanager
 def _nan_in_layer_0(llm: LLM) -> Iterator[None]:
-    """While it is open, keys, values and states that are computed have NaN."""
+    """Make computed keys, values and states NaN inside the context."""
     weight = next(each for name, each in llm.model.named_parameters() if ".layers.0." in name)
     values = weight.data.clone()
     weight.data.fill_(float("nan"))
@@ -153,7 +153,7 @@ def test_pages_of_a_request_with_nan_are_not_reused(tmp_path: Path, family: str,
             _tokens_and_cached(llm, LONG)
         assert llm.engine.state()["corrupted_requests"] == 1
         assert _tokens_and_cached(llm, LONG) == (expected, 0)
-        assert _tokens_and_cached(llm, LONG) == (expected, 28)  # healthy pages are
+        assert _tokens_and_cached(llm, LONG) == (expected, 28)  # healthy pages are reused
         assert llm.engine.state()["corrupted_requests"] == 1
 
 
@@ -163,7 +163,7 @@ def test_pages_are_dropped_once_a_late_answer_arrives(path: Path) -> None:
     with LLM(path, page_size=4, check_invariants=True) as llm:
         llm.engine.async_scheduling = True
         with _nan_in_layer_0(llm):
-            llm.submit(LONG, SamplingParams(max_new_tokens=1))  # it ends long before the answer arrives
+            llm.submit(LONG, SamplingParams(max_new_tokens=1))  # ends long before the result arrives
             llm.step()
         assert llm.engine.state()["kv_pages_cached"] == 7
         (other,) = llm.generate([PROMPTS[0]], max_new_tokens=5, ignore_eos=True)
@@ -173,7 +173,7 @@ def test_pages_are_dropped_once_a_late_answer_arrives(path: Path) -> None:
 
 
 def test_pages_that_a_request_with_nan_took_from_the_cache_are_dropped(path: Path) -> None:
-    """They may be why its logits are NaN: whoever computed them ended before it had logits."""
+    """The cached pages may have caused the NaN: the request that computed them ended before it had logits."""
     expected = reference_tokens(path, LONG, 8)
     with LLM(path, page_size=4, max_num_batched_tokens=12, check_invariants=True) as llm:
         with _nan_in_layer_0(llm):
@@ -199,7 +199,7 @@ def test_nan_while_decoding_drops_the_pages_and_keeps_those_of_other_prompts(pat
         finished = []
         while llm.has_work:
             finished += llm.step()
-        assert [len(each.token_ids) for each in finished] == [20, 20]  # on the pages that they hold
+        assert [len(each.token_ids) for each in finished] == [20, 20]  # running requests keep their pages
         assert llm.engine.state()["corrupted_requests"] == 2
         tokens, num_cached = _tokens_and_cached(llm, LONG)
         assert (tokens, num_cached) == (reference_tokens(path, LONG, 8), 0)

@@ -1,4 +1,4 @@
-"""The sampler: scores as transformers' processors and warpers make them, draws that depend on the request alone."""
+"""The sampler: scores equal those of transformers' processors and warpers, and draws depend on the request alone."""
 
 import math
 import struct
@@ -42,7 +42,7 @@ def _scores(requests: list[Request], logits: Tensor, sampler: Sampler | None = N
 
 
 def _by_transformers(request: Request, logits: Tensor) -> Tensor:
-    """[vocab] scores by transformers' own classes, in the order in which `generate` applies them."""
+    """Return scores [vocab] from transformers' own classes, in the order in which `generate` applies them."""
     params, prompt = request.params, len(request.prompt_ids)
     chain: list[Any] = []
     if params.logit_bias:
@@ -99,7 +99,7 @@ def test_sampler_scores_equal_transformers_in_mixed_batches(requests: list[Reque
 
 
 def _is_clear(request: Request, logits: Tensor) -> bool:
-    """Whether no token sits on the edge of the nucleus or of min-p, where rounding decides."""
+    """Return whether no token is at the edge of top-p or min-p, where rounding decides."""
     params = request.params
     wide = _request(list(request.prompt_ids), list(request.generated), **{**_plain(params), "top_p": 1.0, "min_p": 0.0})
     chances = _by_transformers(wide, logits).softmax(-1).sort(descending=True).values
@@ -167,7 +167,7 @@ def test_token_counts_reuse_cleared_rows() -> None:
 
 
 def _murmur3(data: bytes) -> int:
-    """MurmurHash3_x86_32 with seed 0, of whole words and a tail, written from its description."""
+    """Compute MurmurHash3_x86_32 with seed 0, full words and a tail, written from its description."""
     state, mask = 0, 0xFFFFFFFF
 
     def mixed(word: int) -> int:
@@ -214,7 +214,7 @@ def test_sampler_follows_the_models_distribution(varied: str, params: dict[str, 
     kept = chances > 0
     statistic = ((drawn[kept] - count * chances[kept]) ** 2 / (count * chances[kept])).sum().item()
     freedom = int(kept.sum()) - 1
-    assert statistic < freedom + 4 * math.sqrt(2 * freedom)  # a fixed sample: 4 standard deviations
+    assert statistic < freedom + 4 * math.sqrt(2 * freedom)  # fixed sample; the bound is 4 standard deviations
 
 
 def test_gumbel_noise_is_independent_for_adjacent_seeds_and_positions() -> None:
@@ -290,16 +290,16 @@ def test_raw_logprobs_are_of_the_models_logits(path: Path) -> None:
             generation = llm.generate([[5, 6], prompt], [SamplingParams(max_new_tokens=2), params])[1]
         expected = reference_logits(path, [*prompt, *generation.token_ids]).log_softmax(-1)
         assert generation.prompt_logprobs[0] is None
-        told = [*generation.prompt_logprobs[1:], *generation.logprobs]
-        assert [item.token_id for item in told] == [*prompt[1:], *generation.token_ids]
+        logprobs = [*generation.prompt_logprobs[1:], *generation.logprobs]
+        assert [item.token_id for item in logprobs] == [*prompt[1:], *generation.token_ids]
         assert len(generation.logprobs) == 5
-        for position, item in enumerate(told):
+        for position, item in enumerate(logprobs):
             row = expected[position]
             assert item.logprob == pytest.approx(row[item.token_id].item(), abs=1e-4)
             best = row.topk(len(item.top))
             assert [token for token, _ in item.top] == best.indices.tolist()
             assert [value for _, value in item.top] == pytest.approx(best.values.tolist(), abs=1e-4)
-        assert [len(item.top) for item in told] == [2] * (len(prompt) - 1) + [3] * 5
+        assert [len(item.top) for item in logprobs] == [2] * (len(prompt) - 1) + [3] * 5
         assert generation.prompt_logprobs[1].full is None
         assert torch.tensor(generation.logprobs[0].full).allclose(expected[len(prompt) - 1], atol=1e-4)
 

@@ -1,4 +1,4 @@
-"""Sampling: parameters are checked, samplers agree with transformers, draws depend on nothing but the request."""
+"""Sampling: parameters are validated, samplers match transformers, and draws depend only on the request."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Cache groups: windowed layers in their own pool, freed behind the window, and nothing leaks."""
+"""Cache groups: windowed layers have their own page pool, free pages behind the window, and leak none."""
 
 import random
 from dataclasses import replace
@@ -28,7 +28,7 @@ def _request(tokens: list[int]) -> Request:
 
 
 def _compute(manager: KVCacheManager, request: Request, rows: int) -> None:
-    """All tokens of the request, ``rows`` at a time."""
+    """Compute all tokens of ``request``, ``rows`` at a time."""
     while request.num_computed < len(request.tokens):
         end = min(request.num_computed + rows, len(request.tokens))
         manager.allocate(request, end)
@@ -54,12 +54,12 @@ def test_match_prefix_ends_at_the_deepest_page_of_every_group() -> None:
     _compute(manager, first := _request(tokens), 4)
     manager.release(first)
     windowed = manager.groups[1]
-    windowed.pages.free_pages(windowed.tree.evict(1))  # the least recently used: position 0, out of every later window
+    windowed.pages.free_pages(windowed.tree.evict(1))  # evict the LRU page: position 0, outside every later window
     manager.match_prefix(again := _request([*tokens, 99]))
     assert again.num_computed == 40
     manager.check([again])
     manager.release(again)
-    node = windowed.tree.root  # evict the page of positions 32 to 35: hits may end before it or after its window
+    node = windowed.tree.root  # evict the page of positions 32 to 35: a hit ends before it or beyond its window
     for start in range(0, 36, 4):
         node = node.children[tuple(tokens[start : start + 4])]
     number, node.page = node.page, -1
@@ -83,7 +83,7 @@ def test_flush_empties_every_group() -> None:
 NUM_EVENTS = 1_000 * EXAMPLES
 
 
-@pytest.mark.hypothesis  # so that `make soak` runs it
+@pytest.mark.hypothesis  # marked so that `make soak` runs it
 @pytest.mark.parametrize(
     ("windowed", "num_states"),
     [(((14, 5),), 0), (((9, 3), (14, 7)), 0), ((), 12), (((14, 5),), 11)],
@@ -123,7 +123,7 @@ def test_random_events_leak_nothing(windowed: tuple[tuple[int, int], ...], num_s
             plan = scheduler.plan()
             sampled = rank.execute(plan, requests)
             if chance < 0.2:
-                continue  # the step failed: it is planned again
+                continue  # the step failed and is planned again
             for request in scheduler.commit(sampled):
                 del requests[request.id]
                 assert list(request.generated) == continuation(request.prompt_ids, request.max_new_tokens)
@@ -142,7 +142,7 @@ GEMMA = {"num_hidden_layers": 6, "sliding_window": 8, "sliding_window_pattern": 
 
 
 def test_windowed_pool_is_small_and_tokens_equal_transformers(tmp_path: Path) -> None:
-    """Five of six layers have a window of 8 of 256 positions; the pool of a long request is freed behind it."""
+    """Five of six layers have a window of 8 out of 256 positions; pages behind a long request's window are freed."""
     path = make_checkpoint(tmp_path / "model", "gemma3", seed=4, **GEMMA)
     prompt = [(7 * i + i // 5) % 500 for i in range(120)]
     with LLM(path, page_size=4, max_num_seqs=4, max_num_batched_tokens=8, check_invariants=True) as llm:
@@ -160,7 +160,7 @@ def test_windowed_pool_is_small_and_tokens_equal_transformers(tmp_path: Path) ->
 
 @pytest.mark.parametrize("max_num_seqs", [1, 8])
 def test_windowed_pools_take_a_fifth_of_uniform_layers(tmp_path: Path, max_num_seqs: int) -> None:
-    """Five of six layers with a window of 1k, and 32k positions."""
+    """Five of six layers have a window of 1k; the model has 32k positions."""
     groups = LayerGroup((5,), None), LayerGroup((0, 1, 2, 3, 4), 1024)
     config = EngineConfig(model=str(tmp_path), max_num_seqs=max_num_seqs, kv_cache_memory_bytes=1 << 40)
     full, windowed = size_groups(config, groups, (1024, 5 * 1024), 32768, 512)
@@ -175,7 +175,7 @@ def test_swa_full_tokens_ratio_sizes_the_windowed_pool(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path / "model", "gemma3", seed=4, **GEMMA)
     with LLM(path, page_size=4, num_pages=100, swa_full_tokens_ratio=0.25) as llm:
         assert [group["pages_total"] for group in llm.engine.state()["kv_groups"]] == [100, 25]
-    with LLM(path, page_size=4, num_pages=100, swa_full_tokens_ratio=0.01) as llm:  # at least one request's window
+    with LLM(path, page_size=4, num_pages=100, swa_full_tokens_ratio=0.01) as llm:  # at least the window of one request
         assert [group["pages_total"] for group in llm.engine.state()["kv_groups"]] == [100, 4]
 
 
@@ -191,5 +191,5 @@ def test_layer_groups_are_ordered_by_window(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path / "mixed", "gemma3", num_hidden_layers=3)
     groups = layer_groups(ModelConfig.read(path))
     assert [(group.layers, group.window) for group in groups] == [((1,), None), ((0, 2), 8)]
-    path = make_checkpoint(tmp_path / "wide", "gemma3", sliding_window=256)  # no shorter than the model's positions
+    path = make_checkpoint(tmp_path / "wide", "gemma3", sliding_window=256)  # at least as wide as the model's positions
     assert [group.window for group in layer_groups(ModelConfig.read(path))] == [None]

@@ -1,4 +1,4 @@
-"""The prefix cache against the plainest model of it: a dict of prefixes, and a list in order of last use."""
+"""The prefix cache against a naive model: a dict of prefixes and a list in LRU order."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from tapscope.engine.scheduling.radix_cache import RadixCache, RadixNode
 
 
 def _enter(tree: RadixCache, path: list[tuple[int, ...]], pages: list[int]) -> RadixNode:
-    """Hold ``path``, taking pages for what the tree does not have."""
+    """Take a reference to every page of ``path``, inserting the pages missing from ``tree``."""
     node = tree.root
     for key in path:
         child = node.children.get(key)
@@ -27,7 +27,7 @@ def _enter(tree: RadixCache, path: list[tuple[int, ...]], pages: list[int]) -> R
 
 
 def _upwards(node: RadixNode) -> list[RadixNode]:
-    """``node`` and what is above it, but for the root."""
+    """Return ``node`` and its ancestors, without the root."""
     return [] if node.parent is None else [node, *_upwards(node.parent)]
 
 
@@ -87,7 +87,7 @@ def test_radix_cache_drop_hides_a_subtree_and_evicts_it_first(paths: list[list[i
     assert tree.num_evictable == kept
     assert dropped not in {spelled[0] for spelled, _ in _spelled(tree)}
     for path, node in nodes[:held]:
-        if path[0] == dropped:  # a holder goes on, below what is dropped
+        if path[0] == dropped:  # a holder appends below a dropped prefix
             below.add(pages[-1])
             tree.release([tree.insert(node, (9,), pages.pop())])
         tree.release(_upwards(node))
@@ -151,7 +151,7 @@ def test_match_prefix_needs_the_last_window_only(page_size: int, data: st.DataOb
     for tokens in data.draw(st.lists(prompts, max_size=6)):
         request = _request(tokens)
         kv_cache_manager.match_prefix(request)
-        while request.num_computed < len(tokens):  # in chunks, so that pages are passed on the way
+        while request.num_computed < len(tokens):  # in chunks, so that pages are freed on the way
             end = min(request.num_computed + page_size, len(tokens))
             kv_cache_manager.allocate(request, end)
             request.mark_computed(request.num_computed, end - request.num_computed)
@@ -181,7 +181,7 @@ def test_match_prefix_needs_the_last_window_only(page_size: int, data: st.DataOb
 def test_cache_full_pages_shares_duplicates() -> None:
     kv_cache_manager = KVCacheManager(10, 2)
     one, two = _request([1, 2, 3, 4, 5]), _request([1, 2, 3, 4, 6])
-    for request in (one, two):  # both computed in the same step: neither could see the other's
+    for request in (one, two):  # both computed in the same step, so neither finds the other's pages
         kv_cache_manager.allocate(request, 5)
         request.mark_computed(0, 5)
     two.table(0).num_sent_pages = 3
@@ -189,7 +189,7 @@ def test_cache_full_pages_shares_duplicates() -> None:
     kv_cache_manager.cache_full_pages(two)
     assert two.table(0).pages[:2] == one.table(0).pages[:2]
     assert two.table(0).pages[2] != one.table(0).pages[2]
-    assert two.table(0).num_sent_pages == 0  # the ranks must be told of the new entries
+    assert two.table(0).num_sent_pages == 0  # the ranks need the new entries
     kv_cache_manager.check([one, two])
     assert kv_cache_manager.pages.num_used == 4
 
@@ -213,7 +213,7 @@ def test_a_request_with_nan_neither_takes_nor_adds_pages_that_others_find() -> N
     kv_cache_manager.match_prefix(good)
     assert good.num_computed == 0
     _compute(kv_cache_manager, good)
-    kv_cache_manager.release(bad)  # it is preempted
+    kv_cache_manager.release(bad)  # as in a preemption
     kv_cache_manager.match_prefix(bad)
     assert bad.num_computed == 0
     _compute(kv_cache_manager, bad)

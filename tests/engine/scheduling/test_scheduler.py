@@ -1,4 +1,4 @@
-"""The scheduler's invariants hold for any traffic, and a plan survives the wire."""
+"""Scheduler invariants under arbitrary traffic, and the wire format of plans."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ BASES = [[0, 1, 2, 3, 4] * 6, [3, 1, 4, 1] * 7, [2] * 28]
 
 
 class Traffic(RuleBasedStateMachine):
-    """Requests come, go, are aborted; steps fail; every one ends with the tokens it gets alone."""
+    """Add, step, abort and fail requests at random; each request ends with the tokens it would generate alone."""
 
     @initialize(
         num_pages=st.integers(4, 24),
@@ -39,7 +39,7 @@ class Traffic(RuleBasedStateMachine):
     )
     def start(self, **settings: Any) -> None:
         self.now = 0.0
-        if settings["windowed_pools"]:  # the primary group looks back furthest
+        if settings["windowed_pools"]:  # the primary group has the widest window
             settings["window"] = None
         config = SchedulerConfig(**settings, waiting_timeout_s=50, running_timeout_s=80, check_invariants=True)
         self.config = config
@@ -205,7 +205,7 @@ def _add(
 
 
 def _step(scheduler: Scheduler) -> dict[str, tuple[int, int]]:
-    """Position and rows of each request in the step, which is committed."""
+    """Plan and commit one step; return the position and row count of each scheduled request."""
     plan = scheduler.plan()
     scheduler.commit([1] * len(plan.sampled_logits))
     return {scheduled.request: (scheduled.position, len(scheduled.tokens)) for scheduled in plan.scheduled}
@@ -225,7 +225,7 @@ def test_scheduler_reuses_cached_prefixes() -> None:
     _add(scheduler, "a", 8, new=1)
     assert _step(scheduler) == {"a": (0, 8)}
     again = _add(scheduler, "b", 8, new=1)
-    assert _step(scheduler) == {"b": (4, 4)}  # two pages are known, but the second holds the last token
+    assert _step(scheduler) == {"b": (4, 4)}  # two pages match, but the second holds the last token
     longer = _add(scheduler, "c", 11, new=1)
     assert _step(scheduler) == {"c": (8, 3)}
     assert (again.cached_tokens, longer.cached_tokens, scheduler.stats.cached_tokens) == (4, 8, 12)
@@ -277,7 +277,7 @@ def test_scheduler_priority_and_aging() -> None:
         served += _step(scheduler)
         if low.finish_reason:
             break
-    assert served == [*(f"high-{i}" for i in range(10)), "low"]  # ten steps make up for two levels of priority
+    assert served == [*(f"high-{i}" for i in range(10)), "low"]  # aging over ten steps outweighs two priority levels
 
 
 def test_waiting_queue_alternates_parents() -> None:
@@ -296,7 +296,7 @@ def test_waiting_queue_passes_an_aborted_turn_to_the_next_sibling() -> None:
     scheduler = _scheduler(max_num_seqs=1)
     for name, parent in (("a0", "a"), ("a1", "a"), ("a2", "a"), ("b", "")):
         _add(scheduler, name, 2, new=1, parent=parent)
-    assert scheduler.abort("a1") is not None  # behind the head
+    assert scheduler.abort("a1") is not None  # not the head of the queue
     assert scheduler.abort("a0") is not None
     assert [*_step(scheduler), *_step(scheduler)] == ["a2", "b"]
     assert len(scheduler.waiting) == 0
@@ -304,13 +304,13 @@ def test_waiting_queue_passes_an_aborted_turn_to_the_next_sibling() -> None:
 
 @st.composite
 def _arrivals(draw: st.DrawFn) -> list[tuple[int, str, int, int]]:
-    """(step of arrival, parent, tokens to generate, priority), in order of arrival."""
+    """Draw (arrival step, parent, tokens to generate, priority) tuples in order of arrival."""
     one = st.tuples(st.integers(0, 12), st.sampled_from("abc"), st.integers(1, 5), st.integers(0, 1))
     return sorted(draw(st.lists(one, min_size=1, max_size=24)), key=lambda arrival: arrival[0])
 
 
 def _serve(arrivals: list[tuple[int, str, int, int]], *, with_parents: bool, max_num_seqs: int) -> dict[str, list[int]]:
-    """(step of the first token, tokens generated) of each request, in order of admission."""
+    """Return [step of the first token, tokens generated] of each request, in order of admission."""
     scheduler = _scheduler(
         num_pages=64, max_num_seqs=max_num_seqs, max_tokens=64, prefix_cache=False, priority_aging_steps=10
     )
@@ -373,7 +373,7 @@ def test_scheduler_preempts_the_least_urgent_and_resumes_from_cache(
         next(scheduled for scheduled in scheduled if scheduled.request == "a" and scheduled.position == 7)
     )
     assert {scheduled.request for scheduled in scheduled[end:]} == {"a", "b"}
-    resumed = scheduled[end + 1]  # "b" entered when "a" had gone, and not before: no page was taken from it twice
+    resumed = scheduled[end + 1]  # "b" was admitted only after "a" ended: no page was taken from it twice
     assert (resumed.request, resumed.position, resumed.visits) == ("b", resumed_at, visits)
     assert scheduler.stats.recomputed_tokens == sum(count for count, visit in visits if visit)
     assert second.finish_reason == "length"

@@ -1,4 +1,4 @@
-"""Whatever the schedule does to a request - cut it, evict it, begin it in the middle - its tokens are transformers'."""
+"""Generated tokens equal transformers' however a request is scheduled: chunked, preempted, or resumed mid-prompt."""
 
 import sys
 from collections import Counter
@@ -39,7 +39,7 @@ def expected(path: Path) -> list[list[int]]:
 @pytest.fixture(scope="module", params=["each step alone", "steps ahead"])
 def llm(path: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
     with LLM(path, page_size=4, num_pages=30, max_num_batched_tokens=9, check_invariants=True) as made:
-        # On a CPU nothing runs meanwhile, but the plans do.
+        # On a CPU no step runs concurrently, but steps are planned ahead as on a GPU.
         made.engine.async_scheduling = request.param == "steps ahead"
         yield made
 
@@ -131,7 +131,7 @@ def test_schedules_of_any_priority_and_arrival_give_the_same_tokens(
 def test_schedules_with_windows_and_few_pages(tmp_path: Path, family: str, is_async: bool) -> None:
     path = make_checkpoint(tmp_path / "model", family, seed=2)
     prompts = [PROMPTS[1], PROMPTS[3], PROMPTS[5]]
-    # Where every layer has a window (11 positions), 6 pages of 4 are more than one request ever holds.
+    # If every layer has a window (11 positions), one request never holds 6 pages of 4.
     num_pages = 6 if family == "mistral" else 26
     with LLM(path, page_size=4, num_pages=num_pages, max_num_batched_tokens=10, check_invariants=True) as llm:
         llm.engine.async_scheduling = is_async
@@ -166,7 +166,7 @@ def test_schedules_update_page_tables_on_all_ranks(path: Path, tmp_path: Path, e
 
 
 def test_plan_ahead_drops_extra_rows(path: Path, expected: list[list[int]]) -> None:
-    """Three prompts, of which one ends by a stop token at once and one by its length."""
+    """Of three prompts, one ends early by a stop token and one by its length."""
     plans: list[StepPlan] = []
     stop = expected[2][3]
     with LLM(path, page_size=4, check_invariants=True) as llm:
@@ -205,7 +205,7 @@ def test_a_decoding_step_makes_few_python_calls_for_each_request(path: Path) -> 
     with LLM(path, max_num_seqs=24, num_pages=48) as llm:
         llm.engine.async_scheduling = True
         few, many = calls(llm, 8), calls(llm, 24)
-    assert (many - few) / 16 < 90  # of about 75; on GPUs the host's work bounds large batches of small models
+    assert (many - few) / 16 < 90  # about 75; on GPUs, host time bounds large batches of small models
 
 
 def test_abort_of_the_last_request_drains_steps(path: Path) -> None:
@@ -239,7 +239,7 @@ def test_timeout_of_the_last_request_drains_steps(path: Path) -> None:
 
 
 def test_steps_launched_ahead_record_what_steps_alone_record(path: Path, tmp_path: Path) -> None:
-    """Also where requests end early, whose row in the step ahead is discarded."""
+    """Includes requests that end early, whose row in the step launched ahead is discarded."""
     with LLM(path) as llm:
         third = [g.token_ids[3] for g in llm.generate(PROMPTS, max_new_tokens=4, ignore_eos=True)]
     params = [SamplingParams(max_new_tokens=8, ignore_eos=True, stop_token_ids=(token,)) for token in third]

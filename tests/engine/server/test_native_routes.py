@@ -457,7 +457,7 @@ def test_generate_accepts_stop_regex_and_ebnf(served: Served) -> None:
     counts = [e["meta_info"]["completion_tokens"] for e in served.stream(input_ids=[5], sampling_params=free)]
     assert counts[-1] == 8
     assert all(later - earlier >= 3 for earlier, later in pairwise(counts[:-1]))
-    schema = {"max_new_tokens": 90, "json_schema": "$$ANY$$", "logit_bias": {"96": 50}}  # ends soon: "}"
+    schema = {"max_new_tokens": 90, "json_schema": "$$ANY$$", "logit_bias": {"96": 50}}  # ends early with "}"
     assert json.loads(served.generate(input_ids=[5], sampling_params=schema).json()["text"]) == {}
 
 
@@ -478,8 +478,8 @@ def test_generate_returns_hidden_states_of_prompt_and_tokens(served: Served, pat
 
 
 def test_native_response_writes_non_finite_hidden_states_as_null() -> None:
-    told = HiddenStates.from_rows(np.array([[1.0, np.nan], [np.inf, 2.0]]))
-    output = Output(request="r", prompt_tokens=1, hidden_states=told)
+    states = HiddenStates.from_rows(np.array([[1.0, np.nan], [np.inf, 2.0]]))
+    output = Output(request="r", prompt_tokens=1, hidden_states=states)
     meta = answer(output, 0.1, LogprobOptions(), ResponseStyle(), has_text=False)["meta_info"]
     assert meta["hidden_states"] == [[[1.0, None]], [None, 2.0]]
 
@@ -496,9 +496,9 @@ def test_generate_returns_logprobs_of_given_tokens_per_prompt(served: Served, pa
     assert head is None
     found = inputs + first["meta_info"]["output_token_ids_logprobs"]
     assert len(found) == 4
-    for position, told in enumerate(found):
-        assert [(token, text) for _, token, text in told] == [(9, None), (500, None)]
-        assert [value for value, *_ in told] == pytest.approx(expected[position, [9, 500]].tolist(), abs=1e-4)
+    for position, entries in enumerate(found):
+        assert [(token, text) for _, token, text in entries] == [(9, None), (500, None)]
+        assert [value for value, *_ in entries] == pytest.approx(expected[position, [9, 500]].tolist(), abs=1e-4)
 
 
 @pytest.mark.parametrize(

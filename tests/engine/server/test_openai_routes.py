@@ -244,11 +244,11 @@ def test_chat_logprobs_match_transformers(client: openai.OpenAI, path: Path) -> 
     entries = made.logprobs.content
     assert [entry.token for entry in entries] == ["Hello", " there", "!", "</s>"]
     assert [bytes(entry.bytes) for entry in entries] == [b"Hello", b" there", b"!", b"</s>"]
-    told = tokenizer.convert_tokens_to_ids([entry.token for entry in entries])
+    shown_ids = tokenizer.convert_tokens_to_ids([entry.token for entry in entries])
     with torch.no_grad():
-        logits = AutoModelForCausalLM.from_pretrained(path)(torch.tensor([[*ids, *told]])).logits[0]
+        logits = AutoModelForCausalLM.from_pretrained(path)(torch.tensor([[*ids, *shown_ids]])).logits[0]
     expected = logits.log_softmax(-1)[len(ids) - 1 : -1]
-    for row, token, entry in zip(expected, told, entries, strict=True):
+    for row, token, entry in zip(expected, shown_ids, entries, strict=True):
         assert entry.logprob == pytest.approx(row[token].item(), abs=1e-4)
         assert [top.logprob for top in entry.top_logprobs] == pytest.approx(row.topk(3).values.tolist(), abs=1e-4)
     chunks = client.chat.completions.create(messages=ask("hi"), logprobs=True, stream=True, **GREEDY)
@@ -299,7 +299,7 @@ def test_top_logprobs_of_equal_strings_have_the_most_likely_one() -> None:
 def test_chat_accepts_messages_as_other_clients_send_them(client: openai.OpenAI) -> None:
     first = client.chat.completions.create(messages=ask("hi"), **GREEDY)
     answer = {"role": "assistant", "content": "x", "annotations": [], "audio": None, "function_call": None}
-    history = [ask("hi")[0] | {"type": "text"}, answer, *ask("hi")]  # as lm-evaluation-harness and OpenAI's package do
+    history = [ask("hi")[0] | {"type": "text"}, answer, *ask("hi")]  # as OpenAI's package and lm-evaluation-harness do
     second = client.chat.completions.create(messages=history, **GREEDY)
     assert second.choices[0].message.content == first.choices[0].message.content
 

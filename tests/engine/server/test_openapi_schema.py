@@ -80,7 +80,7 @@ def test_openapi_requests_never_return_500(served: Served, mode: GenerationMode,
 def _ask(operation: schemathesis.schemas.APIOperation, mode: GenerationMode, num_examples: int, url: str) -> set[int]:
     """Send generated requests; check that all response statuses are in the description, and return them."""
     found: set[int] = set()
-    told = {int(status) for status in operation.definition.raw["responses"]}
+    documented = {int(status) for status in operation.definition.raw["responses"]}
 
     @settings(FIXED, max_examples=num_examples)
     @given(case=operation.as_strategy(generation_mode=mode))
@@ -93,7 +93,7 @@ def _ask(operation: schemathesis.schemas.APIOperation, mode: GenerationMode, num
     if operation.label == "POST /generate":  # a generated combination of fields is rarely valid as a whole
         ask = example(case=operation.Case(body=PLAIN, media_type="application/json"))(ask)
     ask()
-    assert found <= told, operation.label
+    assert found <= documented, operation.label
     return found
 
 

@@ -196,4 +196,4 @@ def test_without_an_endpoint_the_sdk_is_not_imported() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     middleware = ["RequestIdMiddleware", "CrossOriginMiddleware", "BodyLimitMiddleware"]
-    assert done.stdout.strip() == f"[] {middleware}"  # fastapi may load the API
+    assert done.stdout.strip() == f"[] {middleware}"  # fastapi may load the opentelemetry API

@@ -1,4 +1,4 @@
-"""Drafts as if they always paid: what is drafted depends on no clock and no load of the machine."""
+"""Drafting always pays in these tests, so that drafts do not depend on the clock or the load of the machine."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Costs of draft tokens, from given times of steps: no test reads a clock."""
+"""Cost model of draft tokens, fed with given step times: no test reads a clock."""
 
 from collections.abc import Sequence
 from itertools import groupby, pairwise
@@ -29,7 +29,7 @@ def _plan(count: int, num_drafts: int, *, position: int = 2) -> StepPlan:
 
 
 def _run(costs: DraftCosts, count: int, acceptance: float, cost: float, steps: int) -> list[bool]:
-    """Let steps of ``count`` requests with 3 drafts each take what ``cost`` says; which of them had drafts."""
+    """Record ``steps`` steps of ``count`` requests, with 3 drafts each if that pays; return which had drafts."""
     running, found = _running(count), []
     for _ in range(steps):
         found.append(costs.drafting_pays(running, acceptance))
@@ -60,7 +60,7 @@ def test_the_other_kind_of_step_is_measured_again() -> None:
 
 
 def test_drafts_that_do_not_pay_are_tried_again_after_ever_longer_pauses() -> None:
-    """Their acceptance may have grown, which only steps with drafts show."""
+    """The acceptance rate may have risen, which only steps with drafts reveal."""
     costs = DraftCosts()
     found = _run(costs, 8, 0.6, 0.7, 2000)[4:]
     pauses = [len(list(steps)) for drafts, steps in groupby(found) if not drafts]
@@ -89,7 +89,7 @@ def test_steps_that_compute_prompts_are_not_measured() -> None:
     costs = DraftCosts()
     for _ in range(10):
         costs.record(_plan(4, 3, position=1), 9.0)
-        costs.record(_plan(4, 3), 9.0)  # the first one after a prompt
+        costs.record(_plan(4, 3), 9.0)  # the first step after a prompt
     assert costs.state() == {}
     _run(costs, 4, 1.0, 0.2, 20)
     assert costs.state() == {"4": pytest.approx(0.2)}
@@ -100,7 +100,7 @@ def test_steps_that_compute_prompts_are_not_measured() -> None:
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_engine_pauses_drafts_that_do_not_pay(tmp_path: Path, batch_invariant: bool) -> None:
-    """A cost above 1, known from given times: no draft is verified, and the state says why."""
+    """With given step times the cost exceeds 1: no draft is verified, and the state reports why."""
     path = make_checkpoint(tmp_path / "model", "llama", seed=3)
     prompts, params = [[5, 6, 7] * 4 for _ in range(2)], SamplingParams(max_new_tokens=24, ignore_eos=True)
     options = {"speculative_algorithm": "NGRAM", "batch_invariant": batch_invariant}
@@ -114,7 +114,7 @@ def test_engine_pauses_drafts_that_do_not_pay(tmp_path: Path, batch_invariant: b
         expected, found = (each.generate(prompts, params) for each in (plain, llm))
         assert [each.token_ids for each in found] == [each.token_ids for each in expected]
         state = llm.engine.state()["speculation"]
-    if batch_invariant:  # steps depend on no clock
+    if batch_invariant:  # batch-invariant steps must not depend on a clock
         assert state["num_draft_tokens"] > 0
         assert (state["num_unprofitable_steps"], state["draft_costs"]) == (0, {})
     else:
@@ -124,7 +124,7 @@ def test_engine_pauses_drafts_that_do_not_pay(tmp_path: Path, batch_invariant: b
 
 
 def test_costs_of_few_requests_do_not_mix_with_those_of_more() -> None:
-    """With 5 requests a token takes twice the time: no reason to draft for 8."""
+    """With 5 requests a draft token costs twice the time, which must not stop drafting for 8 requests."""
     costs = DraftCosts()
     _run(costs, 8, 0.6, 0.7, 20)
     for _ in range(20):
@@ -143,7 +143,7 @@ def test_numbers_of_requests_that_share_a_cost_differ_by_an_eighth_at_most() -> 
 
 
 def test_steps_are_measured_while_the_number_of_requests_changes() -> None:
-    """Requests that end leave the draft model nothing to catch up with."""
+    """When requests end, the draft model has nothing to catch up on."""
     costs = DraftCosts()
     for _ in range(40):
         for count in (8, 7):

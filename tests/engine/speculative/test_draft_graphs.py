@@ -1,4 +1,4 @@
-"""Steps with drafts in CUDA graphs, which a CPU imitates: what a graph reads and writes is in static memory."""
+"""CUDA graphs of steps with drafts, imitated on a CPU: a graph reads and writes static memory only."""
 
 from itertools import product
 from pathlib import Path
@@ -24,7 +24,7 @@ PARAMS = [SamplingParams(max_new_tokens=12, ignore_eos=True, temperature=t, seed
 
 @pytest.fixture
 def replays(monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
-    """The steps that graphs compute, in engines made from now on."""
+    """The steps replayed by graphs, in engines created afterwards."""
     return imitate_prefill_graphs(monkeypatch)
 
 
@@ -52,7 +52,7 @@ def test_graphs_with_drafts_keep_the_tokens(tmp_path: Path, replays: list[StepPl
 
 
 def drafted(path: Path, *, is_async: bool = False, **settings: Any) -> tuple[list[Any], dict[Any, Any], list[int]]:
-    """Greedy tokens; the drafts verified after each position of each request; and the chains that were started."""
+    """Return the greedy tokens, the drafts verified after each position of each request, and the chains started."""
     found, started = dict[Any, Any](), list[int]()
     with LLM(path, page_size=4, max_num_seqs=8, check_invariants=True, **settings) as llm:
         llm.engine.async_scheduling = is_async
@@ -83,7 +83,7 @@ def drafted(path: Path, *, is_async: bool = False, **settings: Any) -> tuple[lis
 def test_chains_on_the_device_draft_what_the_host_drafts(
     tmp_path: Path, replays: list[StepPlan], algorithm: str, is_async: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also of requests with unequal numbers of drafts, of a number of requests that is padded."""
+    """Includes requests with unequal numbers of drafts, and a padded number of requests."""
     monkeypatch.setattr(speculator, "_FIRST_PAUSE", 0)
     path, settings = make_speculating(tmp_path, algorithm)
     tokens, chained, started = drafted(path, is_async=is_async, **settings)
@@ -102,7 +102,7 @@ def test_chains_on_the_device_draft_what_the_host_drafts(
 
 
 def test_chains_on_the_device_give_each_request_all_drafts(tmp_path: Path, replays: list[StepPlan]) -> None:
-    """Whatever was rejected: a step of the head takes as long for one request as for all."""
+    """Even after rejections: a step of the head takes as long for one request as for all."""
     path, settings = make_speculating(tmp_path, "EAGLE")
     with LLM(path, page_size=4, max_num_seqs=4, **settings) as llm:
         speculator = llm.engine.speculator
@@ -122,7 +122,7 @@ def test_chains_on_the_device_give_each_request_all_drafts(tmp_path: Path, repla
 def test_a_head_that_does_not_draft_catches_up_while_steps_are_in_flight(
     tmp_path: Path, replays: list[StepPlan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of all requests together, so that steps without drafts are launched ahead all the time."""
+    """The head catches up for all requests together, so that steps without drafts always launch ahead."""
     path, settings = make_speculating(tmp_path, "EAGLE")
     monkeypatch.setattr(DraftCosts, "drafting_pays", lambda self, running, acceptance: False)
     params, in_flight, computed = SamplingParams(max_new_tokens=150, ignore_eos=True), [], []
@@ -158,7 +158,7 @@ def test_draft_trees_are_computed_without_graphs(tmp_path: Path, replays: list[S
 def test_graphs_with_drafts_of_windows_and_recurrent_states(
     tmp_path: Path, replays: list[StepPlan], family: str
 ) -> None:
-    """Drafts with a recurrent state are verified without graphs."""
+    """Drafts of models with a recurrent state are verified without graphs."""
     path = make_checkpoint(tmp_path / "model", family, seed=3)
     assert tokens_of(path, speculative_algorithm="NGRAM") == tokens_of(path, cuda_graphs="off")
     assert replays

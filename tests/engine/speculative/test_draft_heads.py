@@ -1,4 +1,4 @@
-"""MTP layers and EAGLE heads: they predict what their references do, and outputs stay those of the plain engine."""
+"""MTP layers and EAGLE heads: their predictions match the references, and outputs equal the plain engine's."""
 
 import copy
 from collections import Counter
@@ -55,7 +55,7 @@ def _result(generation: Generation) -> Result:
 
 
 class Heads:
-    """A target and the settings of a head for each of HEADS, and the plain engine's results."""
+    """The target, the settings of the head and the plain engine's results for each of HEADS."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -80,7 +80,7 @@ class Heads:
 
     @cache  # noqa: B019
     def plain(self, head: str, params: str) -> list[Result]:
-        """The plain engine's result for each of PROMPTS."""
+        """Return the plain engine's result for each of PROMPTS."""
         with LLM(self.target(head), batch_invariant=True) as llm:
             return [_result(generation) for generation in llm.generate(PROMPTS, PARAMS[params])]
 
@@ -91,7 +91,7 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> Heads:
 
 
 def _drafted(path: Path, **options: Any) -> tuple[list[Tensor], list[Tensor], list[int]]:
-    """For PROMPTS[1]: states of its rows and of the first draft, logits of the first two drafts, and the tokens."""
+    """Return states of the rows of PROMPTS[1] and the first draft, logits of the first two drafts, and the tokens."""
     with LLM(path, **options) as llm:
         model, states, logits = llm.engine.draft_runner.model, [], []
 
@@ -101,7 +101,7 @@ def _drafted(path: Path, **options: Any) -> tuple[list[Tensor], list[Tensor], li
 
         model.register_forward_hook(see)
         (found,) = llm.generate(PROMPTS[1:2], SamplingParams(max_new_tokens=8, ignore_eos=True))
-    first = next(step for step, rows in enumerate(logits) if len(rows))  # prompts may be computed in chunks
+    first = next(step for step, rows in enumerate(logits) if len(rows))  # prompts may be chunked
     return [torch.cat(states[: first + 1]), states[first + 1]], logits[first:], [*PROMPTS[1], *found.token_ids]
 
 
@@ -132,7 +132,7 @@ def test_mtp_layer_predicts_what_that_of_transformers_does(heads: Heads, family:
 
 
 class _Reference(nn.Module):
-    """A head of transformers' Llama modules, computed for all rows at once."""
+    """Reference EAGLE head built from transformers' Llama modules, computed for all rows at the same time."""
 
     def __init__(self, target: LlamaForCausalLM, folder: Path, *, is_eagle3: bool) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ class _Reference(nn.Module):
         self._target = (target,)
 
     def forward(self, input_ids: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens [rows] and hidden states [rows, hidden], after ``fc`` -> states and logits."""
+        """Map token ids [rows] and hidden states [rows, hidden], after ``fc``, to states and logits."""
         (target,) = self._target
         embeds = target.model.embed_tokens(input_ids)[None]
         positions = torch.arange(len(input_ids))[None]
@@ -188,7 +188,7 @@ def test_eagle_head_predicts_what_its_reference_does(heads: Heads, head: str) ->
     length = len(PROMPTS[1])
     seen = target.model(torch.tensor([tokens[:length]]), output_hidden_states=True)
     hidden = seen.last_hidden_state[0]
-    if head == "eagle3":  # of three layers: the inputs of 2, 3 // 2 and 3 - 3
+    if head == "eagle3":  # with three layers: the inputs of layers 2, 3 // 2 and 3 - 3
         hidden = reference.fc(torch.cat([seen.hidden_states[layer][0] for layer in (2, 1, 0)], dim=-1))
     input_ids = torch.tensor(tokens[1 : length + 1])
     expected, scores = reference(input_ids, hidden)
@@ -249,7 +249,7 @@ def test_eagle3_head_of_gemma_3n_reads_the_active_stream(tmp_path: Path) -> None
 
 
 def test_every_decoder_keeps_the_inputs_of_its_layers() -> None:
-    """A forward that does not would give a head nothing."""
+    """Heads read the layer inputs, so every forward must keep them."""
     decoders = [Decoder]
     for each in decoders:
         decoders += each.__subclasses__()
@@ -264,11 +264,11 @@ ARRIVALS = st.lists(
 
 
 SMALL: dict[str, Any] = {"page_size": 4, "num_pages": 16, "max_num_batched_tokens": 13, "batch_invariant": True}
-"""Few pages and rows: prompts are cut, and requests preempted."""
+"""Few pages and rows: prompts are chunked and requests preempted."""
 
 
 def _check_schedule(llm: LLM, heads: Heads, head: str, arrivals: list[tuple[int, int, str]]) -> None:
-    """Submit (steps to wait, prompt, parameters) in turn; later schedules find prefixes of earlier ones."""
+    """Submit each (steps to wait, prompt, parameters) in turn and check its result; later calls hit cached prefixes."""
     done: dict[str, Generation] = {}
     asked: dict[str, tuple[str, int]] = {}
     for wait, which, name in arrivals:
@@ -283,7 +283,7 @@ def _check_schedule(llm: LLM, heads: Heads, head: str, arrivals: list[tuple[int,
 
 
 def _rows_of_drafts(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, int, int]]:
-    """How often the head computes each (request, position, visit) from now on."""
+    """Count how often the head computes each (request, position, visit) from now on."""
     proposer, rows = llm.engine.speculator.proposer, Counter[tuple[str, int, int]]()
     compute = proposer._compute
 
@@ -309,7 +309,7 @@ def test_heads_give_the_plain_outputs(heads: Heads, monkeypatch: pytest.MonkeyPa
 
 
 def test_mtp_layers_give_the_plain_outputs(heads: Heads) -> None:
-    """Recurrent states go back to the last accepted row."""
+    """Recurrent states are rolled back to the last accepted row."""
     options = SMALL | {"state_checkpoint_interval": 8}
     with LLM(heads.target("qwen3_next"), check_invariants=True, **options, **heads.settings("qwen3_next")) as llm:
         _check_schedule(llm, heads, "qwen3_next", [(0, 0, "sampled"), (1, 1, "sampled")])
@@ -323,7 +323,7 @@ TREE: dict[str, Any] = {"speculative_eagle_topk": 3, "speculative_num_steps": 3,
 
 @pytest.mark.parametrize("head", ["eagle", pytest.param("eagle3", marks=pytest.mark.soak), "deepseek_v3"])
 def test_draft_trees_give_the_plain_outputs(heads: Heads, head: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Accepted branches that are not stored at their positions are moved; batches, chunks, preemption, prefix hits."""
+    """Accepted branches not stored at their positions are moved; with batches, chunks, preemption and prefix hits."""
     options = SMALL | {"num_pages": 20, "check_invariants": True}
     with LLM(heads.target(head), **options, **heads.settings(head), **TREE) as llm:
         kept: list[KeptRows] = []
@@ -340,8 +340,10 @@ def test_draft_trees_give_the_plain_outputs(heads: Heads, head: str, monkeypatch
 
 
 def test_draft_trees_of_preempted_requests_change_no_output(heads: Heads, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests are preempted after the head proposed a tree for them and before it is verified: the tree is dropped,
-    and what the head stored for it is not read when the request is computed again."""
+    """Preempt requests between the proposal of a tree and its verification.
+
+    The tree is dropped, and the head's cache entries for it are not read when the request is recomputed.
+    """
     with LLM(heads.target("eagle"), check_invariants=True, **SMALL, **heads.settings("eagle"), **TREE) as llm:
         scheduler, in_flight, lost = llm.engine.scheduler, dict[str, Drafts](), list[Drafts]()
         plan, preempt = scheduler.plan, scheduler._preempt
@@ -379,7 +381,7 @@ def test_draft_trees_return_the_values_of_accepted_rows(heads: Heads) -> None:
 
 @pytest.mark.parametrize("family", ["gpt_oss", *(pytest.param(name, marks=pytest.mark.soak) for name in MASKED)])
 def test_draft_trees_beside_windowed_layers_round_apart_from_plain_decoding(tmp_path: Path, family: str) -> None:
-    """Not batch-invariant: one masked attention over the whole tree, with windows and sinks."""
+    """Not batch-invariant: one masked attention covers the whole tree, with windows and sinks."""
     target = (make_checkpoint if family == "gemma3" else make_moe)(tmp_path / "target", family, seed=3)
     options: dict[str, Any] = {"page_size": 4, "dtype": "float32"}
     params = SamplingParams(max_new_tokens=16, ignore_eos=True, hidden_states=True, allowed_token_ids=tuple(range(6)))
@@ -401,7 +403,7 @@ def test_draft_trees_beside_windowed_layers_round_apart_from_plain_decoding(tmp_
 def test_draft_trees_across_chunks_of_attention_give_the_plain_outputs(
     tmp_path: Path, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows of a branch are in the chunk of their position, not of the place where they are stored until accepted."""
+    """A row of a branch belongs to the chunk of its position, not of the slot that stores it until it is accepted."""
     target = make_moe(tmp_path / "target", "llama4", seed=3, attention_chunk_size=chunk)
     common: dict[str, Any] = {"max_new_tokens": 24, "ignore_eos": True, "allowed_token_ids": tuple(range(6))}
     greedy = SamplingParams(hidden_states=True, **common)
@@ -477,7 +479,7 @@ def test_heads_run_on_all_ranks(heads: Heads, head: str, tree: dict[str, Any]) -
 @pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3"])
 @pytest.mark.parametrize("family", ["gpt_oss", "llama4"])
 def test_heads_beside_windowed_layers_give_the_plain_outputs(tmp_path: Path, family: str, algorithm: str) -> None:
-    """The target has further page tables, which the head's steps update too."""
+    """The target has additional page tables, which the head's steps update too."""
     target = make_moe(tmp_path / "target", family, seed=3)
     head = make_eagle(tmp_path / "head") if algorithm == "EAGLE" else make_eagle3(tmp_path / "head", target)
     options = SMALL | {"num_pages": 40, "check_invariants": True}
@@ -490,7 +492,7 @@ def test_heads_beside_windowed_layers_give_the_plain_outputs(tmp_path: Path, fam
 
 
 def test_rejected_drafts_of_a_head_never_enter_the_prefix_cache(heads: Heads) -> None:
-    """Requests that continue an earlier one's tokens find its pages, and get what a fresh engine computes."""
+    """Requests that continue an earlier request's tokens hit its pages and get the results of a fresh engine."""
     params = SamplingParams(max_new_tokens=8, temperature=1.0, seed=8, ignore_eos=True)
     options: dict[str, Any] = {"page_size": 4, "batch_invariant": True}
     with LLM(heads.target("eagle"), **options, **heads.settings("eagle")) as llm:
@@ -517,11 +519,11 @@ def test_head_that_does_not_pay_computes_rows_in_batches(heads: Heads, monkeypat
         assert llm.engine.speculator.stats.num_accepted_tokens == 0
     steps = [item for plan in plans for item in plan.scheduled]
     assert [len(item.tokens) for item in steps if not item.samples] == [16, 16]
-    assert len(steps) < 12  # in 50 steps of the target
+    assert len(steps) < 12  # for 50 steps of the target
 
 
 def test_failed_step_of_a_head_changes_no_output(heads: Heads, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pages that it was to announce are announced by the next step."""
+    """The next step announces the pages of the failed step."""
     options: dict[str, Any] = {"page_size": 4, "batch_invariant": True, "check_invariants": True}
     with LLM(heads.target("eagle"), **options, **heads.settings("eagle")) as llm:
         proposer, failed = llm.engine.speculator.proposer, set()
@@ -553,7 +555,7 @@ def test_hidden_states_do_not_keep_other_rows_of_a_prompts_step(heads: Heads) ->
 
 
 class _Operations(TorchDispatchMode):
-    """Counts the operations on tensors."""
+    """Counts tensor operations."""
 
     num = 0
 
@@ -563,7 +565,7 @@ class _Operations(TorchDispatchMode):
 
 
 def test_a_step_that_the_head_waits_for_does_nothing_with_earlier_ones() -> None:
-    """Else steps without drafts take the longer, the more of them the head has not read."""
+    """Otherwise the cost of steps without drafts would grow with the number of steps that the head has not read."""
     store, steps = HiddenStore(), [torch.rand(3, 4) for _ in range(40)]
     rows = {"visits": (), "pages": (), "prompt_length": 1}
     for position, states in enumerate(steps):

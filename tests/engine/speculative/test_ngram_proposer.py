@@ -1,4 +1,4 @@
-"""Prompt lookup: which earlier occurrence is continued, and that an incremental index finds what a fresh one does."""
+"""Prompt lookup: which earlier occurrence is continued, and that an incremental index equals a fresh one."""
 
 import pytest
 from hypothesis import given
@@ -20,9 +20,9 @@ def _propose(proposer: NgramProposer, request: Request, count: int = 4) -> list[
         ([1, 2, 3], []),
         ([1], []),
         ([1, 2, 3, 4, 5, 6, 1, 2], [3, 4, 5, 6]),
-        ([1, 2, 8, 8, 1, 2, 9, 9, 1, 2], [9, 9, 1, 2]),  # of equal matches the latest
-        ([7, 1, 2, 8, 0, 0, 1, 2, 9, 0, 7, 1, 2], [8, 0, 0, 1]),  # the longest match before later ones
-        ([5, 6, 7, 5, 6, 7], [5, 6, 7, 5]),  # what follows is repeated
+        ([1, 2, 8, 8, 1, 2, 9, 9, 1, 2], [9, 9, 1, 2]),  # of equally long matches, the latest
+        ([7, 1, 2, 8, 0, 0, 1, 2, 9, 0, 7, 1, 2], [8, 0, 0, 1]),  # the longest match, even if others are later
+        ([5, 6, 7, 5, 6, 7], [5, 6, 7, 5]),  # the continuation is repeated
         ([3, 3, 3], [3, 3, 3, 3]),
     ],
 )

@@ -1,4 +1,4 @@
-"""Speculative decoding: outputs are those of the plain engine, whatever is proposed and however it is scheduled."""
+"""Speculative decoding: outputs equal the plain engine's, whatever is proposed and however it is scheduled."""
 
 import json
 import shutil
@@ -50,7 +50,7 @@ PARAMS = {
     "short": SamplingParams(max_new_tokens=2, ignore_eos=True, full_logprobs=True),
     "stop": SamplingParams(max_new_tokens=NUM_NEW, stop=["a", "e"], temperature=1.0, seed=9, ignore_eos=True),
 }
-"""The hidden states of any row would also differ if a draft were kept."""
+"""Hidden states of any row would also differ if a rejected draft were kept."""
 
 Result = tuple[Any, ...]
 
@@ -67,7 +67,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def plain(path: Path) -> dict[tuple[str, int], Result]:
-    """The plain engine's result for each of PARAMS and prompts."""
+    """The plain engine's result by name in PARAMS and index in PROMPTS."""
     with LLM(path, batch_invariant=True) as llm:
         return {
             (name, which): _result(generation)
@@ -78,7 +78,7 @@ def plain(path: Path) -> dict[tuple[str, int], Result]:
 
 @pytest.fixture(scope="module")
 def llm(path: Path) -> Iterator[LLM]:
-    """Few pages and rows: prompts are cut, and requests preempted."""
+    """An engine with few pages and rows: prompts are chunked and requests preempted."""
     options = {"page_size": 4, "num_pages": 24, "max_num_batched_tokens": 13}
     with LLM(path, batch_invariant=True, check_invariants=True, speculative_algorithm="NGRAM", **options) as made:
         yield made
@@ -141,7 +141,7 @@ def test_speculation_saves_steps(path: Path, plain: dict[tuple[str, int], Result
     ),
 )
 def test_speculation_with_windows_and_recurrent_states(tmp_path: Path, family: str) -> None:
-    """Pages of a window, and the state of a recurrence, which goes back to the last accepted row."""
+    """With windowed pages, and with recurrent states that are rolled back to the last accepted row."""
     make = make_checkpoint if family in FAMILIES else make_moe
     path = make(tmp_path / "model", family, seed=3)
     options: dict[str, Any] = {"page_size": 4, "max_num_batched_tokens": 17, "batch_invariant": True}
@@ -153,7 +153,7 @@ def test_speculation_with_windows_and_recurrent_states(tmp_path: Path, family: s
     with LLM(path, check_invariants=True, num_pages=17, speculative_algorithm="NGRAM", **options) as llm:
         outputs = {tuple(prompt): each[0] for prompt, each in zip(prompts, expected, strict=True)}
         speculator = speculate(llm, OracleProposer(outputs, 0.8, 512), 3)
-        for _ in range(2):  # the second time the prompts are found in the cache
+        for _ in range(2):  # the second round finds the prompts in the cache
             assert [_result(each) for each in llm.generate(prompts, params)] == expected
         stats = speculator.stats
         assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
@@ -162,7 +162,7 @@ def test_speculation_with_windows_and_recurrent_states(tmp_path: Path, family: s
 
 
 def test_drafts_take_slots_of_checkpoints_that_are_not_used(tmp_path: Path) -> None:
-    """The 9th prompt is drafted for as the first one is, though the checkpoints of those before fill all slots."""
+    """The 9th prompt gets as many drafts as the first, although checkpoints of earlier prompts fill all slots."""
     path = make_checkpoint(tmp_path / "model", "lfm2", seed=3)
     options: dict[str, Any] = {
         "page_size": 4,
@@ -292,7 +292,7 @@ def test_speculation_settings_that_do_not_fit_are_refused(values: dict[str, Any]
 
 
 def _with_noise(path: Path) -> Path:
-    """A draft: the checkpoint with noise in its weights. It agrees often, not always."""
+    """Write a draft checkpoint: the target's weights with noise, which agrees often but not always."""
     folder = path.parent / "draft"
     shutil.copytree(path, folder)
     torch.manual_seed(0)
@@ -310,7 +310,7 @@ def draft(path: Path) -> Path:
 def test_draft_checkpoint_proposes_what_the_target_draws(
     path: Path, draft: Path, plain: dict[tuple[str, int], Result]
 ) -> None:
-    """Batches, chunks, preemption and prefix hits; pages of the draft's own cache are all accounted for."""
+    """With batches, chunks, preemption and prefix hits; the draft's own cache leaks no pages."""
     options: dict[str, Any] = {"page_size": 4, "num_pages": 24, "max_num_batched_tokens": 13, "batch_invariant": True}
     options |= {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": draft}
     with LLM(path, check_invariants=True, **options) as llm:
@@ -335,9 +335,9 @@ def test_draft_checkpoint_proposes_what_the_target_draws(
 def test_draft_with_recurrent_state_goes_back_to_the_last_accepted_token(
     tmp_path: Path, family: str, num_slots: int
 ) -> None:
-    """In a batch, in chunks, with preemption and prefix hits; with few slots requests take turns.
+    """With batches, chunks, preemption and prefix hits; with few slots, requests take turns.
 
-    Every draft of a greedy request is what the draft model alone generates.
+    Every draft of a greedy request equals the tokens that the draft model alone generates.
     """
     path = (make_checkpoint if family in FAMILIES else make_moe)(tmp_path / "model", family, seed=3)
     options: dict[str, Any] = {"page_size": 4, "max_num_batched_tokens": 17, "state_checkpoint_interval": 8}

@@ -1,4 +1,4 @@
-"""Recordings of speculative decoding: rejected rows are left out of comparisons, and a kept one is found."""
+"""Runs of speculative decoding: comparisons leave out rejected rows, and a rejected row that stays in use is found."""
 
 from collections.abc import Callable
 from functools import partial
@@ -77,7 +77,7 @@ def test_diff_names_the_attention_that_read_a_rejected_draft(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The fault: the key and value of the first rejected draft stay in the cache."""
+    """Seeded bug: the key and value of the first rejected draft stay in the cache."""
     kept: list[int] = []
     write = KVCache.write
 
@@ -108,7 +108,7 @@ def test_diff_names_the_attention_that_read_a_rejected_draft(
 def test_diff_compares_draft_models_with_draft_models(
     path: Path, plain: tuple[Path, dict[tuple[int, ...], tuple[int, ...]]], tmp_path: Path
 ) -> None:
-    """The draft's steps have row tables of their own; a run without a draft is compared without them."""
+    """Steps of the draft model have their own row tables; a run without a draft is compared without these steps."""
     draft = make_checkpoint(tmp_path / "draft", "llama", seed=1, num_hidden_layers=2)
     options = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": draft} | SETTINGS
     for name in ("once", "again"):
@@ -134,7 +134,7 @@ def test_diff_compares_draft_models_with_draft_models(
 
 
 def test_diff_names_the_layer_whose_state_was_not_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fault: a request continues from the recurrent state after its last draft, not after the last accepted one."""
+    """Seeded bug: a request continues from the recurrent state after its last draft, accepted or not."""
     path = make_moe(tmp_path / "model", "qwen3_next", seed=3)
     observer = partial(make_observer, out=str(tmp_path / "plain"), config=DumperConfig(keep="full"))
     with LLM(path, observer=observer, batch_invariant=True, **SETTINGS) as llm:
@@ -176,7 +176,7 @@ def test_dumps_rows_that_a_draft_model_computes_again_are_other_visits(path: Pat
 
 
 def test_dumps_of_a_draft_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The accepted branch is compared, the others are left out; a branch that is not moved is named."""
+    """The accepted branch is compared and the others are left out; the diff names a branch whose rows are not moved."""
     path, head = make_llama(tmp_path / "model"), make_eagle(tmp_path / "head")
     options: dict[str, Any] = {"speculative_algorithm": "EAGLE", "speculative_draft_model_path": head}
     options |= {"speculative_eagle_topk": 3, "speculative_num_steps": 3, "speculative_num_draft_tokens": 9}
@@ -207,7 +207,7 @@ def test_dumps_of_a_draft_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def _check_names_of_verified_rows(folder: Path, generated: list[Generation]) -> None:
-    """Accepted drafts are rows of their request, rejected ones name their branch; tokens are those of the request."""
+    """Check verified steps: accepted drafts are rows of their request, rejected ones name their branch."""
     with open_run(folder) as run:
         tokens = run.tokens()
         num_accepted = num_rejected = 0
@@ -240,7 +240,7 @@ def _check_names_of_verified_rows(folder: Path, generated: list[Generation]) -> 
 
 
 def _check_rows_of_the_head(run: Callable[..., dict[str, Any]], folder: Path, options: dict[str, Any]) -> None:
-    """Siblings of the head's trees are compared with those of another run that have the same tokens before them."""
+    """Check that sibling rows of the head's trees are compared with rows that share their prefix tokens."""
 
     def num_draft_rows(name: str) -> int:
         with open_run(folder / name) as opened:
@@ -249,7 +249,7 @@ def _check_rows_of_the_head(run: Callable[..., dict[str, Any]], folder: Path, op
         assert len({row[:3] for row in rows}) < len(set(rows)) == len(rows)
         return sum(info.num_rows for info in steps)
 
-    run("again", **options, max_num_seqs=1)  # one request after the other: other steps, the same trees
+    run("again", **options, max_num_seqs=1)  # one request at a time: other steps, the same trees
     report = diff(folder / "good", folder / "again")
     assert report.exit_code == 0, str(report)
     findings = {finding.site: finding.rows for finding in report.findings}
@@ -265,7 +265,7 @@ def _check_rows_of_the_head(run: Callable[..., dict[str, Any]], folder: Path, op
 
 
 def test_dumps_of_a_draft_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its forwards are steps of the model `draft`; a rejected draft that stays in the cache is named."""
+    """The head's forwards are steps of the model `draft`; the diff names a rejected draft that stays in the cache."""
     path = make_llama(tmp_path / "model")
     head = make_eagle(tmp_path / "head")
     options = {"speculative_algorithm": "EAGLE", "speculative_draft_model_path": head, "batch_invariant": True}

@@ -181,7 +181,7 @@ def test_ebnf_translate_differs_from_llguidances_converter(bytewise: Any, gramma
     wanted = _texts(read(grammar), "abc", 4)
     try:
         theirs = _accepted(bytewise, llguidance.LLMatcher.grammar_from_lark(gbnf_to_lark.any_to_lark(grammar)))
-    except Exception as error:  # noqa: BLE001 - it raises bare exceptions of its own
+    except Exception as error:  # noqa: BLE001 - llguidance raises bare exceptions
         theirs = str(error)
     if missing is None:
         assert theirs == wanted
