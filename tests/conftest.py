@@ -1,7 +1,7 @@
-"""Shared by every test: the installed package is tested, never the folders at the root.
+"""Shared test configuration: tests use the installed package, never the directories at the repository root.
 
-Tests marked ``gpu`` are counted where there is no CUDA device; no other test sees one, so that ``device="auto"`` means
-the same on every machine.
+Tests marked ``gpu`` are skipped and counted without a CUDA device. Other tests never see a GPU, so that
+``device="auto"`` means the same on every machine.
 """
 
 import gc
@@ -29,22 +29,22 @@ _ROOT = str(Path(__file__).resolve().parent.parent)
 sys.path[:] = [entry for entry in sys.path if entry not in ("", _ROOT)]
 
 
-gc.disable()  # until all is collected: what is imported stays, looking for garbage in between finds none
-for _name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES"):  # how this session is drawn is no matter of its tests
+gc.disable()  # until collection ends: imported objects stay alive, so collecting garbage would find none
+for _name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES"):  # terminal settings must not affect the tests
     os.environ.pop(_name, None)
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # several files run at a time, and each starts processes
-# Without bytecode every process that tests start would compile tapscope again, which takes it half a second.
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # several test files run in parallel, and each starts processes
+# Without bytecode, every process started by a test would spend half a second compiling tapscope.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell; what is started inherits it
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a background shell job; children inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-if not Path("/proc/driver/nvidia").exists():  # Triton asks when it is imported, and a kernel when it is defined
+if not Path("/proc/driver/nvidia").exists():  # Triton reads it on import, and when a kernel is defined
     os.environ["TRITON_INTERPRET"] = "1"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Properties meet the same examples in every run, however slow; with `--hypothesis-seed N` they meet others."""
+    """Set the Hypothesis profile: equal examples in every run and no deadline; `--hypothesis-seed N` draws others."""
     settings.register_profile(
         "tests",
         max_examples=50,
@@ -53,13 +53,13 @@ def pytest_configure(config: pytest.Config) -> None:
         suppress_health_check=[HealthCheck.too_slow],
     )
     settings.load_profile("tests")
-    # It also draws constants of our modules that are loaded, which hang on the files that a worker ran before.
+    # Hypothesis also draws constants from our loaded modules, which depend on the files that a worker ran before.
     providers._get_local_constants = lambda: providers._local_constants
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Before pytest-xdist starts its workers."""
+    """Compile all files and share the fork servers before pytest-xdist starts its workers."""
     if session.config.getoption("numprocesses", None):
         compile_all(session.config, (Path(__file__).parent, Path(tapscope.__file__).parent))
         share_servers()
@@ -68,10 +68,10 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _warm_ranks() -> Iterator[None]:
-    """Ranks that engines of the test's own process start need not import torch first; other processes spawn theirs."""
+    """Start ranks of engines in the test process with torch already imported; other processes spawn their ranks."""
     from tapscope.engine.distributed import worker_processes
 
-    if Path("/proc/driver/nvidia").exists():  # which GPUs a rank sees is settled when its own process starts
+    if Path("/proc/driver/nvidia").exists():  # the visible GPUs are fixed when a rank's own process starts
         yield
         return
     with patch.object(worker_processes, "SPAWN_CONTEXT", RANKS):
@@ -80,7 +80,7 @@ def _warm_ranks() -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[object]:
-    """Look for garbage from now on: every 10,000 objects, since every 700 is 7 % of the tests' CPU time."""
+    """Enable garbage collection after test collection, every 10,000 objects; every 700 takes 7 % of the CPU time."""
     try:
         return (yield)
     finally:
@@ -89,8 +89,8 @@ def pytest_collection() -> Iterator[object]:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported and collected stays to the end: no collection of garbage looks through all of it again."""
-    # Some collected file has kernels, and they are interpreted: what is compiled for a GPU is compiled by Triton alone.
+    """Freeze imported and collected objects, so that no garbage collection visits them again."""
+    # Some collected file has interpreted kernels; kernels for a GPU are compiled by Triton itself.
     if "triton.runtime.interpreter" in sys.modules and os.environ.get("TRITON_INTERPRET") == "1":
         import quick_interpreter
 
@@ -100,7 +100,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_make_parametrize_id(val: object) -> str | None:
-    """Every worker sends the ids of all tests, and failures print them: half a megabyte of one bracket says no more."""
+    """Shorten long parameter ids: every worker sends all ids and failures print them, up to half a megabyte each."""
     if isinstance(val, (str, bytes)) and len(val) > 1000:
         return f"{val[:40]!r} to {len(val)}"
     return None
@@ -112,7 +112,7 @@ _NO_GPU = "needs a CUDA device"
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Multiply the examples of every property by EXAMPLES; skip `gpu` tests without a CUDA device.
 
-    `make test` runs the first quarter of them, or 10: they are the same in every run.
+    `make test` runs the first quarter of the examples, or 10: the same ones in every run.
     """
     for test in {getattr(item, "function", None) for item in items}:
         if own := getattr(test, "_hypothesis_internal_use_settings", None):
@@ -132,7 +132,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True, scope="session")
 def _warm_recorders() -> Iterator[None]:
-    """Recorders of the test's own process need not import anything either; other processes start theirs."""
+    """Start recorders of the test process with all imports already done; other processes start their own."""
     from tapscope.dumper.pipeline import recorder_process
 
     starter = SimpleNamespace(Popen=WarmRecorder, PIPE=subprocess.PIPE, DEVNULL=subprocess.DEVNULL)
@@ -147,7 +147,7 @@ def _small_rings() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Hide the GPUs from a test that is not marked `gpu`, and from the fixtures that are made for it."""
+    """Hide the GPUs from every test that is not marked `gpu`, and from its fixtures."""
     if item.get_closest_marker("gpu") or not Path("/proc/driver/nvidia").exists():
         return (yield)
     with _no_gpu():
@@ -156,7 +156,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 @contextmanager
 def _no_gpu() -> Iterator[None]:
-    """For this process, in which CUDA may be in use, and for those that it starts."""
+    """Hide the GPUs from this process, which may already use CUDA, and from its child processes."""
     import torch
 
     answers = {"is_available": lambda: False, "device_count": lambda: 0}
@@ -165,7 +165,7 @@ def _no_gpu() -> Iterator[None]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Never skip silently."""
+    """Report the number of skipped `gpu` tests."""
     skipped = sum(_NO_GPU in str(report.longrepr) for report in terminalreporter.stats.get("skipped", ()))
     if skipped:
         terminalreporter.write_line(f"{skipped} gpu tests skipped: no CUDA device here")

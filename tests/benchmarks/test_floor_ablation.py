@@ -1,4 +1,4 @@
-"""`python -m benchmarks.floor_ablation`: what switching off one part of the comparator does to known pairs of runs."""
+"""`python -m benchmarks.floor_ablation`: the effect of disabling one part of the comparator on known pairs of runs."""
 
 import importlib
 import json

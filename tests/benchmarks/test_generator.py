@@ -1,4 +1,4 @@
-"""Generated cases of the verdict bench: drawn from their number alone, judged by an oracle of their own."""
+"""Generated cases of the verdict bench: determined by their number, and judged by an independent oracle."""
 
 import importlib
 import json
@@ -25,7 +25,7 @@ oracle: Any = importlib.import_module("benchmarks.verdict.generator.oracle")
 
 
 def generated(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, list[dict[str, Any]]]:
-    """Exit code and JSON lines of the bench."""
+    """Run the bench on generated cases; return its exit code and JSON lines."""
     code = main.main(["--json", "--jobs", "1", *words])
     return code, [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
@@ -283,7 +283,7 @@ def test_cause_of_keys_and_values_names_operation_and_columns(
 
 
 def capture(out: Path, weight: torch.Tensor, dtype: torch.dtype, padding: float = 0.0) -> Path:
-    """One linear over two rows, of which the second is padding."""
+    """Record one linear layer over two rows, the second of which is padding."""
     model = torch.nn.Sequential(torch.nn.Linear(8, 8, bias=False)).to(dtype)
     model[0].weight.data = weight.to(dtype)
     given = torch.stack([torch.linspace(-1, 1, 8), torch.full((8,), padding)])[None].to(dtype)
@@ -420,7 +420,7 @@ def test_cause_zero_frequencies_are_those_of_the_named_pairs() -> None:
 
 
 def test_cause_moved_frequencies_are_those_of_the_tables_columns() -> None:
-    """A table holds every angle twice."""
+    """A table stores every angle twice."""
     bug = bugs.Bug(kind="frequencies", module="m", expect=("m",), damage=damage.Damage(op="roll", count=8), shape=(4,))
     claim = "target holds baseline's columns 3, 0–1, 3 and 0–1 in columns 0–2 and 4–6"
     assert causes.is_right(bug, f"{claim} (removes 100 % of the error)")

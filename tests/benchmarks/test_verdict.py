@@ -1,4 +1,4 @@
-"""The verdict bench: its catalogue is sound, its files are checked, and a few of its cases end as they should."""
+"""Verdict bench: a consistent catalog, validated files, and the expected verdicts of a few cases."""
 
 import importlib
 import json
@@ -27,7 +27,7 @@ def patch(model):
 
 
 def bench(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, list[dict[str, Any]]]:
-    """Exit code and JSON lines of the bench."""
+    """Run the bench; return its exit code and JSON lines."""
     code = main.main(["--json", *map(str, words)])
     return code, [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 

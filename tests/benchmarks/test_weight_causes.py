@@ -1,4 +1,4 @@
-"""A cause of a weight's bug is right only where it names what the bug changed."""
+"""A reported cause of a weight bug is right only if it names the change made by the bug."""
 
 import importlib
 from dataclasses import replace

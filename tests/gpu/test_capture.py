@@ -1,4 +1,4 @@
-"""Capture on a CUDA device; skipped, and counted in the summary, where there is none."""
+"""Capture on a CUDA device; the tests are skipped without one and counted in the summary."""
 
 import threading
 import time
@@ -26,12 +26,12 @@ pytestmark = pytest.mark.gpu
 
 
 def busy(cycles: int = 200_000_000) -> None:
-    """Give the current stream about 0.1 s to sleep: what is launched after it has not run when the forward goes on."""
+    """Keep the current stream busy for about 0.1 s: later work is still pending when the forward continues."""
     torch.cuda._sleep(cycles)
 
 
 def bits(tensor: torch.Tensor) -> Any:
-    """Its bytes, dense, on the host."""
+    """Return the bytes of ``tensor``, made contiguous, on the host."""
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
 
 
@@ -42,7 +42,7 @@ def complete(path: Path) -> Run:
 
 
 def stored(run: Run) -> dict[str, Any]:
-    """``STEP SITE`` -> bytes."""
+    """Return the stored bytes by ``STEP SITE``."""
     return {
         f"{r.key.step} {r.key.site}": np.frombuffer(run.array(r).tobytes(), np.uint8) for r in run.records if r.entry
     }
@@ -76,7 +76,7 @@ def test_capture_equals_a_synchronous_copy(tmp_path: Path) -> None:
 
 
 class Mixed(nn.Module):
-    """Arguments that are plain values, an output that is not contiguous, one on the host, one in place."""
+    """Has non-tensor arguments, a non-contiguous output, an output on the host and an in-place output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class Mix(nn.Module):
 
 
 def test_capture_of_eager_statistics_needs_no_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the second step on the C++ writer launches the kernels, unless a tensor is not contiguous."""
+    """From the second step on, the C++ writer launches the kernels, except for non-contiguous tensors."""
     torch.manual_seed(0)
     model, inputs = Mixed().cuda(), [torch.randn(32, 64, device="cuda") for _ in range(3)]
     asked: list[str] = []
@@ -119,7 +119,7 @@ def test_capture_of_eager_statistics_needs_no_python(tmp_path: Path, monkeypatch
         records.append([(r.key, r.dtype, r.shape, r.hash, r.bag, r.stats) for r in run.records])
         if name == "fast":
             assert num_asked[0] > 5
-            assert num_asked[1:] == [5] * 5  # those of the two outputs with a tensor that is not contiguous
+            assert num_asked[1:] == [5] * 5  # two outputs contain a non-contiguous tensor
         else:
             assert len(set(num_asked)) == 1
     assert records[0] == records[1]
@@ -127,7 +127,7 @@ def test_capture_of_eager_statistics_needs_no_python(tmp_path: Path, monkeypatch
 
 @pytest.mark.parametrize("keep", ["stats", "sketch"])
 def test_capture_of_eager_values_is_queued_by_a_thread_that_never_used_the_device(tmp_path: Path, keep: str) -> None:
-    """As the sender's, while a forward pauses: here it queues what waits in the second step."""
+    """The sender thread does so while a forward pauses: here it queues the pending values of the second step."""
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(64, 512), nn.Linear(512, 64)).cuda(), torch.randn(32, 64, device="cuda")
     with torch.no_grad(), Dumper(model, tmp_path / "run", keep="off", rules=[f"*:out*={keep}"]) as dumper:
@@ -165,7 +165,7 @@ def test_capture_device_statistics_equal_those_of_full_values(tmp_path: Path) ->
         assert (one.key, one.hash, one.bag) == (other.key, other.hash, other.bag)
         assert one.stats is not None
         assert other.stats is not None
-        sums = {"sum": other.stats.sum, "sumsq": other.stats.sumsq}  # in float32 within blocks of 8 KiB
+        sums = {"sum": other.stats.sum, "sumsq": other.stats.sumsq}  # accumulated in float32 within blocks of 8 KiB
         assert structs.replace(one.stats, **sums) == other.stats
         assert list(sums.values()) == pytest.approx([one.stats.sum, one.stats.sumsq], rel=1e-5, abs=1e-3)
     assert not any(r.entry for r in stats)
@@ -207,10 +207,10 @@ def test_capture_sketches_on_the_device_are_those_of_the_host(tmp_path: Path, mo
                 asked.clear()
                 model(input_ids=ids, attention_mask=given, use_cache=False)
                 num_asked.append(len(asked))
-            model(input_ids=ids.reshape(2, 105), use_cache=False)  # rows of another grid
+            model(input_ids=ids.reshape(2, 105), use_cache=False)  # same rows in another grid
         assert any(dtype.is_floating_point for dtype in copied) == (where == "host")
         runs.append(complete(tmp_path / where))
-    # From the second step on the C++ writer launches the kernels
+    # From the second step on, the C++ writer launches the kernels.
     assert num_asked[0] > 30
     assert num_asked[1:4] == [0, 0, 0]
     found, wanted = ({r.key: r for r in run.records} for run in runs)
@@ -226,7 +226,7 @@ def test_capture_sketches_on_the_device_are_those_of_the_host(tmp_path: Path, mo
 
 
 class Rows(nn.Module):
-    """Called as transformers' models are; its inner output is overwritten."""
+    """Has the signature of transformers' models; overwrites its inner output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -283,7 +283,7 @@ def test_capture_ignores_later_writes_and_does_not_synchronize(tmp_path: Path, s
     stream = torch.cuda.Stream() if on_side else torch.cuda.current_stream()
     x = torch.arange(1 << 16, dtype=torch.float32, device="cuda")
     with Dumper(model, tmp_path / "run", keep="full", **settings), torch.no_grad():
-        model(x)  # page-locked memory is made on the way
+        model(x)  # allocates pinned memory
         with never_waiting(), torch.cuda.stream(stream):
             busy()
             model(x)
@@ -298,7 +298,7 @@ def test_capture_ignores_later_writes_and_does_not_synchronize(tmp_path: Path, s
 
 
 class Large(nn.Module):
-    """40 values of 4 MiB in float32 and 40 of the same size in bfloat16, each overwritten as soon as it was seen."""
+    """Produces 40 float32 and 40 bfloat16 values of 4 MiB, each overwritten right after its hook has fired."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -315,7 +315,7 @@ class Large(nn.Module):
 def test_capture_beyond_the_staging_memory_overwrites_clones_that_have_arrived(
     tmp_path: Path, is_inference: bool
 ) -> None:
-    """Room for three clones: the others wait for the copy of an earlier one; hardly any runs in the model's stream."""
+    """Room for three clones: other values wait for the copy of an earlier one; hardly any uses the model stream."""
     x = torch.arange(1 << 20, dtype=torch.float32, device="cuda") % 251
     settings: Any = {"device_staging_bytes": 12 << 20, "queue_bytes": 1 << 30, "shm_bytes": 512 << 20}
     model, before = Large(), torch.cuda.memory_allocated()
@@ -336,7 +336,7 @@ def test_capture_beyond_the_staging_memory_overwrites_clones_that_have_arrived(
 
 
 class Called(nn.Module):
-    """As transformers' models are."""
+    """Has the signature of transformers' models."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -442,10 +442,10 @@ def test_cuda_graph_captured_during_copies_is_intact_and_recorded(tmp_path: Path
             torch.cuda.synchronize()
             with torch.cuda.stream(torch.cuda.default_stream()):
                 busy()
-                model(x)  # the drain waits for these while the graph is captured
+                model(x)  # the drain waits for these copies while the graph is captured
             graph.capture_begin()
             y = model(x)
-            time.sleep(0.3)  # until it has come
+            time.sleep(0.3)  # until the copies are complete
             graph.capture_end()
         x.fill_(2.0)
         torch.cuda.synchronize()
@@ -468,7 +468,7 @@ def test_trigger_writes_the_flight_recorder(tmp_path: Path) -> None:
         for step in range(8):
             model(torch.full((256, 64), float("nan") if step == 5 else 1.0, device="cuda"))
             torch.cuda.synchronize()
-            time.sleep(0.1)  # the trigger fires when the value has come, and the recorder holds three steps
+            time.sleep(0.1)  # the trigger fires when the value arrives, and the recorder keeps three steps
     run = open_run(tmp_path / "run")
     assert [(e.fields["step"], e.fields["site"]) for e in run.events() if e.kind == "trigger"] == [(5, "0:out")]
     steps = {r.key.step for r in run.records}
@@ -487,7 +487,7 @@ def test_capture_clones_next_to_a_model_that_fills_memory(tmp_path: Path) -> Non
         with Dumper(model, tmp_path / "run", keep="full", queue_bytes=1 << 30) as dumper:
             with dumper.step():
                 model(value)
-            more = torch.ones(1 << 23, device="cuda")  # the model may still take what is left
+            more = torch.ones(1 << 23, device="cuda")  # the model can still use the remaining memory
         del more
     finally:
         torch.cuda.set_per_process_memory_fraction(before)

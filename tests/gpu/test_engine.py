@@ -1,6 +1,6 @@
-"""The engine on a CUDA device computes what transformers does on a CPU, and never waits for the device in between.
+"""The engine on a CUDA device matches transformers on a CPU, and a forward never synchronizes with the device.
 
-Skipped, and counted in the summary, where there is none.
+Skipped without a CUDA device and counted in the summary.
 """
 
 import json
@@ -24,7 +24,7 @@ from moe_checkpoints import FAMILIES as MOE_FAMILIES
 from moe_checkpoints import make_moe
 from packaging.version import Version
 from quantized_checkpoints import CASES, logits_of
-from quantized_checkpoints import PROMPT as QUANTISED_PROMPT
+from quantized_checkpoints import PROMPT as QUANTIZED_PROMPT
 from quantized_checkpoints import make as make_quantized
 
 from tapscope.dumper import make_observer
@@ -39,12 +39,15 @@ pytestmark = pytest.mark.gpu
 
 PROMPTS = [[5, 6, 7], list(range(40, 75)), [300], list(range(100, 119))]
 NEW = 12
-TOLD = SamplingParams(max_new_tokens=NEW, ignore_eos=True, full_logprobs=True)
+PARAMS = SamplingParams(max_new_tokens=NEW, ignore_eos=True, full_logprobs=True)
 
 
 OLDER = Version(transformers.__version__) < Version("5.23")
-"""Up to 5.17 (5.18 to 5.22 were not looked at) transformers ignores gpt-oss's swiglu_limit and MiniMax-M2's rotary_dim,
-and its Mamba-2 normalises over all groups together."""
+"""Whether transformers may have bugs fixed by 5.23.
+
+Up to 5.17 (5.18 to 5.22 are untested), it ignores gpt-oss's swiglu_limit and MiniMax-M2's rotary_dim, and its Mamba-2
+normalizes over all groups together.
+"""
 
 
 def make(path: Path, family: str, **settings: Any) -> Path:
@@ -54,17 +57,17 @@ def make(path: Path, family: str, **settings: Any) -> Path:
 
 
 def check_against_transformers(path: Path, prompts: Sequence[Sequence[int]], generations: list[Generation]) -> None:
-    """Each token is the one that transformers, in fp32 on a CPU, finds likeliest; log-probabilities to 1e-4."""
+    """Check that every token is the most likely one of transformers, in fp32 on a CPU, and logprobs to 1e-4."""
     for prompt, generation in zip(prompts, generations, strict=True):
         logits = reference_logits(path, [*prompt, *generation.token_ids][:-1])[len(prompt) - 1 :]
         assert list(generation.token_ids) == logits.argmax(-1).tolist()
-        told = torch.tensor([item.full for item in generation.logprobs])
-        torch.testing.assert_close(told, logits.log_softmax(-1), rtol=0, atol=1e-4)
+        logprobs = torch.tensor([item.full for item in generation.logprobs])
+        torch.testing.assert_close(logprobs, logits.log_softmax(-1), rtol=0, atol=1e-4)
 
 
 @contextmanager
 def forwards_never_wait(llm: LLM) -> Iterator[list[int]]:
-    """From the model's call to its end nothing may wait for the device; gives the rows of each step."""
+    """Fail if the host waits for the device during a model call; yield the row count of each step."""
     rows: list[int] = []
     with ExitStack() as stack:
 
@@ -86,7 +89,7 @@ def test_engine_matches_transformers_whole_and_in_chunks(tmp_path: Path, family:
     path = make(tmp_path / "model", family, seed=1)
     for settings in ({}, {"page_size": 4, "max_num_batched_tokens": 7}):
         with LLM(path, device="cuda", check_invariants=True, **settings) as llm:
-            check_against_transformers(path, PROMPTS, llm.generate(PROMPTS, TOLD))
+            check_against_transformers(path, PROMPTS, llm.generate(PROMPTS, PARAMS))
     reference.cache_clear()
 
 
@@ -111,13 +114,13 @@ def test_engine_matches_transformers_whole_and_in_chunks(tmp_path: Path, family:
     ],
 )
 def test_forward_never_synchronizes(tmp_path: Path, family: str) -> None:
-    make_any = make_checkpoint if family in FAMILIES else make_moe  # nothing is compared with transformers
+    make_any = make_checkpoint if family in FAMILIES else make_moe  # without a comparison with transformers
     path = make_any(tmp_path / "model", family, seed=1, dtype="bfloat16")
     with LLM(path, device="cuda", page_size=4, max_num_batched_tokens=20, prefix_cache=False) as llm:
         assert llm.engine.runner.has_graphs
-        calm = llm.generate(PROMPTS, TOLD)
+        calm = llm.generate(PROMPTS, PARAMS)
         with forwards_never_wait(llm) as rows:
-            watched = llm.generate(PROMPTS, TOLD)
+            watched = llm.generate(PROMPTS, PARAMS)
     assert len(rows) >= NEW
     assert [g.token_ids for g in watched] == [g.token_ids for g in calm]
 
@@ -154,7 +157,7 @@ def test_sampling_never_synchronizes(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_sampling_compiles_nothing_after_the_start(tmp_path: Path) -> None:
-    """Temperature, filters, penalties, masks and grammars, of odd and even numbers of requests."""
+    """Temperature, filters, penalties, masks and grammars, with odd and even numbers of requests."""
     from tapscope.kernels.triton import launch, sampling, thresholds
 
     launchers = [x for m in (sampling, thresholds) for x in vars(m).values() if isinstance(x, launch.Launcher)]
@@ -175,18 +178,18 @@ def test_prefix_hits_and_preemption_keep_the_tokens(tmp_path: Path) -> None:
     path = make_llama(tmp_path / "model", seed=1)
     first, *others = prompts = [[*range(40, 75), *more] for more in ([], [9], [80, 81, 82])]
     with LLM(path, device="cuda", page_size=4, check_invariants=True) as llm:
-        check_against_transformers(path, [first], llm.generate([first], TOLD))
-        hits = llm.generate(others, TOLD)
+        check_against_transformers(path, [first], llm.generate([first], PARAMS))
+        hits = llm.generate(others, PARAMS)
         assert all(hit.cached_tokens >= 32 for hit in hits)
         check_against_transformers(path, others, hits)
     with LLM(path, device="cuda", page_size=4, num_pages=20, prefix_cache=False, check_invariants=True) as llm:
-        check_against_transformers(path, prompts, llm.generate(prompts, TOLD))
+        check_against_transformers(path, prompts, llm.generate(prompts, PARAMS))
         assert llm.engine.state()["num_preemptions"] > 0
         assert llm.engine.scheduler.kv_cache_manager.num_available == 20
 
 
 def test_grammar_constrains_the_output(tmp_path: Path) -> None:
-    # More logits than the tokenizer has tokens, as padded vocabularies of real models.
+    # More logits than tokens in the tokenizer, like the padded vocabularies of real models.
     path = make_llama(tmp_path / "model", seed=1, vocab_size=544)
     kind = {"enum": ["a", "béta"]}
     schema = json.dumps({"type": "object", "properties": {"n": kind}, "required": ["n"], "additionalProperties": False})
@@ -247,7 +250,7 @@ def test_batch_invariant_bits_do_not_depend_on_the_batch(tmp_path: Path, family:
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_batch_invariant_graphs_have_the_bits_of_a_whole_prefill(tmp_path: Path, family: str) -> None:
-    """Of a model wide enough for torch to choose its reductions by the number of rows."""
+    """The model is wide enough for torch to choose its reductions by the number of rows."""
     sizes = {"hidden_size": 2048, "intermediate_size": 4096, "num_attention_heads": 16, "num_key_value_heads": 4}
     path = make(tmp_path / "model", family, seed=1, dtype="bfloat16", head_dim=128, num_hidden_layers=2, **sizes)
     prompts = [[5 + i % 90, *range(20, 23 + 5 * i)] for i in range(40)]
@@ -266,25 +269,25 @@ def test_batch_invariant_graphs_have_the_bits_of_a_whole_prefill(tmp_path: Path,
 @pytest.mark.parametrize("kind", CASES)
 def test_quantized_checkpoint_matches_its_dequantized_weights(tmp_path: Path, kind: str) -> None:
     quantized, meant = make_quantized(tmp_path, kind)
-    expected = reference_logits(meant, QUANTISED_PROMPT)
+    expected = reference_logits(meant, QUANTIZED_PROMPT)
     torch.testing.assert_close(logits_of(quantized, device="cuda").cpu(), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["fp8_e4m3", "fp8_e5m2", "bfloat16"])
 def test_kv_cache_dtype_matches_the_cpu(tmp_path: Path, kind: str) -> None:
     path = make_llama(tmp_path / "model", seed=1)
-    told = []
+    logprobs = []
     for device in ("cpu", "cuda"):
         with LLM(path, device=device, kv_cache_dtype=kind, page_size=4) as llm:
             forced = [[9, 8, 7, 6]] * len(PROMPTS)
-            generations = llm.generate(PROMPTS, replace(TOLD, max_new_tokens=4), forced_token_ids=forced)
-            told.append(torch.tensor([[item.full for item in g.logprobs] for g in generations]))
-    # A value that lies between two may be rounded to either; the mean hardly moves.
-    assert (told[1] - told[0]).abs().mean() < 1e-3
+            generations = llm.generate(PROMPTS, replace(PARAMS, max_new_tokens=4), forced_token_ids=forced)
+            logprobs.append(torch.tensor([[item.full for item in g.logprobs] for g in generations]))
+    # A value between two FP8 codes may round to either; the mean hardly changes.
+    assert (logprobs[1] - logprobs[0]).abs().mean() < 1e-3
     with LLM(path, device="cuda", page_size=4) as llm:
-        generations = llm.generate(PROMPTS, replace(TOLD, max_new_tokens=4), forced_token_ids=forced)
+        generations = llm.generate(PROMPTS, replace(PARAMS, max_new_tokens=4), forced_token_ids=forced)
         exact = torch.tensor([[item.full for item in g.logprobs] for g in generations])
-    assert (told[1] - exact).abs().mean() > 10 * (told[1] - told[0]).abs().mean()
+    assert (logprobs[1] - exact).abs().mean() > 10 * (logprobs[1] - logprobs[0]).abs().mean()
 
 
 def test_embeddings_match_the_cpu(tmp_path: Path) -> None:
@@ -306,12 +309,12 @@ def test_embeddings_match_the_cpu(tmp_path: Path) -> None:
 def test_capture_changes_no_bit_and_does_not_synchronize(tmp_path: Path, family: str, keep: str) -> None:
     path = make(tmp_path / "model", family, seed=1, dtype="bfloat16")
     with LLM(path, device="cuda", page_size=4, logits="all", prefix_cache=False) as llm:
-        plain = llm.generate(PROMPTS, TOLD)
+        plain = llm.generate(PROMPTS, PARAMS)
     observer = partial(make_observer, out=str(tmp_path / "run"), config=DumperConfig(keep=keep))
     with LLM(path, device="cuda", page_size=4, logits="all", prefix_cache=False, observer=observer) as llm:
-        llm.generate(PROMPTS, TOLD)  # page-locked memory is made on the way
+        llm.generate(PROMPTS, PARAMS)  # allocates pinned memory
         with forwards_never_wait(llm) as rows:
-            captured = llm.generate(PROMPTS, TOLD)
+            captured = llm.generate(PROMPTS, PARAMS)
     assert [g.token_ids for g in captured] == [g.token_ids for g in plain]
     assert [g.logprobs for g in captured] == [g.logprobs for g in plain]
     run = open_run(tmp_path / "run")

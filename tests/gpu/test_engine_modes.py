@@ -1,4 +1,4 @@
-"""Modes of the engine on a CUDA device: adapters, quantized experts, and captures of graphs."""
+"""Engine modes on a CUDA device: adapters, quantized experts, and graph capture."""
 
 import gc
 import logging
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.gpu
 PROMPTS = [[5, 6, 7] * 4, list(range(40, 75)), [300], [*range(40, 60), 9, 8]]
 NEW = 12
 SMALL_MOE: Any = partial(make_moe, family="qwen3_moe", seed=3, num_hidden_layers=2, num_experts=4, mlp_only_layers=[])
-TOLD = SamplingParams(max_new_tokens=NEW, ignore_eos=True, full_logprobs=True)
+PARAMS = SamplingParams(max_new_tokens=NEW, ignore_eos=True, full_logprobs=True)
 
 
 def test_lora_rows_equal_peft_on_the_cpu(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -36,14 +36,14 @@ def test_lora_rows_equal_peft_on_the_cpu(tmp_path: Path, caplog: pytest.LogCaptu
     }
     expected = peft_model(path, adapters)
     with LLM(path, device="cuda", page_size=4, check_invariants=True, lora_paths=adapters) as llm:
-        mixed = llm.generate(PROMPTS, TOLD, adapter=["", "a", "b", "a"])
-        plain = llm.generate(PROMPTS, TOLD)  # with graphs again
+        mixed = llm.generate(PROMPTS, PARAMS, adapter=["", "a", "b", "a"])
+        plain = llm.generate(PROMPTS, PARAMS)  # in graphs again
     with LLM(path, device="cuda", page_size=4) as llm:
-        assert [g.token_ids for g in plain] == [g.token_ids for g in llm.generate(PROMPTS, TOLD)]
+        assert [g.token_ids for g in plain] == [g.token_ids for g in llm.generate(PROMPTS, PARAMS)]
     for prompt, name, generation in zip(PROMPTS, ["", "a", "b", "a"], mixed, strict=True):
         logits = peft_logits(expected, name, [*prompt, *generation.token_ids][:-1])[len(prompt) - 1 :]
-        told = torch.tensor([item.full for item in generation.logprobs])
-        torch.testing.assert_close(told, logits.log_softmax(-1).float(), rtol=0, atol=1e-4)
+        logprobs = torch.tensor([item.full for item in generation.logprobs])
+        torch.testing.assert_close(logprobs, logits.log_softmax(-1).float(), rtol=0, atol=1e-4)
     assert caplog.text.count("requests have LoRA adapters: steps run eagerly") == 1
     assert mixed[1].token_ids != plain[1].token_ids
 
@@ -57,7 +57,7 @@ def test_quantized_experts_match_their_dequantized_weights(
     with caplog.at_level(logging.WARNING):
         found = logits_of(quantized, device="cuda", quantized_layers=how).cpu()
     torch.testing.assert_close(found, reference_logits(meant, PROMPT), rtol=1e-4, atol=1e-4)
-    assert caplog.text.count("CUDA graphs are off") == (kind == "fp8" and how == "weight_only")  # of blocks of 24
+    assert caplog.text.count("CUDA graphs are off") == (kind == "fp8" and how == "weight_only")  # blocks of 24
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4", "gptq", "awq", "mxfp4"])
@@ -66,12 +66,12 @@ def test_graphs_with_quantized_experts_make_the_tokens_of_eager_steps(tmp_path: 
         path, _ = make_mxfp4(tmp_path)
     else:
         path, _ = make_quantized(tmp_path, kind, SMALL_MOE)
-    told, prompts = SamplingParams(max_new_tokens=12, ignore_eos=True), [PROMPT, PROMPT[:3], [7]]
+    params, prompts = SamplingParams(max_new_tokens=12, ignore_eos=True), [PROMPT, PROMPT[:3], [7]]
     tokens = []
     for graphs in ("decode", "off"):
         with LLM(path, device="cuda", page_size=4, max_num_seqs=8, prefix_cache=False, cuda_graphs=graphs) as llm:
             assert llm.engine.runner.has_graphs == (graphs == "decode")
-            tokens.append([generation.token_ids for generation in llm.generate(prompts, told)])
+            tokens.append([generation.token_ids for generation in llm.generate(prompts, params)])
     assert tokens[0] == tokens[1]
 
 
@@ -79,7 +79,7 @@ def test_graphs_with_quantized_experts_make_the_tokens_of_eager_steps(tmp_path: 
 def test_batch_invariant_bits_of_quantized_checkpoints_do_not_depend_on_the_batch(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """FP8 with quantized inputs, in blocks that Triton kernels multiply by default, and int8 experts."""
+    """FP8 with quantized inputs, in blocks that Triton kernels multiply by default; and int8 experts."""
     if kind == "fp8 blocks":
         config = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
         monkeypatch.setitem(CASES, kind, (partial(blocks, size=128), config))
@@ -104,7 +104,7 @@ def test_batch_invariant_bits_of_quantized_checkpoints_do_not_depend_on_the_batc
 def test_capture_of_decode_graphs_is_not_broken_by_graphs_in_garbage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Graphs of an engine that has ended may be in reference cycles; CUDA forbids to free them during a capture."""
+    """Graphs of a closed engine may be in reference cycles; CUDA forbids freeing them during a capture."""
     spare, x = [torch.cuda.CUDAGraph() for _ in range(3)], torch.zeros(4, device="cuda")
     for graph in spare:
         with torch.cuda.graph(graph):
@@ -118,7 +118,7 @@ def test_capture_of_decode_graphs_is_not_broken_by_graphs_in_garbage(
             cycle.append(cycle)
             del cycle
             gc.set_threshold(1, 1, 1)
-            assert [[] for _ in range(1000)]  # the collector, if it runs, frees the graph now
+            assert [[] for _ in range(1000)]  # the garbage collector, if it runs, frees the graph now
         return decode(self, *args)
 
     monkeypatch.setattr(DecodeGraphs, "_decode", decode_with_garbage)

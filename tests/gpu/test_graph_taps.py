@@ -1,4 +1,4 @@
-"""Taps inside CUDA graphs: of the user's own, of torch.compile and of the engine's decoding."""
+"""Taps inside CUDA graphs captured by user code, by torch.compile and by the engine's decoding."""
 
 import logging
 from functools import partial
@@ -157,7 +157,7 @@ def test_graph_captured_without_taps_or_with_other_rules_is_reported(
             dumper.configure(keep="full")
             graph.replay()
         assert "captured with other taps" in caplog.text
-    graph.replay()  # the Dumper is closed
+    graph.replay()  # after the Dumper is closed
     torch.cuda.synchronize()
     run = open_run(tmp_path / "run")
     assert {r.key.step for r in run.records} == {0, 1}
@@ -229,7 +229,7 @@ PARAMS = SamplingParams(max_new_tokens=10, ignore_eos=True)
 
 
 def serve(path: Path, out: Path, config: DumperConfig, **settings: Any) -> tuple[list[Any], Run, list[int]]:
-    """Generate with capture; the tokens, the run and how many graphs were replayed."""
+    """Generate with capture; return the tokens, the run and one entry per replayed graph."""
     observer = partial(make_observer, out=str(out), config=config)
     replays: list[int] = []
     plain = cuda_graphs.GraphCapture.replayed
@@ -261,7 +261,7 @@ def test_engine_graphs_record_what_eager_steps_record(tmp_path: Path, family: st
     ours, theirs = ({r.key: r for r in each.records} for each in (run, eager))
     decodes = {n for n, lines in eager.steps.items() if lines[0].info.phase == "decode"}
     assert len(decodes) >= 12
-    padding = {k for k in ours if k.site == ":in[logits_to_keep]"}  # without graphs no step is padded
+    padding = {k for k in ours if k.site == ":in[logits_to_keep]"}  # steps without graphs are not padded
     assert {k for k in ours if k.step in decodes} - padding == {k for k in theirs if k.step in decodes} - padding
     for key, record in ours.items():
         if key in padding:
@@ -280,7 +280,7 @@ def test_engine_graphs_record_what_eager_steps_record(tmp_path: Path, family: st
     ("family", "rules", "is_planned", "waiting"),
     [
         ("llama", ["*:out=sketch"], True, None),
-        ("llama", ["*:out=sketch"], True, (1024, 4096)),  # a launch after some taps, for which the model soon waits
+        ("llama", ["*:out=sketch"], True, (1024, 4096)),  # a launch after a few taps, because the model soon waits
         ("llama", ["*=sketch"], False, None),
         ("qwen3_moe", ["*=sketch"], False, None),
     ],
@@ -293,8 +293,10 @@ def test_graphs_sketch_what_eager_steps_sketch(
     waiting: tuple[int, int] | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The graph computes sketches of packed tensors, many in a launch. Those of sorted pairs of token and expert
-    are the host's."""
+    """The graph computes the sketches of packed tensors, many per launch.
+
+    The host computes the sketches of sorted (token, expert) pairs.
+    """
     from tapscope.kernels.triton import sketch_table  # needs Triton
 
     make: Any = make_llama if family == "llama" else make_moe
@@ -307,7 +309,7 @@ def test_graphs_sketch_what_eager_steps_sketch(
         in_graph.append(args[-1] is not None)
         inner(self, *args)
 
-    launched: list[int] = []  # tensors of each call
+    launched: list[int] = []  # number of tensors of each call
     sketch_many = sketch_table.sketch_many
 
     def noted(sketches: Any, requests: Any, upload: Any) -> Any:
@@ -329,9 +331,9 @@ def test_graphs_sketch_what_eager_steps_sketch(
     assert (max(launched) > 20) == (waiting is None)
     num_sketches = sum(record.sketch is not None for record in runs[0].records)
     assert num_sketches > 200
-    assert (len(in_graph) < num_sketches / 2) == is_planned  # later replays of a plan record all at once
+    assert (len(in_graph) < num_sketches / 2) == is_planned  # later replays of a plan record all sites in one call
     assert check_equal(*runs) > 200
-    if is_planned:  # also of values computed outside of the graph: the host sketches none but the tokens
+    if is_planned:  # includes values computed outside the graph: the host sketches only the tokens
         host = {m.step: m.value or 0 for m in runs[0].metrics() if m.name == "host_sketch_bytes"}
         steps = [line[0].info for line in runs[0].steps.values()]
         assert [(info.step, info.phase) for info in steps if host[info.step] > 16 * info.num_rows] == []
@@ -340,7 +342,7 @@ def test_graphs_sketch_what_eager_steps_sketch(
 @pytest.mark.parametrize("keep", ["full", "stats"])
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3", "deepseek_v32", "gpt_oss", "llama4"])
 def test_graphs_of_experts_record_what_eager_steps_record(tmp_path: Path, family: str, keep: Any) -> None:
-    """Three kinds of step: in a graph, called in the same rows, and called without padding."""
+    """Compares steps in a graph, eager steps with the same rows, and eager steps without padding."""
     path = make_moe(tmp_path / "model", family, seed=1, dtype="bfloat16")
     tokens, runs = [], []
     for name, eager, graphs in (("graph", (), "decode"), ("padded", (0,), "decode"), ("plain", (0,), "off")):

@@ -1,4 +1,4 @@
-"""A start with an empty Triton cache compiles in threads what a server needs; requests then find it, also with taps."""
+"""A start with an empty Triton cache compiles in threads; later requests, also with taps, find the kernels."""
 
 import os
 import subprocess

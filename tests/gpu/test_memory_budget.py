@@ -1,4 +1,4 @@
-"""The KV cache takes the GPU memory that is left, and graphs and the largest step then find theirs."""
+"""The KV cache takes the remaining GPU memory, and the largest step and the CUDA graphs still fit."""
 
 import re
 from functools import partial
@@ -20,7 +20,7 @@ SIZE = 6 << 30
 
 @pytest.fixture
 def small_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A GPU of 6 GiB, of which other processes take nothing: torch allocates no more in this one."""
+    """A 6 GiB GPU without other processes; torch's allocator is limited to that size."""
     torch.cuda.empty_cache()
     whole = torch.cuda.mem_get_info()[1]
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (SIZE - torch.cuda.memory_reserved(), SIZE))
@@ -33,7 +33,7 @@ def small_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_cache_takes_what_is_left(
     tmp_path: Path, small_gpu: None, graphs: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A setting of more than there is means all that is left; a step of the largest size and all graphs still fit."""
+    """A setting above the available memory means all of it; the largest step and all graphs still fit."""
     path = make_llama(tmp_path / "model", seed=1, hidden_size=512, max_position_embeddings=8192, dtype="bfloat16")
     more: dict[str, Any] = {"max_num_seqs": 256, "kv_cache_memory_bytes": 1 << 50, "cuda_graphs": graphs}
     observer = partial(make_observer, out=str(tmp_path / "run"), config=DumperConfig(keep="off"))
@@ -54,7 +54,7 @@ def test_cache_takes_what_is_left(
 def test_cache_leaves_memory_for_the_draft(
     tmp_path: Path, small_gpu: None, algorithm: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its weights, graphs and cache; a step of the largest size still fits."""
+    """Reserves the draft's weights, graphs and cache; the largest step still fits."""
     path, settings = make_speculating(tmp_path, algorithm)
     more: dict[str, Any] = {"max_num_seqs": 256, "kv_cache_memory_bytes": 1 << 50}
     with caplog.at_level("INFO"), LLM(path, device="cuda", dtype="bfloat16", **more, **settings) as llm:

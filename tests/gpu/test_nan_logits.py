@@ -1,6 +1,6 @@
-"""NaN in the logits of a model that is served in CUDA graphs: counted, whatever a step samples, and pages are dropped.
+"""NaN logits of a model served with CUDA graphs are counted for every kind of sampling, and their pages are dropped.
 
-Skipped without a CUDA device; the summary reports how many tests were.
+Skipped without a CUDA device; the summary reports the number of skipped tests.
 """
 
 from pathlib import Path

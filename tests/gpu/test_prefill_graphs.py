@@ -1,4 +1,4 @@
-"""Steps with prompts as CUDA graphs: the tokens, and where shapes are equal the bits, of eager steps."""
+"""CUDA graphs of steps with prompts give the tokens of eager steps, and the same bits where shapes are equal."""
 
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ PROMPTS = [[5, 6, 7] * 4, list(range(40, 75)), [300], [*range(40, 60), 9, 8], li
 
 @pytest.fixture
 def replayed(monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
-    """The steps that graphs of steps with prompts compute."""
+    """The steps with prompts that graphs replay."""
     found: list[StepPlan] = []
     run = PrefillGraphs.run
 
@@ -41,7 +41,7 @@ def make(path: Path, family: str) -> Path:
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3", "mistral", "olmo2"])
 def test_prefill_graphs_give_the_tokens_of_eager_steps(tmp_path: Path, replayed: list[StepPlan], family: str) -> None:
-    """In float32, of prompts whole and in chunks, with requests that join, end, are preempted and hit prefixes."""
+    """In float32, with full and chunked prompts, and requests that join, end, are preempted and hit prefixes."""
     path = make(tmp_path / "model", family)
     prompts = [[token + shift for token in prompt] for shift in (0, 20, 0, 40) for prompt in PROMPTS]
     asked = [SamplingParams(max_new_tokens=40, ignore_eos=True, temperature=t, seed=5) for t in (0.0, 0.8)]
@@ -50,7 +50,7 @@ def test_prefill_graphs_give_the_tokens_of_eager_steps(tmp_path: Path, replayed:
         settings = {"cuda_graphs": graphs, "page_size": 4, "num_pages": 40, "max_num_batched_tokens": 30}
         with LLM(path, device="cuda", max_num_seqs=5, check_invariants=True, **settings) as llm:
             answers.append([g.token_ids for params in asked for g in llm.generate(prompts, params)])
-            assert llm.engine.scheduler.stats.num_preemptions or family == "mistral"  # frees what its window passed
+            assert llm.engine.scheduler.stats.num_preemptions or family == "mistral"  # it frees pages behind its window
     assert answers[0] == answers[1]
     counts = [[len(item.tokens) for item in plan.scheduled] for plan in replayed]
     assert any(1 in each and max(each) > 1 for each in counts)
@@ -94,7 +94,7 @@ def test_prefill_graphs_are_batch_invariant(tmp_path: Path, replayed: list[StepP
 def test_prefill_graphs_with_drafts_and_an_fp8_cache(
     tmp_path: Path, replayed: list[StepPlan], kv_cache_dtype: str
 ) -> None:
-    """Drafts are verified beside prompts."""
+    """Drafts are verified in the same steps as prompts."""
     path = make_llama(tmp_path / "model", seed=1, num_hidden_layers=2)
     asked = SamplingParams(max_new_tokens=24, ignore_eos=True)
     settings = {"speculative_algorithm": "NGRAM", "speculative_ngram_min_match_window_size": 1}
@@ -108,7 +108,7 @@ def test_prefill_graphs_with_drafts_and_an_fp8_cache(
 
 
 def test_prefill_graphs_after_released_memory_and_adapters(tmp_path: Path, replayed: list[StepPlan]) -> None:
-    """Graphs are captured again for other addresses; steps with adapters run eagerly."""
+    """Graphs are captured again after their addresses change; steps with adapters run eagerly."""
     path = make_llama(tmp_path / "model", seed=1, num_hidden_layers=2)
     adapters = {"a": make_adapter(tmp_path / "a", path, ATTENTION, seed=1)}
     asked = SamplingParams(max_new_tokens=4, ignore_eos=True)

@@ -1,6 +1,7 @@
-"""Ranks on two GPUs: NCCL adds up, they leave it together, and a lost one ends the job at once, long before NCCL would.
+"""Two ranks on two GPUs: NCCL sums are right, the ranks exit together, and a lost rank ends the job before NCCL would.
 
-Skipped where there are fewer; `rank_timeout_s` lies beyond the tests' own time limit, so none passes by waiting for it.
+Skipped with fewer than two GPUs. `rank_timeout_s` exceeds the time limit of the tests, so no test can pass by waiting
+for that timeout.
 """
 
 import os
@@ -62,7 +63,7 @@ MANY = [[7 * i + j for j in range(1 + 5 * i)] for i in range(9)]
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 @pytest.mark.parametrize("hooked", [False, True])
 def test_decode_graphs_of_two_ranks_keep_the_tokens(tmp_path: Path, family: str, hooked: bool) -> None:
-    """With a hook on rank 0 alone, that rank calls every module while the other replays graphs."""
+    """With a hook on rank 0 only, rank 0 calls every module while rank 1 replays graphs."""
     make = make_moe if "_" in family else make_checkpoint
     path = make(tmp_path / "model", family, seed=1, dtype="bfloat16")
     params = [SamplingParams(max_new_tokens=20 + 9 * i, ignore_eos=True, temperature=i % 2, seed=i) for i in range(9)]
@@ -83,7 +84,7 @@ def test_decode_graphs_of_two_ranks_keep_the_tokens(tmp_path: Path, family: str,
 def test_prefill_graphs_of_two_ranks_keep_the_tokens(
     tmp_path: Path, family: str, hooked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In float32, since eager steps have other shapes. With a hook rank 0 computes as many rows as rank 1."""
+    """In float32, since eager steps have other shapes. With a hook, rank 0 computes as many rows as rank 1."""
     make = make_moe if "_" in family else make_checkpoint
     path = make(tmp_path / "model", family, seed=1)
     run, replays, rows = PrefillGraphs.run, [0], set()
@@ -112,7 +113,7 @@ def test_prefill_graphs_of_two_ranks_keep_the_tokens(
 def test_graphs_of_two_ranks_run_where_no_tap_is_in_place(
     tmp_path: Path, rule: str, ranks: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One rank may replay graphs while the other shows its values to taps: both compute as many rows."""
+    """One rank may replay graphs while the other passes its values to taps; both compute the same number of rows."""
     path = make_checkpoint(tmp_path / "model", "qwen3", seed=1, dtype="bfloat16")
     run, replays = DecodeGraphs.run, []
 
@@ -130,7 +131,7 @@ def test_graphs_of_two_ranks_run_where_no_tap_is_in_place(
             tokens.append([g.token_ids for g in llm.generate(MANY, max_new_tokens=20, ignore_eos=True)])
     assert tokens[0] == tokens[1]
     assert replays[0] > 20
-    assert replays[1] == (0 if 0 in ranks else replays[0])  # rank 0's
+    assert replays[1] == (0 if 0 in ranks else replays[0])  # replays of rank 0
     assert {record.key.rank for record in open_run(tmp_path / "run").records} == ranks
 
 
@@ -150,7 +151,7 @@ def test_graphs_of_two_ranks_run_where_no_tap_is_in_place(
 def test_two_ranks_record_in_graphs_what_eager_steps_record(
     tmp_path: Path, family: str, settings: dict[str, Any], keep: Any, rules: list[str], ranks: set[int]
 ) -> None:
-    """Also where one rank alone has a graph with taps, and the other calls every module."""
+    """Includes the case that only one rank has a graph with taps, while the other calls every module."""
     make = make_checkpoint if family == "qwen3" else make_moe
     path = make(tmp_path / "model", family, seed=1, dtype="bfloat16")
     config = DumperConfig(keep=keep, rules=rules)
@@ -182,7 +183,10 @@ def test_rank_killed_while_graphs_with_taps_run_is_reported(path: Path, tmp_path
 
 @pytest.mark.parametrize("graphs", ["decode", "all", "off"])
 def test_custom_all_reduce_gives_the_tokens_of_nccl(tmp_path: Path, graphs: str) -> None:
-    """Two terms have one sum, rounded once: both add the same. The prompts go through NCCL or the kernel by size."""
+    """Two terms have one sum, rounded once, so NCCL and the kernel agree.
+
+    Prompts use either of them, depending on size.
+    """
     path = make_checkpoint(tmp_path / "model", "qwen3", seed=1, dtype="bfloat16")
     tokens = []
     for is_custom in (False, True, None):
@@ -208,7 +212,7 @@ def test_rank_killed_in_a_captured_collective_is_reported(path: Path, is_custom:
 @pytest.mark.parametrize("is_custom", [False, True])
 @pytest.mark.parametrize("graphs", ["decode", "all"])
 def test_rank_killed_while_graphs_are_measured_is_reported(path: Path, graphs: str, is_custom: bool) -> None:
-    """The other rank holds a graph with collectives, and waits for the device in the next one."""
+    """The other rank holds a graph with collectives and waits for the device in the next graph."""
     with pytest.raises(RankLostError, match="rank 1 of 2 was killed by signal 9"):
         LLM(path, cuda_graphs=graphs, custom_all_reduce=is_custom, observer=KilledInRank1(imitates=False), **PATIENT)
 
@@ -277,7 +281,7 @@ def test_raising_rank_is_lost_with_its_traceback(path: Path, tmp_path: Path) -> 
     with LLM(path, observer=JournalIn(tmp_path, explode=(1, 3)), **PATIENT) as llm:
         with pytest.raises(RankLostError, match=r"(?s)rank 1 of 2 failed:.*in after_step.*gave up"):
             llm.generate(PROMPTS, max_new_tokens=24)
-        assert (tmp_path / "closed-1").exists()  # what it had recorded was flushed first
+        assert (tmp_path / "closed-1").exists()  # recorded data was flushed first
 
 
 SCRIPT = """
@@ -306,7 +310,7 @@ ENDINGS = {
 def test_other_ranks_end_with_rank_0(path: Path, tmp_path: Path, ending: str) -> None:
     script, (line, code) = tmp_path / "program.py", ENDINGS[ending]
     script.write_text(SCRIPT.replace("{ending}", line))
-    # Until the last process that holds it has ended, its output has no end.
+    # The pipe stays open until the last process that holds it has exited.
     with subprocess.Popen([sys.executable, str(script), str(path)], stdout=subprocess.PIPE, text=True) as process:
         assert int(process.stdout.readline()) != process.pid
         assert process.stdout.read() == ""

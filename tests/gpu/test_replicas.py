@@ -1,4 +1,4 @@
-"""Replicas on GPUs: each on one of its own and on no other; one that has none is one clear error."""
+"""Replicas on GPUs: each uses exactly one GPU of its own, and a replica without a GPU is one clear error."""
 
 import os
 import subprocess
@@ -23,7 +23,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def gpus_of(pid: int) -> set[int]:
-    """The GPUs on which a process has a context, as the driver lists them."""
+    """Return the indices of the GPUs on which process ``pid`` has a context, as listed by the driver."""
     indices = {uuid: int(index) for index, uuid in _driver("gpu", "index,uuid")}
     return {indices[uuid] for found, uuid in _driver("compute-apps", "pid,gpu_uuid") if int(found) == pid}
 
@@ -64,5 +64,5 @@ def test_replicas_without_a_gpu_are_refused_in_one_line(model: Path, tmp_path: P
     only = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]}
     result = subprocess.run(command, env=os.environ | only, capture_output=True, text=True, timeout=120, check=False)
     assert "dp=2 replicas of tp=1 ranks need 2 GPUs but there are 1; use fewer, or device='cpu'" in result.stderr
-    # A driver's packages may have warnings of their own.
+    # Packages of the driver may print warnings of their own.
     assert (result.returncode, result.stderr.count("tapscope"), "Traceback" in result.stderr) == (2, 1, False)

@@ -1,4 +1,4 @@
-"""Speculative decoding on a CUDA device: the tokens are those of plain decoding, and chains are verified in graphs."""
+"""Speculative decoding on a CUDA device: tokens equal those of plain decoding, and chains are verified in graphs."""
 
 from pathlib import Path
 from typing import Any
@@ -23,18 +23,18 @@ ALGORITHMS = ["NGRAM", "STANDALONE", "NEXTN", "EAGLE", "EAGLE3"]
 GREEDY = SamplingParams(max_new_tokens=20, ignore_eos=True, full_logprobs=True)
 SAMPLED = SamplingParams(max_new_tokens=20, ignore_eos=True, temperature=0.9, seed=3)
 TIES = {"float32": 1e-3, "bfloat16": 0.1}
-"""Differences of log-probabilities below which another shape of step may draw either token."""
+"""Log-probability differences below which a step of another shape may select either token."""
 
 
 @pytest.fixture(autouse=True)
 def no_measured_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts as if they always paid."""
+    """Drafting always pays."""
     monkeypatch.setattr(Speculator, "record_time", lambda self, plan, seconds: None)
 
 
 @pytest.fixture
 def replayed(monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
-    """The steps that graphs compute."""
+    """The steps replayed by graphs."""
     found: list[StepPlan] = []
     run = DecodeGraphs.run
 
@@ -50,9 +50,10 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
 def generate(
     path: Path, known: list[list[Generation]] | None = None, **settings: Any
 ) -> tuple[list[list[Generation]], Any]:
-    """Greedy and sampled generations of PROMPTS, and what speculation counted.
+    """Return greedy and sampled generations of PROMPTS, and the speculation counters.
 
-    ``known``: those of the plain engine; three drafts are proposed of each, of which four of five are right.
+    If ``known``, the plain engine's generations, is given, three drafts are proposed per step, of which four out of
+    five are right.
     """
     if known is not None:
         settings["speculative_algorithm"] = "NGRAM"
@@ -71,13 +72,13 @@ def tokens(found: list[list[Generation]]) -> list[list[tuple[int, ...]]]:
 
 
 def check_up_to_ties(plain: list[Generation], found: list[Generation], dtype: str = "float32") -> None:
-    """Greedy tokens are equal, or the first ones that differ are about as likely."""
+    """Check that greedy tokens are equal, or that the first differing tokens are about equally likely."""
     for one, other in zip(plain, found, strict=True):
         pairs = zip(one.token_ids, other.token_ids, one.logprobs, strict=True)
-        differing = next(((a, b, told.full) for a, b, told in pairs if a != b), None)
+        differing = next(((a, b, item.full) for a, b, item in pairs if a != b), None)
         if differing is not None:
-            a, b, told = differing
-            assert told[a] - told[b] < TIES[dtype]
+            a, b, logprobs = differing
+            assert logprobs[a] - logprobs[b] < TIES[dtype]
 
 
 def verified(replayed: list[StepPlan]) -> list[StepPlan]:
@@ -94,7 +95,7 @@ def test_chains_give_the_bits_of_plain_decoding(
     found, counts = generate(path, batch_invariant=True, **settings)
     assert tokens(found) == tokens(plain)
     for one, other in zip(plain[0], found[0], strict=True):
-        assert [told.full for told in one.logprobs] == [told.full for told in other.logprobs]
+        assert [item.full for item in one.logprobs] == [item.full for item in other.logprobs]
     assert counts["num_draft_tokens"] > 0
     assert verified(replayed)
     assert any(plan.model for plan in replayed) == (algorithm != "NGRAM")
@@ -105,7 +106,7 @@ def test_chains_in_graphs_give_the_tokens_of_plain_decoding(
     tmp_path: Path, replayed: list[StepPlan], algorithm: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     path, settings = make_speculating(tmp_path, algorithm)
-    dtype = "bfloat16" if algorithm == "NEXTN" else "float32"  # experts are captured in bfloat16
+    dtype = "bfloat16" if algorithm == "NEXTN" else "float32"  # experts are captured in bfloat16 only
     plain, _ = generate(path, dtype=dtype)
     found, counts = generate(path, dtype=dtype, **settings)
     check_up_to_ties(plain[0], found[0], dtype)
@@ -141,7 +142,7 @@ def test_trees_are_verified_without_graphs(
 
 @pytest.mark.parametrize("family", ["gemma3", "mamba2", "lfm2", "falcon_h1", "qwen3_next"])
 def test_drafts_of_windows_and_recurrent_states(tmp_path: Path, replayed: list[StepPlan], family: str) -> None:
-    """Drafts of a model with a recurrent state are verified without graphs."""
+    """Drafts of models with a recurrent state are verified without graphs."""
     make = make_checkpoint if family in FAMILIES else make_moe
     path, dtype = make(tmp_path / "model", family, seed=3), "bfloat16" if family == "qwen3_next" else "float32"
     plain, _ = generate(path, dtype=dtype)
@@ -172,7 +173,7 @@ def test_mtp_of_latent_attention_and_of_hybrids(tmp_path: Path, family: str) -> 
 
 
 def test_graphs_of_heads_are_recorded_again_with_the_target(tmp_path: Path) -> None:
-    """The head reads the target's embedding, which memory that was released and resumed has at another address."""
+    """The head reads the target's embedding, whose address changes when memory is released and resumed."""
     path = make_llama(tmp_path / "model")
     settings = {
         "speculative_algorithm": "EAGLE3",

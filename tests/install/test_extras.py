@@ -1,7 +1,7 @@
-"""What each extra serves: every verb and public name, where only that extra is installed and there is no compiler.
+"""Each extra supports its commands and public names, installed alone and without a compiler.
 
-Each environment is a real venv, into which a filtered directory of links to the installed packages is put: those that
-the extra declares, and what these need themselves.
+Each environment is a real venv with a directory of links to installed packages, limited to those that the extra
+declares and their dependencies.
 """
 
 import importlib.metadata as metadata
@@ -33,7 +33,7 @@ Python = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 def _closure(extra: str) -> set[str]:
-    """Names of the distributions that the extra brings, without those that are not on this machine."""
+    """Return the distributions required by ``extra``, directly or indirectly, that are installed on this machine."""
     wanted = [Requirement(text) for text in PROJECT["dependencies"]]
     wanted += [Requirement(text) for text in PROJECT["optional-dependencies"].get(extra, [])]
     found: set[str] = set()
@@ -70,7 +70,7 @@ def _link_packages(site: Path, names: set[str]) -> None:
 
 @pytest.fixture(scope="module")
 def without_compiler(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The files of a wheel that was built without a C++ compiler."""
+    """The files of a wheel built without a C++ compiler."""
     folder = tmp_path_factory.mktemp("wheel")
     commands = ["egg_info", "--egg-base", folder, "build_py", "--build-lib", folder / "lib"]
     subprocess.run([sys.executable, "setup.py", "-q", *commands], cwd=ROOT, check=True, timeout=120)
@@ -78,7 +78,7 @@ def without_compiler(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _files(package: Path) -> set[Path]:
-    """Of a package, by path in it; without what is compiled."""
+    """Return the paths of the files in ``package``, without compiled files."""
     found = {
         Path(at, name).relative_to(package) for at, _, names in os.walk(package, followlinks=True) for name in names
     }
@@ -93,7 +93,7 @@ def test_wheel_has_every_file_of_the_package(without_compiler: Path) -> None:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory, without_compiler: Path) -> Callable[[str], Python]:
-    """``installed(extra)``: a function that runs the Python of a venv in which only that extra is installed."""
+    """Return ``installed(extra)``: a function that runs Python in a venv with only ``extra`` installed."""
     made: dict[str, Path] = {}
 
     def make(extra: str) -> Path:

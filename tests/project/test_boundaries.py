@@ -1,4 +1,4 @@
-"""Rules of the project: what loads what, which files docs name, which names are public."""
+"""Project rules: imports between packages, files named in the docs, and public names."""
 
 import re
 import subprocess
@@ -57,7 +57,7 @@ def _sources() -> list[Path]:
 def test_files_named_in_docs_and_comments_exist() -> None:
     places = ("*.md", "docs/**/*.md", "kernels/native/*.h", "kernels/native/*.cpp")
     texts = _sources() + [file for place in places for file in ROOT.glob(place)]
-    texts.remove(ROOT / "CHANGELOG.md")  # what it names may have gone since
+    texts.remove(ROOT / "CHANGELOG.md")  # names files that may no longer exist
     named = {(file.name, name) for file in texts for name in NAMED.findall(file.read_text())}
     assert len(named) > 50
     assert {

@@ -1,4 +1,4 @@
-"""Every example runs as its first lines say."""
+"""Every example runs as its first lines describe."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""Source patches: what changes in functions of a real module on disk, what is refused, and what comes back."""
+"""Source patches: changes to functions of a real module on disk, refused patches, and restoring the originals."""
 
 import importlib
 import sys
@@ -151,7 +151,7 @@ def test_patch_changes_the_function_and_undo_restores_it(
     with SourcePatches([patch(qualname, edit)]):
         assert call(module) == after
         assert module.double is double
-        assert module.make(3)(2) == 6  # other closures of the same code keep theirs
+        assert module.make(3)(2) == 6  # other closures of the same code are unchanged
     assert call(module) == before
 
 
@@ -161,7 +161,7 @@ def test_several_edits_and_functions_of_one_file_apply_together(module: ModuleTy
         patch("double", ("y = x", "replace", "y = x\nz = 1"), ("return y * 2", "replace", "return y * 2 + z")),
     ]
     with SourcePatches(patches) as applied:
-        applied.apply()  # again: nothing happens
+        applied.apply()  # a second call has no effect
         assert (module.Child.static(1), module.double(3)) == (11, 7)
     assert (module.Child.static(1), module.double(3)) == (2, 6)
 

@@ -1,4 +1,4 @@
-"""Bisect finds the switched set within the bound on runs, and the changed weights of a real checkpoint."""
+"""Bisect finds the responsible modules within the bound on runs, and the changed weights of a real checkpoint."""
 
 import json
 import math
@@ -136,7 +136,7 @@ def test_bisect_command_finds_the_changed_weights(tmp_path, capsys):
     capsys.readouterr()
     assert main([*words, *state]) == 1
     assert json.loads(capsys.readouterr().out) == found | {"num_runs": found["num_runs"] - 3}
-    assert main([*words, *state, "--rtol", "1e-3"]) == 2  # other options, so the stored results are invalid
+    assert main([*words, *state, "--rtol", "1e-3"]) == 2  # different options invalidate the stored results
     assert "not the same options" in capsys.readouterr().err
     assert main([*words, "--model", str(tmp_path / "changed"), "--max-runs", "0"]) == 2
 

@@ -1,4 +1,4 @@
-"""Determinism: bit-equal runs pass, and the first value that differs between runs is named."""
+"""Determinism check: bit-equal runs pass, and the first differing value of unequal runs is named."""
 
 import json
 import sys
@@ -114,7 +114,7 @@ def test_command_names_the_first_module_that_is_not_deterministic(program, tmp_p
     }  # fmt: skip
     assert lines[-1]["num_unequal"] == len(lines) - 1
     assert (tmp_path / "kept" / "run-2" / "run.json").is_file()
-    assert main(words) == 2  # the runs exist already
+    assert main(words) == 2  # the runs already exist
     assert "already holds a run" in capsys.readouterr().err
 
 

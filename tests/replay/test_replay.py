@@ -1,4 +1,4 @@
-"""Replay: local and inherited errors of a transformers model, on ten injected bugs."""
+"""Replay separates local from inherited errors of a transformers model, for ten injected bugs."""
 
 import copy
 import json
@@ -58,7 +58,7 @@ class Gelu(nn.Module):
 
 
 class WithoutResidual(nn.Module):
-    """A decoder layer without its first residual connection."""
+    """A decoder layer without the residual connection around attention."""
 
     def __init__(self, layer):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The CPU's linear against torch's, its plain reference."""
+"""The CPU linear kernel against torch's linear, its reference."""
 
 import pytest
 import torch
@@ -69,7 +69,7 @@ def test_linear_rows_are_batch_and_thread_invariant(dtype):
 
 
 class Seen(TorchFunctionMode):
-    """Notes what is called."""
+    """Records the functions called."""
 
     def __init__(self) -> None:
         super().__init__()

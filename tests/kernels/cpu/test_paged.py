@@ -1,4 +1,4 @@
-"""Attention in pages against its plain reference."""
+"""CPU paged attention against its reference."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 def pages_of(
     lengths: list[int], page_size: int, *shape: int, dtype: torch.dtype, seed: int
 ) -> tuple[torch.Tensor, ...]:
-    """A pool whose pages are in disorder, a table that ends in no page, and lengths."""
+    """Return a pool with shuffled pages, a table whose unused entries name the spare last page, and the lengths."""
     noise = torch.Generator().manual_seed(seed)
     counts = [-(-length // page_size) for length in lengths]
     pool = torch.randn(sum(counts) + 1, page_size, *shape, generator=noise).to(dtype)
@@ -58,7 +58,7 @@ def test_paged_attention_matches_the_reference(lengths, page_size, heads, dims, 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scale", [1.0, 0.37, 2.0**-20, 3e9])
 def test_paged_attention_reads_every_fp8_code_as_torch(stored, dtype, scale):
-    """One position a request, whose value is all there is to mix."""
+    """Each request has one position, so the output is that position's value."""
     every = torch.arange(256, dtype=torch.uint8).view(stored)
     values = every.view(256, 1, 1, 1)
     keys = torch.zeros(256, 1, 1, 8, dtype=torch.uint8).view(stored)
@@ -70,7 +70,7 @@ def test_paged_attention_reads_every_fp8_code_as_torch(stored, dtype, scale):
 
 
 def test_paged_attention_accepts_mla_values_as_a_prefix_of_keys():
-    """As in multi-head latent attention."""
+    """Multi-head latent attention uses this layout."""
     keys, table, lengths = pages_of([40, 3], 16, 1, 24, dtype=torch.float32, seed=0)
     query = torch.randn(2, 6, 24)
     call = query, keys, keys[..., :17], table, lengths, 0.2, None

@@ -1,4 +1,4 @@
-"""The rows of a comparison as one: the C++ library finds what numpy finds, whatever the rows hold."""
+"""Aggregation of compared rows: the C++ library equals numpy for arbitrary rows."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ ODD = (0.0, 1.0, np.nan, np.inf, -np.inf, 1e300, 1e-300)
 
 
 def same(one: Any, two: Any) -> None:
-    """Places and counts are equal, sums and what is made of them nearly."""
+    """Check that indices and counts are equal, and that sums and derived values match approximately."""
     for name in one.__struct_fields__:
         left, right = getattr(one, name), getattr(two, name)
         if isinstance(left, Struct):
@@ -77,7 +77,7 @@ def test_aggregate_equal_rows_have_no_spread() -> None:
 
 @pytest.mark.parametrize("width", [2, 9])
 def test_aggregate_rows_of_zeros_have_no_size(width: int) -> None:
-    """As a ReLU leaves them: three of five rows are cleared, and in the target one of these keeps a small value."""
+    """As after a ReLU: three of five rows are zero, and in the target one of these rows has a small value."""
     a = np.zeros((5, width))
     a[0, :2], a[2, 1] = (3.0, 4.0), 10.0
     b = a.copy()

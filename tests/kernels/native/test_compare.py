@@ -1,4 +1,4 @@
-"""Row comparison: both backends against a plain float64 computation, and the algebra of merging."""
+"""Row comparison: both backends against a plain float64 computation, and the algebra of merging measures."""
 
 import math
 
@@ -26,7 +26,7 @@ def kind(request):
 
 
 def matrix(dtype, rows, width, seed=0, bits=False):
-    """Ordinary numbers of the dtype; with ``bits``, every bit pattern."""
+    """Return a random matrix of ``dtype``; with ``bits``, all bit patterns occur."""
     rng = np.random.default_rng(seed)
     kind = dtypes.numpy_dtype(dtype)
     if bits and dtype != "bool":
@@ -39,7 +39,7 @@ def matrix(dtype, rows, width, seed=0, bits=False):
 
 
 def nudged(array, seed=1):
-    """The same, with about a third of the values moved a little."""
+    """Return a copy with about a third of the values changed slightly."""
     rng = np.random.default_rng(seed)
     if array.dtype == np.bool_:
         return array ^ (rng.random(array.shape) < 0.3)
@@ -51,7 +51,7 @@ def nudged(array, seed=1):
 
 
 def plainly(a, b, atol=0.0, rtol=0.0):
-    """What RowMeasures should hold, element by element in float64; 64-bit integers are kept below 2^53 here."""
+    """Compute the fields of RowMeasures element by element in float64; 64-bit integers stay below 2^53 here."""
     with np.errstate(all="ignore"):
         x, y = a.astype(np.float64), b.astype(np.float64)
         both = np.isfinite(x) & np.isfinite(y)
@@ -93,7 +93,7 @@ def check(got, a, b, **tolerance):
 
 
 def same(one, two):
-    """Counts and places are equal, sums nearly."""
+    """Check that counts and indices are equal, and sums approximately."""
     for name in (*FLOATS, *INTEGERS):
         left, right = getattr(one, name), getattr(two, name)
         np.testing.assert_allclose(left, right, rtol=3e-6, atol=1e-12 if name in SUMS else 0, err_msg=name)
@@ -160,7 +160,7 @@ def test_compare_fp8_tensors_with_any_difference(dtype, width, offset, share, ze
     rng, scalar = np.random.default_rng(seed), dtypes.numpy_dtype(dtype)
     finite = np.arange(256, dtype=np.uint8)
     finite = finite[np.isfinite(finite.view(scalar).astype(np.float64))]
-    naught = finite[finite.view(scalar).astype(np.float64) == 0]  # where the format has two, both are equal
+    naught = finite[finite.view(scalar).astype(np.float64) == 0]  # dtypes with two zeros have both, which compare equal
     left = np.where(rng.random((3, width)) < zeros, rng.choice(naught, (3, width)), rng.choice(finite, (3, width)))
     other = np.where(left & 0x7F, left, rng.choice(naught, (3, width)))
     right = np.where(rng.random((3, width)) < share, rng.choice(finite, (3, width)), other)

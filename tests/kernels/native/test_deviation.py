@@ -1,4 +1,4 @@
-"""How far two sides are apart in a few numbers: one native call finds what numpy finds, whatever the rows hold."""
+"""Deviation of two sides in a few numbers: one native call equals numpy for arbitrary rows."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ PAIRS = [
 
 
 def same(one: Deviation, two: Deviation) -> None:
-    np.testing.assert_allclose(one, two, rtol=3e-6, atol=1e-300)  # sums of squares in blocks of float32
+    np.testing.assert_allclose(one, two, rtol=3e-6, atol=1e-300)  # sums of squares are accumulated in float32 blocks
 
 
 @given(
@@ -47,7 +47,7 @@ def test_deviation_is_that_of_the_rows(
     one, two = (side.astype(dtypes.numpy_dtype(name)) for side, name in zip((a, b), pair, strict=True))
     index: list[Any] = [rng.integers(0, rows, 7) for _ in range(2)] if gathers else [None, None]
     strip = Strip(one, two, *index)
-    # An error next to the quantile may fall on either side of it: the sums of floats are not those of numpy exactly.
+    # An error close to the quantile may fall on either side of it, because float sums differ slightly from numpy's.
     with use_backend("numpy"):
         rows_found = compare_strips([strip], strip.num_rows).rows
     exact = compare_strips([strip], strip.num_rows).rows

@@ -1,4 +1,4 @@
-"""Every element type from a torch tensor to a sealed segment that safetensors opens."""
+"""Every dtype from a torch tensor to a sealed segment that safetensors can open."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ def test_dtypes_round_trip_through_a_sealed_segment(name, tmp_path):
     writer.flush()
     writer.seal()
     found = safetensors.torch.load_file(path)["x"]
-    if name == "complex128":  # safetensors has no such type: a last axis of two parts
+    if name == "complex128":  # safetensors has no complex128: real and imaginary parts on the last axis
         assert (found.shape, found.dtype) == ((2, 3, 2), torch.float64)
         found = torch.view_as_complex(found)
     assert (found.shape, found.dtype) == (tensor.shape, tensor.dtype)

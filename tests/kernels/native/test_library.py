@@ -1,4 +1,4 @@
-"""Which backend serves: in fresh processes, because a choice is made once."""
+"""Backend selection, in fresh processes because the selection is made once per process."""
 
 import functools
 import os
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def fresh(program, *first, **environment):
-    """Run a program in a process of its own; answers its stdout lines."""
+    """Run a program in a new process and return the lines of its stdout."""
     path = os.pathsep.join([*map(str, first), *filter(None, sys.path)])
     done = subprocess.run(
         [sys.executable, "-c", program],
@@ -73,7 +73,7 @@ except ConfigError as error:
 
 @pytest.fixture
 def copied(tmp_path):
-    """The package as it is installed where there was no compiler."""
+    """A copy of the package as installed without a compiler."""
     source = Path(tapscope.__file__).parent
     shutil.copytree(source, tmp_path / "tapscope", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     return tmp_path
@@ -179,12 +179,12 @@ def test_library_results_do_not_depend_on_vector_width():
 
 
 @needs_library
-@pytest.mark.soak  # and in `make check`: the compiler takes half a minute of a processor
+@pytest.mark.soak  # also in `make check`: compilation takes half a minute of CPU time
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ to build with")
 @pytest.mark.parametrize("build", ["TS_PORTABLE", "TS_NARROW"])
 def test_library_portable_builds_agree_with_the_tuned_build(copied, build):
-    """What serves on other compilers and processors; sums alone may differ, so they are left out."""
+    """Builds for other compilers and CPUs; sums may differ and are excluded."""
     declared = runpy.run_path(str(ROOT / "setup.py"), run_name="setup")
     flags = [flag for flag in declared["FLAGS"] if not flag.startswith("-O")]
     sources = sorted(map(str, (ROOT / declared["NATIVE"]).glob("*.cpp")))

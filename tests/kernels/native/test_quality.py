@@ -1,4 +1,4 @@
-"""How good the hash is: no two of many structured inputs share one, and a bit moves half of all bits."""
+"""Quality of the hash: no collisions over many structured inputs, and a flipped bit flips half of the output bits."""
 
 import itertools
 
@@ -23,7 +23,7 @@ def digest(array):
 
 
 def all_differ(digests, at_least):
-    """Also each half by itself, which shows a fault that the other half would hide."""
+    """Check that all digests differ, and also their halves, because one half could hide a defect of the other."""
     digests = list(digests)
     assert len(digests) >= at_least
     assert len(set(digests)) == len(digests)
@@ -36,7 +36,7 @@ def smooth(count, seed=0):
 
 
 def one_changed(base, change):
-    """Digests of ``base`` and of it with each element changed in turn."""
+    """Yield the digest of ``base``, then the digest after changing each element in turn."""
     work = base.copy()
     yield digest(work)
     for i in range(work.size):
@@ -86,7 +86,7 @@ def test_hash_detects_every_flipped_bit_of_a_page():
 
 
 def swapped(base, pairs):
-    """Digests of ``base`` (swapping along its first axis) after each swap alone."""
+    """Yield the digest of ``base``, then the digest after each swap along the first axis by itself."""
     work = base.copy()
     yield digest(work)
     for i, j in pairs:
@@ -118,13 +118,13 @@ def test_hash_detects_swapped_heads():
 
 
 def test_hash_detects_swapped_blocks():
-    """What the index of a block is for."""
+    """The hash includes the block index for this case."""
     blocks = smooth(40 * BLOCK // 4).reshape(40, -1)
     all_differ(swapped(blocks, list(itertools.combinations(range(40), 2))), 781)
 
 
 def test_hash_distinguishes_lengths_of_one_value(kind):
-    """Zeros and other constants, to and over the edge of a block."""
+    """Zeros and other constants, up to and across a block boundary."""
     lengths = [*range(1, 700), *range(BLOCK - 300, BLOCK + 300), *range(3 * BLOCK - 9, 3 * BLOCK + 9)]
     fills = [0, 1, 0x7F, 0x80, 0xFF]
     rooms = [np.full(4 * BLOCK, fill, np.uint8) for fill in fills]
@@ -159,7 +159,7 @@ def test_hash_distinguishes_permutations_of_integers():
 
 
 def test_hash_detects_two_changed_positions_or_token_ids():
-    """Small integers leave the high halves of their words zero."""
+    """For small integers, the high halves of the 64-bit words are zero."""
     base = np.arange(40, dtype=np.int64)
 
     def changed():
@@ -176,7 +176,7 @@ def test_hash_detects_two_changed_positions_or_token_ids():
 
 @pytest.mark.parametrize("values", [np.zeros(1500, np.uint64), smooth(3000).view(np.uint64)], ids=["zeros", "normal"])
 def test_hash_has_avalanche(values):
-    """Every output bit, over 4096 single-bit changes: a fair coin strays by 0.008, five times that is 0.04."""
+    """Checks every output bit over 4096 single-bit changes; a fair coin deviates by 0.008, a fifth of the bound."""
     before = np.frombuffer(digest(values), np.uint8)
     places = np.random.default_rng(5).choice(values.size * 64, 4096, replace=False)
     moved = np.zeros(128)

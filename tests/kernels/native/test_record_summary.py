@@ -1,4 +1,4 @@
-"""take, digest_of and the bag: the library, numpy and the record line must agree to the byte."""
+"""take, digest_of and the bag: the library, numpy and the record line agree byte for byte."""
 
 import json
 import math
@@ -54,11 +54,11 @@ def without_sums(text):
     return {**line, "stats": {name: value for name, value in line["stats"].items() if name not in ("sum", "sumsq")}}
 
 
-# ---- the text
+# ---- the JSON text of a record
 
 
 def expected_text(summary):
-    """What the record's own encoder writes."""
+    """Return the text that the record encoder writes."""
     stats, digest, bag = summary
     line = encode(Record(Key("x:out", 3), 7, "float32", (2, 3), stats=stats, hash=digest, bag=bag))
     return line[line.index(b'"hash"') : -1]
@@ -78,7 +78,7 @@ def test_record_summary_equals_the_python_line_on_both_backends(dtype, length):
     (text, digest), other = found["numpy"], found[backend()[0]]
     assert digest == other[1]
     assert without_sums(text) == without_sums(other[0])
-    if array.dtype.kind in "iub" and array.itemsize < 4:  # their sums are exact
+    if array.dtype.kind in "iub" and array.itemsize < 4:  # sums are exact
         assert text == other[0]
 
 
@@ -183,7 +183,7 @@ SIZED = ["uint8", "bool", "float8_e5m2", "int16", "bfloat16", "float32", "int32"
 
 
 def plain_item(bits, width):
-    """The definition in digests.py, one Python integer at a time."""
+    """Compute the bag of one item by its definition in digests.py, with Python integers."""
     if width == 1:
         return mix64((bits + 1) * STEP)
     factor, shift = {2: (0x9E3B, 5), 4: (0x9E3779B1, 7), 8: (STEP, 7)}[width]
@@ -246,7 +246,7 @@ def test_multiset_hash_is_of_bits_not_values(kind, dtype):
 
 @pytest.mark.parametrize("dtype", SIZED)
 def test_multiset_hash_counts_zeros(kind, dtype):
-    """Padding with zeros is no permutation."""
+    """The bag is independent of order but must detect zero padding."""
     assert len({bag_of(np.zeros(n, dtypes.numpy_dtype(dtype))) for n in range(70)}) == 70
 
 
@@ -264,7 +264,7 @@ NEIGHBOURS = {
 
 @pytest.mark.parametrize("values", NEIGHBOURS.values(), ids=NEIGHBOURS.keys())
 def test_multiset_hash_has_no_collision_among_small_multisets(values):
-    """Every multiset of four out of forty: equal sums, and equal sums of squares, are common among them."""
+    """Every multiset of four values out of forty; equal sums and equal sums of squares are common among them."""
     items = np.array([partial_bag(values[i : i + 1]) for i in range(values.size)], np.uint64)
     a, b, c, d = np.indices((40, 40, 40, 40)).reshape(4, -1)
     keep = (a <= b) & (b <= c) & (c <= d)

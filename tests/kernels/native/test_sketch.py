@@ -1,4 +1,4 @@
-"""Sketches: the C++ kernel against its plain reference, linearity over shards and rows, and the estimate's interval."""
+"""Sketches: the C++ kernel against its reference, linearity over shards and rows, and the interval of the estimate."""
 
 import math
 
@@ -84,7 +84,7 @@ def test_sketch_is_equal_under_any_batching_and_padding(cut: int, packed: bool) 
         if packed:
             info = StepInfo(step=0, grid=(count,), rows=(RowSpan("a", first, count, 0, 0),))
             values = whole[first : first + count]
-        else:  # padded on the left, and what pads is anything
+        else:  # left-padded with arbitrary values
             info = StepInfo(step=0, grid=(1, count + 2), rows=(RowSpan("a", first, count, 0, 2),))
             values = np.concatenate([np.full((2, 70), np.nan, np.float32), whole[first : first + count]])[None]
         index = sketch_index(values.shape, row_keys(info))

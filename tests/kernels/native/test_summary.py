@@ -1,4 +1,4 @@
-"""Statistics and hash: the library and the numpy reference against each other and against plain arithmetic."""
+"""Statistics and hash: the C++ library against the numpy reference and against plain arithmetic."""
 
 import itertools
 import math
@@ -29,7 +29,7 @@ def kind(request):
 
 
 def random_bits(dtype, length, seed=0):
-    """Every bit pattern of the dtype is as likely as any other: NaNs, infinities and subnormals included."""
+    """Return values of uniformly random bit patterns, including NaNs, infinities and subnormals."""
     width = dtypes.itemsize(dtype)
     raw = np.random.default_rng(seed).integers(0, 256, length * width, dtype=np.uint8)
     return (raw & 1 if dtype == "bool" else raw).view(dtypes.numpy_dtype(dtype))
@@ -41,7 +41,7 @@ def as_double(array):
 
 
 def close(got, want, scale):
-    """Equal within what float32 blocks lose, relative to the sum of magnitudes."""
+    """Return whether sums agree within the float32 rounding of blocks, relative to the magnitudes ``scale``."""
     return got == want or abs(got - want) <= 2e-6 * scale
 
 
@@ -145,7 +145,7 @@ def test_summary_zeros_have_no_sign(kind):
 @pytest.mark.parametrize("signs", [(1,), (-1,), (1, -1)])
 @pytest.mark.parametrize("special", [None, 0.0, -0.0, "tiny", np.inf, -np.inf, np.nan])
 def test_summary_extremes_with_any_signs(kind, dtype, signs, special):
-    """All positive, all negative or both, with one value that the fast way must notice."""
+    """All positive, all negative or mixed, with one value that the fast path must detect."""
     import ml_dtypes
 
     rng = np.random.default_rng(11)
@@ -182,7 +182,7 @@ def product(word, key):
 
 
 def plain_hash(data: bytes) -> str:
-    """The definition in digests.py, one Python integer at a time."""
+    """Compute the hash by its definition in digests.py, with Python integers."""
     h1 = h2 = len(data)
     words = [int.from_bytes(data[start : start + 8], "little") for start in range(0, len(data), 8)]
     for block in range(-(-len(words) // 1024)):

@@ -1,4 +1,4 @@
-"""Products in Triton's interpreter are exact."""
+"""Makes products in Triton's interpreter exact."""
 
 import pytest
 import torch

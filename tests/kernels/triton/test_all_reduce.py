@@ -1,4 +1,4 @@
-"""One-shot all-reduce by ranks in processes of their own, which share memory as GPUs do."""
+"""One-shot all-reduce of ranks in separate processes, which share memory like GPUs."""
 
 import threading
 
@@ -21,7 +21,7 @@ SHAPES = [(3, 700), (5,), (2, 3000), (0, 4), (3, 700), (7, 512)]
 
 @needs_interpreter
 def test_sum_over_ranks() -> None:
-    """In float32, in the order of the ranks. Calls of several sizes and dtypes share the halves of the windows."""
+    """Sums are in float32 and in rank order. Calls of several sizes and dtypes share the halves of the windows."""
     size = 3
     generator = torch.Generator().manual_seed(size)
     dtypes = torch.float32, torch.float16
@@ -30,7 +30,7 @@ def test_sum_over_ranks() -> None:
         for _ in range(size)
     ]
     for rank in range(size):
-        states[rank][2] = states[rank][2].t()  # one that is not contiguous
+        states[rank][2] = states[rank][2].t()  # not contiguous
     windows = [torch.zeros(window_bytes(size), dtype=torch.uint8).share_memory_() for _ in range(size)]
     answers = RANKS.Queue()
     others = [RANKS.Process(target=rank_main, args=(r, windows, states[r], answers)) for r in range(1, size)]
@@ -54,7 +54,7 @@ def test_sum_over_ranks() -> None:
 
 @needs_interpreter
 def test_give_up_ends_the_wait_for_a_lost_peer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_POLLS", tl.constexpr(8))  # each of 32 programs polls as often, one after the other
+    monkeypatch.setattr(module, "_POLLS", tl.constexpr(8))  # each of 32 programs polls this often, one after the other
     windows = [torch.zeros(window_bytes(2), dtype=torch.uint8) for _ in range(2)]
     addresses = torch.tensor([window.data_ptr() for window in windows])
     give_up = torch.zeros(1, dtype=torch.int32)
@@ -75,7 +75,7 @@ def test_give_up_ends_the_wait_for_a_lost_peer(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.skipif(is_interpreted() or not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("rows", [1, 32, 256])
 def test_streams_of_one_gpu_are_ranks(rows: int) -> None:
-    """Captured in a graph for each rank, and replayed together: calls are counted on the device."""
+    """One graph is captured per rank and all are replayed concurrently: calls are counted on the device."""
     device = torch.device("cuda")
     windows = [torch.zeros(window_bytes(2), dtype=torch.uint8, device=device) for _ in range(2)]
     addresses = torch.tensor([window.data_ptr() for window in windows], device=device)
@@ -83,7 +83,7 @@ def test_streams_of_one_gpu_are_ranks(rows: int) -> None:
     states = [torch.randn(rows, 4096, device=device, dtype=torch.bfloat16) for _ in range(2)]
     streams = [torch.cuda.Stream() for _ in range(2)]
     torch.cuda.synchronize()
-    for rank in range(2):  # compiles, without a peer that runs at the same time
+    for rank in range(2):  # compiles without a concurrent peer
         all_reduce(states[rank], addresses, rank, calls[rank], give_up)
     torch.cuda.synchronize()
     give_up.fill_(0)

@@ -1,4 +1,4 @@
-"""Every Triton kernel compiles for every GPU that is served; and where none is, callers learn why."""
+"""Every Triton kernel compiles for every supported GPU; on other devices callers get the reason."""
 
 import os
 import re
@@ -18,7 +18,7 @@ TARGETS = (80, 100, 90)
 
 
 def python(*words: object, **environment: str) -> "subprocess.CompletedProcess[str]":
-    """Python without Triton's interpreter."""
+    """Run Python without Triton's interpreter."""
     kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, *map(str, words)]
     return subprocess.run(command, check=False, capture_output=True, text=True, env=kept | environment, cwd="/")
@@ -27,8 +27,10 @@ def python(*words: object, **environment: str) -> "subprocess.CompletedProcess[s
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("launches", mostly_soak(["last", "first", "all"], default=["last"]))
 def test_kernels_compile_for_every_target(launches: str) -> None:
-    """By default for the last target alone; `make check` compiles them for all. What was compiled before, of the same
-    source, is found in the cache."""
+    """Compile for the last target by default; `make check` compiles for all targets.
+
+    Kernels compiled earlier from the same source are found in the cache.
+    """
     pytest.importorskip("triton")
     done = python(
         ROOT / "tests/support/triton_compile.py", launches, *TARGETS, TRITON_CACHE_DIR=str(ROOT / ".cache/triton")
@@ -48,7 +50,7 @@ def test_kernels_compile_for_every_target(launches: str) -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_attention_compiles_for_gpus_with_little_shared_memory() -> None:
-    """Compute capability 12.0 has 99 KiB for a program, and FP8; what needs more fails to compile."""
+    """Compute capability 12.0 has FP8 and 99 KiB of shared memory per program; larger kernels fail to compile."""
     pytest.importorskip("triton")
     done = python(ROOT / "tests/support/triton_compile.py", "small", 120, TRITON_CACHE_DIR=str(ROOT / ".cache/triton"))
     assert done.returncode == 0, done.stderr[-3000:]
@@ -60,8 +62,10 @@ def test_attention_compiles_for_gpus_with_little_shared_memory() -> None:
 
 
 def test_kernels_for_a_gpu_alone_are_compiled_ahead_in_threads(tmp_path: Path) -> None:
-    """Tensors on the CPU are refused. Without a GPU nothing is launched; the second run finds every kernel in Triton's
-    cache."""
+    """CPU tensors are refused, and without a GPU nothing is launched.
+
+    The second run finds every kernel in Triton's cache.
+    """
     pytest.importorskip("triton.runtime._async_compile")
     done = python(ROOT / "tests/support/triton_ahead.py", TRITON_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0, done.stderr[-3000:]
@@ -87,7 +91,7 @@ def test_unsupported_device_is_reported_with_a_reason(monkeypatch: pytest.Monkey
 
 
 def test_missing_triton_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The package itself imports without Triton."""
+    """The package imports without Triton."""
     monkeypatch.delitem(sys.modules, "triton", raising=False)
     monkeypatch.setattr(sys, "meta_path", [WithoutTriton(), *sys.meta_path])
     found = runpy.run_path(str(ROOT / "kernels/triton/__init__.py"))
@@ -97,7 +101,7 @@ def test_missing_triton_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class WithoutTriton:
-    """Where Triton is not installed."""
+    """Import finder that makes Triton look uninstalled."""
 
     def find_spec(self, name: str, *_: object) -> None:
         if name == "triton":

@@ -1,4 +1,4 @@
-"""Paged decode attention by Triton against its plain reference."""
+"""Triton paged decode attention against its reference."""
 
 from itertools import product
 from unittest.mock import patch
@@ -19,7 +19,7 @@ from tapscope.kernels.triton.paged_decode import paged_decode, paged_decode_refe
 
 
 def check(device, *tensors, scale=0.3, tolerance=None, **settings):
-    """The kernel on ``device`` and the reference on the CPU agree; gives what the kernel computed."""
+    """Check that the kernel on ``device`` agrees with the reference on the CPU; return the kernel's output."""
     moved = [None if tensor is None else tensor.to(device) for tensor in tensors]
     placed = settings | ({"sinks": settings["sinks"].to(device)} if settings.get("sinks") is not None else {})
     found = paged_decode(*moved, scale, **placed)
@@ -30,9 +30,9 @@ def check(device, *tensors, scale=0.3, tolerance=None, **settings):
 
 
 def expected(query, keys, values, table, lengths, scale, **settings):
-    """The reference; zeros where there is nothing to attend to."""
-    told = paged_decode_reference(query, keys, values, table, lengths, scale, **settings)
-    return torch.where(lengths[:, None, None] > 0, told, 0)
+    """Return the reference output, with zeros for rows of length 0."""
+    output = paged_decode_reference(query, keys, values, table, lengths, scale, **settings)
+    return torch.where(lengths[:, None, None] > 0, output, 0)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -80,7 +80,7 @@ def test_decode_matches_the_reference(
 def test_decode_computes_the_rows_of_a_request_together(
     device, requests, page_size, heads, dims, span, parts, with_sinks, dtype, stored, seed
 ):
-    """Up to four rows a request, at consecutive positions; the next request's lengths may follow on, too."""
+    """Up to four rows per request at consecutive positions; the next request's lengths may happen to continue them."""
     dtype = served(device, dtype)
     last = [before + count for before, count in requests] + [0]
     keys, table, _ = pages_of(last, page_size, heads[1], dims[0], dtype=stored or dtype, seed=seed)
@@ -106,21 +106,21 @@ def test_decode_computes_the_rows_of_a_request_together(
     seed=st.integers(0, 2**31),
 )
 def test_decode_computes_active_requests_only(device, lengths, num_others, heads, window, num_sms, dtype, seed):
-    """The number is read on the device; the other rows are left as they are, and their pages are not read."""
+    """The number of requests is read on the device; the other rows stay unchanged, and their pages are not read."""
     most = max(1, len(lengths) + num_others)
     dtype = served(device, dtype)
     keys, table, sizes = pages_of([*lengths, *[300] * (most - len(lengths))], 16, heads[1], 32, dtype=dtype, seed=seed)
     query = torch.randn(most, heads[0], 32, generator=torch.Generator().manual_seed(seed)).to(dtype)
     sinks, active = torch.linspace(-2, 3, heads[0]), len(lengths)
-    told = torch.full_like(query, 7.0)
-    told[:active] = expected(query, keys, keys.flip(1), table, sizes, 0.3, window=window, sinks=sinks)[:active]
+    wanted = torch.full_like(query, 7.0)
+    wanted[:active] = expected(query, keys, keys.flip(1), table, sizes, 0.3, window=window, sinks=sinks)[:active]
     table[active:] = 1 << 28
     out = torch.full_like(query, 7.0, device=device)
     moved = [tensor.to(device) for tensor in (query, keys, keys.flip(1), table, sizes)]
     count = torch.tensor([99, active], dtype=torch.int32, device=device)[1:]
     with patch.object(paged_decode_module, "num_sms", lambda _: num_sms):
         paged_decode(*moved, 0.3, window=window, sinks=sinks.to(device), num_active=count, out=out)
-    assert_near(out, told)
+    assert_near(out, wanted)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -135,7 +135,7 @@ def test_decode_of_active_requests_takes_no_other_parts(device):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("most_rows", [2, 4])
 def test_decode_keeps_requests_apart_that_share_a_prefix(device, most_rows):
-    """Lengths that follow one another, and the same pages but for the one that each request writes."""
+    """The lengths are consecutive and the page tables equal, except for the page that each request writes."""
     keys, table, _ = pages_of([48, 48, 48], 16, 2, 32, dtype=torch.float32, seed=1)
     table[:, :2] = table[0, :2]
     lengths = torch.tensor([33, 34, 35], dtype=torch.int32)
@@ -148,7 +148,7 @@ def test_decode_keeps_requests_apart_that_share_a_prefix(device, most_rows):
     ("heads", "splits"), mostly_soak(product([1, 16, 40], [1, 3]), default=[(1, 1), (16, 3), (40, 1)])
 )
 def test_decode_accepts_mla_values_as_a_prefix_of_keys(device, heads, splits):
-    """Multi-head latent attention: 512 latent features and 64 rotated ones."""
+    """Multi-head latent attention: 512 latent features and 64 RoPE features."""
     keys, table, lengths = pages_of([70, 0, 1], 16, 1, 576, dtype=torch.float16, seed=0)
     query = torch.randn(3, heads, 576, generator=torch.Generator().manual_seed(1)).half()
     settings = {"scale": 0.04, "num_splits": splits}
@@ -175,7 +175,7 @@ def test_decode_propagates_nonfinite_values_as_the_reference(device, special, sp
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_decode_reads_only_pages_of_the_request(device):
-    """The pool is NaN wherever no position of a request lies, and before the window."""
+    """The pool is NaN outside the requests' positions and before the window."""
     for window, first in ((None, 0), (20, 57)):
         keys, table, lengths = pages_of([77, 0], 16, 1, 16, dtype=torch.float32, seed=3)
         kept = torch.full_like(keys, torch.nan)
@@ -190,21 +190,21 @@ def test_decode_reads_only_pages_of_the_request(device):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_decode_accepts_views(device):
-    """A query cut out of a fused projection, a pool cut out of one of all layers, an output of somebody else."""
+    """A query from a fused projection, a pool from the pool of all layers, and a caller's output buffer."""
     keys, table, lengths = pages_of([100, 5], 16, 2, 32, dtype=torch.float32, seed=5)
     pool = torch.stack((keys, keys.flip(0)), dim=3).to(device)
     fused = torch.randn(2, 10, 32, generator=torch.Generator().manual_seed(6)).to(device)
     out = torch.full((2, 4, 64), 7.0, device=device)
-    told = paged_decode(
+    found = paged_decode(
         fused[:, 3:7], pool[..., 0, :], pool[..., 1, :], table.to(device), lengths.to(device), 0.2, out=out[..., :32]
     )
-    assert told.data_ptr() == out.data_ptr()
+    assert found.data_ptr() == out.data_ptr()
     query = fused[:, 3:7].cpu()
     assert_near(out[..., :32], paged_decode_reference(query, keys, keys.flip(0), table, lengths, 0.2))
     assert (out[..., 32:] == 7.0).all()
     turned = fused[:, 3:7].mT.contiguous().mT
     again = paged_decode(turned, pool[..., 0, :], pool[..., 1, :], table.to(device), lengths.to(device), 0.2)
-    assert torch.equal(again, told)
+    assert torch.equal(again, found)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -224,7 +224,7 @@ def test_decode_with_a_split_size_is_batch_invariant(device, window):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_decode_graph_serves_all_lengths(dtype):
-    """Nothing of the lengths is read on the host."""
+    """The host never reads the lengths."""
     keys, table, _ = pages_of([2000, 2000, 2000], 16, 2, 128, dtype=dtype, seed=9)
     query = torch.randn(3, 8, 128).to(dtype)
     lengths = torch.zeros(3, dtype=torch.int32, device="cuda")
@@ -264,12 +264,12 @@ def test_decode_refuses_invalid_arguments():
 @pytest.mark.parametrize(
     ("heads", "dim", "requests", "expected"),
     [
-        ((32, 8), 128, 1, 64),  # at most
-        ((32, 8), 128, 2, 32),  # four programs fit on each of 132 multiprocessors: 33, rounded down to whole merges
+        ((32, 8), 128, 1, 64),  # the maximum
+        ((32, 8), 128, 2, 32),  # four programs fit on each of 132 SMs: 33, rounded down to full merges
         ((32, 8), 128, 3, 22),
         ((32, 8), 128, 32, 2),
         ((32, 8), 128, 256, 1),
-        ((16, 1), 576, 32, 8),  # two fit: 9 parts would take as long as 16
+        ((16, 1), 576, 32, 8),  # two fit: 9 splits would take as long as 16
         ((128, 1), 576, 32, 2),  # one fits
         ((128, 1), 576, 4, 16),
         ((128, 1), 576, 512, 1),

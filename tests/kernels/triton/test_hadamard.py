@@ -1,4 +1,4 @@
-"""Hadamard transform by Triton against the product with the matrix."""
+"""Triton Hadamard transform against the product with the Hadamard matrix."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The choice of keys of sparse attention by Triton against its plain reference."""
+"""Triton key selection for sparse attention against its reference."""
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ def test_scores_match_the_reference(device, lengths, page_size, heads, dim, dtyp
 
 
 def scores_of(kind, lengths, width, seed):
-    """Scores of a kind that is awkward for a search, and noise where they are not to be read."""
+    """Return scores of a kind that is difficult for a search, and noise beyond each length, which must not be read."""
     noise = torch.Generator().manual_seed(seed)
     scores = torch.randn(len(lengths), width, generator=noise)
     if kind == "equal":
@@ -81,7 +81,7 @@ def test_choice_matches_the_reference(device, lengths, kind, page_size, top_k, s
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_nan_leaves_a_whole_choice(device):
-    """As many keys as asked for, each once, whatever the scores are."""
+    """The requested number of keys is selected, each once, even if scores are NaN."""
     _, table, sizes = pages_of([90], 16, 1, 1, dtype=torch.float32, seed=0)
     scores = torch.randn(1, table.shape[1] * 16, generator=torch.Generator().manual_seed(0))
     scores[:, 5:60] = torch.nan

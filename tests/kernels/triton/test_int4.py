@@ -1,4 +1,4 @@
-"""Products with 4-bit matrices of experts by Triton against their plain reference."""
+"""Triton products with 4-bit expert matrices against their reference."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def codes_of(*shape, seed):
     seed=st.integers(0, 2**31),
 )
 def test_grouped_int4_products_match_the_reference(device, counts, spare, outs, size, kind, dtype, seed):
-    """Rows of experts, some without any, and rows of none at the end."""
+    """Rows are grouped by expert; some experts have no rows, and the last rows have no expert."""
     dtype, groups, experts = served(device, dtype), 3, len(counts)
     input = noise(sum(counts) + spare, groups * size, seed=seed, dtype=dtype)
     codes, zeros = codes_of(experts, outs, groups * size // 2, seed=seed), None

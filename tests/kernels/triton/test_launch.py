@@ -1,4 +1,4 @@
-"""Launches: what was compiled is found again for arguments of the same traits, and for no others."""
+"""Launch cache: compiled kernels are reused for arguments with the same traits, and only for these."""
 
 import itertools
 import threading
@@ -23,7 +23,7 @@ ALIGNED = torch.zeros(64)
 
 
 class Kernel:
-    """In the place of Triton's: counts what is compiled, and keeps what each compiled kernel is launched with."""
+    """Stands in for a Triton kernel: records each compilation, and the arguments of each launch of the result."""
 
     arg_names = ("x", "step", "scale", "WIDTH", "BLOCK")
 
@@ -49,7 +49,7 @@ class Kernel:
 
 
 def test_launches_of_one_thread_are_left_out_while_it_compiles_ahead() -> None:
-    """Also of kernels that are known: what they would read may not be there. Other threads launch."""
+    """This includes kernels that are already compiled, because their inputs may be missing; other threads launch."""
     pytest.importorskip("triton.runtime._async_compile")
     kernel = Kernel()
     run = Launcher(kernel)
@@ -103,7 +103,7 @@ def test_launch_compiles_once_per_specialization(changed: dict[str, Any], is_sam
 
 @pytest.mark.gpu
 def test_overlapping_kernels_wait_for_their_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each kernel of a chain reads what the one before has written, launched one by one and in a graph."""
+    """Each kernel of a chain reads the output of the previous one, launched individually and in a graph."""
 
     def chain_of_codes(states: torch.Tensor) -> torch.Tensor:
         residual, rows = states, len(states)
@@ -171,13 +171,13 @@ def test_library_launches_with_the_parameters_of_the_kernel(monkeypatch: pytest.
     device, grid, args = torch.device("cuda", 1), (3, 2, 1), (ALIGNED, None, 5)
     assert direct(device, grid, args)
     assert calls == [(7, 3, 2, 1, 128, 64, True, 41, ALIGNED.data_ptr(), 5, 0, 0)]
-    assert not direct(device, grid, args)  # this thread has not used the device
+    assert not direct(device, grid, args)  # this thread has not used the device yet
     assert not direct(device, grid, args)  # no driver
     with pytest.raises(RuntimeError, match=r"refused to launch a kernel: an unknown error \(1\); a kernel before"):
         direct(device, grid, args)
 
     class Driver:
-        """In the place of the driver's library."""
+        """Stands in for the CUDA driver library."""
 
         def cuGetErrorName(self, code: int, to: Any) -> int:
             to._obj.value = {701: b"CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES"}.get(code)

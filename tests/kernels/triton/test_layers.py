@@ -1,4 +1,4 @@
-"""Norms, rotary embedding with the write to the cache, and activations by Triton against references and modules."""
+"""Triton norms, activations, and rotary embedding with the cache write, against references and modules."""
 
 from types import SimpleNamespace
 
@@ -41,7 +41,7 @@ from tapscope.kernels.triton.rope import (
 )
 
 ONE_ULP = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-"""Sums in another order may round to the neighbour, and a product with a weight may make two steps of it."""
+"""A different order of summation may round to an adjacent value, and multiplying by a weight may double that step."""
 
 
 def noise(*shape, seed, dtype=torch.float32):
@@ -91,7 +91,7 @@ def test_rms_norm_matches_the_module(device, module, dtype):
 @pytest.mark.parametrize("device", DEVICES)
 @torch.no_grad()
 def test_add_norm_adds_to_a_residual_in_float32(device, monkeypatch):
-    """That of Mamba-2, whose final norm reads the sum."""
+    """The residual of Mamba-2 is in float32, and its final norm reads the sum."""
     monkeypatch.setattr(engine_fused, "may_run_on", lambda device: True)
     norm = RMSNorm(64, 1e-5, torch.float16).to(device)
     norm.weight.copy_(noise(64, seed=0))
@@ -104,7 +104,7 @@ def test_add_norm_adds_to_a_residual_in_float32(device, monkeypatch):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_norm_quantizes_for_the_layer_behind_it(device, monkeypatch, rows):
-    """Unless the quantizer is tapped; what the layer is called with must be the norm's output itself."""
+    """Unless the quantizer is tapped; the layer's input must be the norm's output itself."""
     monkeypatch.setattr(engine_fused, "may_run_on", lambda device: True)
     dtype = FP8[0] if device == "cuda" else torch.int8
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0)) if device == "cpu" else None
@@ -119,14 +119,14 @@ def test_a_norm_quantizes_for_the_layer_behind_it(device, monkeypatch, rows):
     with torch.no_grad():
         plain, _ = add_norm(norm, states, residual)
         expected, quantizer = layer(plain), quantizer_of(layer)
-        normalised, _ = add_norm(norm, states, residual, quantizer=quantizer)
-        assert torch.equal(normalised, plain)
+        normalized, _ = add_norm(norm, states, residual, quantizer=quantizer)
+        assert torch.equal(normalized, plain)
         monkeypatch.setattr(engine_quantized, "quantize_reference", None)
         with monkeypatch.context() as patch:
-            patch.setattr(quantize, "quantize", None)  # the norm has done it
-            assert torch.equal(layer(normalised), expected)
-        normalised, _ = add_norm(norm, states, residual, quantizer=quantizer)
-        assert torch.equal(layer(2.0 * normalised), layer(2.0 * plain))
+            patch.setattr(quantize, "quantize", None)  # the norm has already quantized the input
+            assert torch.equal(layer(normalized), expected)
+        normalized, _ = add_norm(norm, states, residual, quantizer=quantizer)
+        assert torch.equal(layer(2.0 * normalized), layer(2.0 * plain))
         seen = []
         handle = quantizer.register_forward_hook(lambda _module, _args, output: seen.append(output))
         assert torch.equal(layer(add_norm(norm, states, residual, quantizer=quantizer)[0]), expected)
@@ -149,11 +149,11 @@ QUANTIZED_LAYERS = {
     "int8 channels, weight-only": (torch.int8, (1, 512), None),
     "int4": (INT4, (1, 32), None),
 }
-"""Dtype of the codes, rows and columns that share a scale, and quantization of the input."""
+"""Dtype of the codes, (rows, columns) that share a scale, and quantization of the input."""
 
 
 def outputs_by_number_of_rows(device, kind):
-    """Number of rows -> what a norm and a quantized linear layer behind it make of the first rows of 40."""
+    """Return the outputs of a norm and a quantized linear layer for the first 1, 16, 17 and 40 rows, by row count."""
     dtype, block, scheme = QUANTIZED_LAYERS[kind]
     norm, layer = RMSNorm(512, 1e-5, torch.float32), ReplicatedLinear(512, 384, True, torch.float32)
     layout = ScaleLayout.of([ScalePart((384, 512), (0, 0), block)])
@@ -184,7 +184,7 @@ def outputs_by_number_of_rows(device, kind):
     ),
 )
 def test_batch_invariant_rows_of_quantized_layers_do_not_depend_on_their_number(device, kind, monkeypatch):
-    """The kernels choose their launch by the number of rows; this mode dequantizes the weight instead."""
+    """The kernels choose their launch by the row count; this mode dequantizes the weight instead."""
     for module in (engine_fused, batch_invariant):
         monkeypatch.setattr(module, "may_run_on", lambda device: True)
     with BatchInvariant():
@@ -195,7 +195,7 @@ def test_batch_invariant_rows_of_quantized_layers_do_not_depend_on_their_number(
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_rows_of_quantized_layers_depend_on_their_number_by_default(device, monkeypatch):
-    """The test above could not fail otherwise."""
+    """Shows that the test above can fail."""
     monkeypatch.setattr(engine_fused, "may_run_on", lambda device: True)
     outputs = outputs_by_number_of_rows(device, "int8 groups")
     assert not all(torch.equal(output, outputs[40][:rows]) for rows, output in outputs.items())
@@ -242,7 +242,7 @@ def test_activation_matches_the_reference(device, shape, dtype, kind, kv_format,
         found = gated(gate.mT.contiguous().to(device).mT, up.to(device), kind)
     else:
         found = gated(gate.to(device), up.to(device), kind)
-    # erf and tanh of two libraries; where they are close to -1, what remains of 1 + erf(x) has the error of 1
+    # erf and tanh differ between the libraries; near -1, 1 + erf(x) has the absolute error of 1.
     unit = (gate.float() * up.float()).abs().clamp_min(1.0)
     tolerance = 2e-6 if dtype == torch.float32 else 2 * ONE_ULP[dtype]
     assert_near(found.cpu().float() / unit, expected.float() / unit, tolerance)
@@ -253,7 +253,7 @@ def test_activation_matches_the_reference(device, shape, dtype, kind, kv_format,
 def test_activation_of_nonfinite_values_matches_torch(device, kind):
     gate = torch.tensor([[torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1e30, -1e30, 90.0, -90.0, 1e-30]])
     up = torch.tensor([[1.0, 2.0, 3.0, torch.inf, torch.nan, 1.0, 1.0, 1.0, 1.0, 1.0]])
-    if kind == "gelu":  # torch's own is NaN at Inf on a CPU and Inf on a GPU
+    if kind == "gelu":  # torch's gelu of Inf is NaN on a CPU and Inf on a GPU
         gate[0, 1] = 3.0
     assert_near(gated(gate.to(device), up.to(device), kind), gated_reference(gate, up, kind))
     layer = Activation(kind)
@@ -324,7 +324,7 @@ def test_rope_and_cache_store_match_the_reference(
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_rope_matches_the_module_and_accepts_views(device):
-    """Cut out of a fused projection, into a pool cut out of one of all layers; the same bits as `rotate`."""
+    """Views of a fused projection, stored into a slice of the pool of all layers; the bits equal those of `rotate`."""
     fused = noise(5, 8, 32, seed=1).to(device)
     cos, sin = (t.to(device) for t in angles(5, 32, torch.float32, 2))
     pool = torch.zeros(3, 4, 4, 2, 32, device=device)
@@ -344,7 +344,7 @@ def test_rope_matches_the_module_and_accepts_views(device):
 @pytest.mark.parametrize("stored", FP8)
 @pytest.mark.parametrize("scale", [1.0, 0.37])
 def test_cache_store_matches_the_kv_cache(stored, scale):
-    """Every kind of number in FP8, against the engine's pool."""
+    """All classes of FP8 numbers, against the engine's pool."""
     value = torch.cat((noise(64, 2, 64, seed=3) * 200, noise(64, 2, 64, seed=4) * 1e-2)).bfloat16().cuda()
     value[0, 0, :4] = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0])
     slots = torch.arange(128, device="cuda")
@@ -364,7 +364,7 @@ def test_cache_store_matches_the_kv_cache(stored, scale):
 def test_angles_match_the_reference(device, dtype, half):
     dtype = served(device, dtype)
     positions = torch.tensor([0, 1, 2, 1023, 32768, 131071, 1 << 20], device=device)
-    positions = positions[1:]  # not at a multiple of 16 bytes
+    positions = positions[1:]  # not aligned to 16 bytes
     freq = 1.0 / (10000.0 ** (torch.arange(half, device=device).float() / half))
     for scaling in (1.0, 1.2):
         call = positions, freq, scaling, dtype
@@ -418,6 +418,6 @@ def test_rope_refuses_invalid_arguments():
 
 
 def test_layer_references_match_torch():
-    """Where torch has the same function."""
+    """For references that have a torch equivalent."""
     states, weight = noise(4, 32, seed=0), noise(32, seed=1)
     assert_near(rms_norm_reference(states, weight, 1e-6), functional.rms_norm(states, (32,), weight, 1e-6))

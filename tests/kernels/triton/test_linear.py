@@ -1,4 +1,4 @@
-"""The linear layer of few rows by Triton against torch's."""
+"""The Triton linear layer for few rows against torch's linear."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The order of pairs of token and expert, and the sum of a token's results, by Triton against torch."""
+"""Triton kernels that order (token, expert) pairs and sum a token's expert outputs, against torch."""
 
 import pytest
 import torch

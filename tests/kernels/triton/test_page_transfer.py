@@ -1,4 +1,4 @@
-"""Copies of KV-cache pages between pools, within a GPU and to and from page-locked host memory."""
+"""Copies of KV cache pages between pools, within a GPU and to and from pinned host memory."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from tapscope.kernels.triton.page_transfer import copy_pages, copy_pages_referen
 
 @st.composite
 def transfers(draw):
-    """Two pools of bytes and which pages go where."""
+    """Draw two byte pools and a mapping of source to target pages."""
     layers = draw(st.integers(1, 3))
     pages = draw(st.integers(1, 9)), draw(st.integers(1, 9))
     shape = draw(st.sampled_from([(1, 1, 1), (4, 2, 8), (16, 1, 130), (2, 3, 5), (16, 8, 128)]))

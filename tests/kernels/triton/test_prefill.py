@@ -1,4 +1,4 @@
-"""Paged prefill attention by Triton against its plain reference, and against decoding the same rows."""
+"""Triton paged prefill attention against its reference, and against decoding the same rows."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def starts_of(counts):
 
 
 def check(device, *tensors, scale=0.3, tolerance=None, **settings):
-    """The kernel on ``device`` and the reference on the CPU agree; gives what the kernel computed."""
+    """Check that the kernel on ``device`` agrees with the reference on the CPU; return the kernel's output."""
     placed = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in settings.items()}
     found = paged_prefill(*(tensor.to(device) for tensor in tensors), scale, **placed)
     assert_near(found, paged_prefill_reference(*tensors, scale, **settings), tolerance)
@@ -53,7 +53,7 @@ def check(device, *tensors, scale=0.3, tolerance=None, **settings):
 def test_prefill_matches_the_reference(
     device, requests, page_size, heads, dims, window, softcap, with_sinks, dtype, stored, seed
 ):
-    """Of each request so many positions are cached before, and so many rows are in the step."""
+    """``requests`` are pairs of cached positions and rows in the step."""
     dtype, lengths = served(device, dtype), [before + count for before, count in requests]
     keys, table, sizes = pages_of(lengths, page_size, heads[1], dims[0], dtype=stored or dtype, seed=seed)
     values = pages_of(lengths, page_size, heads[1], dims[1], dtype=stored or dtype, seed=seed + 1)[0]
@@ -98,8 +98,8 @@ def test_prefill_is_chunk_and_batch_invariant(device, window):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_prefill_bits_do_not_depend_on_the_rows_of_a_program(device, monkeypatch):
-    """So that short requests can have smaller programs than long ones."""
-    # On a GPU this holds of bfloat16, whose launches alone are shortened: float32 sums in another order.
+    """This lets short requests use smaller programs than long ones."""
+    # On a GPU this holds for bfloat16 only, whose launches are shortened: float32 sums in a different order.
     dtype, choices = (torch.float32, (32, 128, 512)) if device == "cpu" else (torch.bfloat16, (128, 256))
     keys, table, lengths = pages_of([150, 40], 16, 2, 16, dtype=dtype, seed=3)
     tensors = noise(190, 6, 16, seed=4).to(dtype), keys, keys.flip(1), table, starts_of([150, 40]), lengths
@@ -132,9 +132,9 @@ def test_prefill_nonfinite_values_reach_only_rows_that_attend_to_them(device, sp
     query, starts = noise(150, 2, 16, seed=8), starts_of([90, 60])
     found = paged_prefill(*(t.to(device) for t in (query, keys, values, table, starts, lengths)), 0.3).cpu()
     assert not found[70:90, :, 3].isfinite().any()
-    assert found[:64].isfinite().all()  # blocks that end before it
+    assert found[:64].isfinite().all()  # blocks that end before position 70
     assert found[90:].isfinite().all()
-    pool = torch.full_like(keys, torch.nan)  # nothing beyond a request's positions is read
+    pool = torch.full_like(keys, torch.nan)  # positions beyond a request are never read
     for request, length in enumerate((90, 60)):
         for place in range(length):
             pool[table[request, place // 16], place % 16] = keys[table[request, place // 16], place % 16]
@@ -158,7 +158,7 @@ def test_prefill_leaves_padding_rows_unchanged(device):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_prefill_leaves_rows_before_the_first_request_unchanged(device):
-    """Also where they fill blocks of their own."""
+    """Includes skipped rows that fill entire blocks."""
     keys, table, lengths = pages_of([20, 90], 16, 1, 16, dtype=torch.float32, seed=9)
     query, pools = noise(300, 2, 16, seed=10).to(device), (keys.to(device), keys.to(device))
     tables = table.to(device), (starts_of([20, 90]) + 190).to(device), lengths.to(device)
@@ -172,7 +172,7 @@ def test_prefill_leaves_rows_before_the_first_request_unchanged(device):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("is_batch_invariant", [False, True])
 def test_prefill_bits_do_not_depend_on_padding(device, is_batch_invariant):
-    """As a CUDA graph pads a step: more rows, which are one request of the last page, and requests without rows."""
+    """Padding as in a CUDA graph: extra rows, which form one request on the dummy page, and requests without rows."""
     keys, table, lengths = pages_of([70, 33, 150], 16, 2, 16, dtype=torch.float32, seed=11)
     counts, (rows, requests) = [1, 33, 40], (128, 9)
     query, missing = noise(rows, 6, 16, seed=12).to(device), rows - sum(counts)

@@ -1,4 +1,4 @@
-"""Batch-invariant and quantized matrix products by Triton against their references."""
+"""Triton batch-invariant and quantized matrix products against their references."""
 
 import itertools
 import math
@@ -71,7 +71,7 @@ def test_matmul_is_batch_invariant(device, dtype):
     seed=st.integers(0, 2**31),
 )
 def test_grouped_matmul_has_the_bits_of_one_product_for_each_expert(device, counts, sizes, spare, dtype, seed):
-    """Rows of experts, some without any, and rows of none at the end."""
+    """Rows are grouped by expert; some experts have no rows, and the last rows have no expert."""
     dtype = served(device, dtype)
     input = noise(sum(counts) + spare, sizes[1], seed=seed, dtype=dtype).to(device)
     weight = noise(len(counts), *sizes, seed=seed + 1, dtype=dtype).to(device) / sizes[1] ** 0.5
@@ -86,12 +86,12 @@ def test_grouped_matmul_has_the_bits_of_one_product_for_each_expert(device, coun
         grouped_invariant_linear(input, weight, ends.long().to(device))
 
 
-QUANTISED = [pytest.param("cpu", torch.int8, marks=DEVICES[0].marks)]  # the interpreter stores no FP8
-QUANTISED += [pytest.param("cuda", dtype, marks=pytest.mark.gpu) for dtype in (torch.int8, *FP8)]
-READ = [*QUANTISED, *(pytest.param("cpu", dtype, marks=DEVICES[0].marks) for dtype in FP8)]
+QUANTIZED = [pytest.param("cpu", torch.int8, marks=DEVICES[0].marks)]  # the interpreter stores no FP8
+QUANTIZED += [pytest.param("cuda", dtype, marks=pytest.mark.gpu) for dtype in (torch.int8, *FP8)]
+READ = [*QUANTIZED, *(pytest.param("cpu", dtype, marks=DEVICES[0].marks) for dtype in FP8)]
 
 
-@pytest.mark.parametrize(("device", "dtype"), QUANTISED)
+@pytest.mark.parametrize(("device", "dtype"), QUANTIZED)
 @pytest.mark.parametrize("shape", [(0, 32), (1, 32), (3, 416), (2, 2048), (3, 5000)])
 @pytest.mark.parametrize("group", [16, 32, None])
 def test_quantize_matches_the_reference(device, dtype, shape, group):
@@ -113,10 +113,10 @@ def test_quantize_matches_the_reference(device, dtype, shape, group):
         torch.testing.assert_close(again.cpu().float(), both[0], rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize(("device", "dtype"), QUANTISED)
+@pytest.mark.parametrize(("device", "dtype"), QUANTIZED)
 @pytest.mark.parametrize(("rows", "is_ue8m0"), [(1, False), (3, True)])
 def test_kernels_quantize_their_outputs(device, dtype, rows, is_ue8m0):
-    """Norms, gated activations and attention: what :func:`quantize` computes from the output."""
+    """The outputs of norms, gated activations and attention equal :func:`quantize` of the plain output."""
     states, residual = (noise(rows, 384, seed=seed, dtype=torch.float16).to(device) for seed in range(2))
     pool = noise(2, 9, 16, 2, 128, seed=2, dtype=torch.float16).to(device)
     pages, lengths = (torch.arange(9 * rows, device=device).view(rows, 9) % 9).int(), torch.full((rows,), 130)
@@ -156,7 +156,7 @@ def test_ue8m0_scales_are_the_next_powers_of_two(scale):
     is_constant=st.booleans(),
     seed=st.integers(0, 2**31),
 )
-@example(  # takes the most shared memory
+@example(  # largest use of shared memory
     rows=130, outs=200, groups=3, scaled="weight-only", with_bias=False, is_constant=False, seed=1
 )  # fmt: skip
 @example(rows=1, outs=200, groups=9, scaled="groups", with_bias=True, is_constant=True, seed=1)
@@ -183,7 +183,7 @@ def test_scaled_matmul_matches_the_reference(device, dtype, rows, outs, groups, 
 @pytest.mark.parametrize(("device", "dtype"), READ)
 @pytest.mark.parametrize(("outs", "ins"), [(90, 8320), (8300, 384)])
 def test_one_row_of_a_large_weight_matches_the_reference(device, dtype, outs, ins):
-    """A weight with long rows, or with many, has a launch of its own; neither is a multiple of its blocks."""
+    """A weight with long rows or with many rows has its own launch; neither size is a multiple of a block."""
     outs = min(outs, 48 * num_sms(torch.device(device)) + 40)
     input, scales = quantize_reference(noise(1, ins, seed=1), dtype, 128)
     weight, weight_scales = noise(outs, ins, seed=2).to(dtype), noise(-(-outs // 128), ins // 128, seed=3).abs()
@@ -204,7 +204,7 @@ def test_one_row_of_a_large_weight_matches_the_reference(device, dtype, outs, in
     seed=st.integers(0, 2**31),
 )
 def test_grouped_scaled_matmul_matches_the_reference(device, dtype, counts, spare, outs, scaled, seed):
-    """Rows of experts, some without any, and rows of none at the end."""
+    """Rows are grouped by expert; some experts have no rows, and the last rows have no expert."""
     ins, group = (256, 128) if "group" in scaled or "block" in scaled else (91, None)
     input, scales = noise(sum(counts) + spare, ins, seed=seed), None
     if not scaled.startswith("weight-only"):
@@ -235,12 +235,12 @@ def test_scaled_matmul_keeps_nonfinite_values_in_their_row(device, dtype):
     assert torch.equal(found[[0, 1, 2, 4]], plain[[0, 1, 2, 4]])
 
 
-@pytest.mark.parametrize(("device", "dtype"), QUANTISED)
+@pytest.mark.parametrize(("device", "dtype"), QUANTIZED)
 @pytest.mark.parametrize("input_group", [128, None, "static"])
 @pytest.mark.parametrize("shape", [(40, 384), (130, 1152), (16, 2048)])
 @pytest.mark.parametrize(("is_grouped", "is_ue8m0"), [(False, False), (True, False), (True, True)])
 def test_quantizing_linear_equals_quantize_then_scaled_linear(device, dtype, input_group, shape, is_grouped, is_ue8m0):
-    """One row, quantized in the product's kernel: the same bits."""
+    """One row is quantized inside the product kernel, with the same bits."""
     outs, ins = shape
     static = torch.tensor(0.02, device=device) if input_group == "static" else None
     group, input_group = 128 if is_grouped else None, None if input_group == "static" else input_group
@@ -264,7 +264,7 @@ def test_quantizing_linear_equals_quantize_then_scaled_linear(device, dtype, inp
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [LIBRARY_ROWS - 1, LIBRARY_ROWS, 1001])
 def test_scaled_linear_of_many_rows_matches_the_reference(rows):
-    """In blocks of 128 x 128, which cuBLAS multiplies from LIBRARY_ROWS rows on."""
+    """In blocks of 128 x 128, which cuBLAS multiplies for at least LIBRARY_ROWS rows."""
     codes, scales = quantize_reference(noise(rows, 1024, seed=1), FP8[0], 128)
     weight, by = noise(384, 1024, seed=2).to(FP8[0]), (torch.arange(384) // 128).int()
     weight_scales = noise(3, 8, seed=3).abs() + 0.1

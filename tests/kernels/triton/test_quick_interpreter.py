@@ -1,4 +1,4 @@
-"""The interpreter that tests use does what Triton's own does."""
+"""The interpreter used by the tests behaves like Triton's own."""
 
 import inspect
 import itertools
@@ -60,7 +60,7 @@ def test_quick_interpreter_makes_the_same_types() -> None:
         for shape in ([4], [1, 8], [tl.constexpr(2), 4, 1], tl.core.tuple([16, 2])):
             own = object.__new__(tl.block_type)
             quick_interpreter._init_block(own, scalar, shape)
-            for made in (tl.block_type(scalar, shape), tl.block_type(scalar, shape)):  # the second from what is known
+            for made in (tl.block_type(scalar, shape), tl.block_type(scalar, shape)):  # the second is cached
                 assert (made.name, made.numel, made.shape.values) == (own.name, own.numel, own.shape.values)
                 assert made == own
     for shape, error in (([3], ValueError), ([], TypeError), ([1 << 30], ValueError)):
@@ -104,7 +104,7 @@ def test_quick_interpreter_broadcasts_alike() -> None:
 
 
 def test_quick_interpreter_replaces_a_language_once() -> None:
-    """What a kernel calls finds everything replaced; what it replaced is the original again after it."""
+    """Nested calls find the language already patched; the outermost call restores the originals."""
 
     def kernel() -> Any:
         return tl.load

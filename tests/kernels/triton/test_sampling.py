@@ -1,4 +1,4 @@
-"""Sampling by Triton against its reference and against the engine's sampler, draw by draw."""
+"""Triton sampling against its reference and against the engine's sampler, draw by draw."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ from tapscope.engine.sampling.gumbel import gumbel
 from tapscope.engine.sampling.sampler import Sampler
 from tapscope.kernels.triton.sampling import draw, draw_reference, greedy, noise_reference
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of hashes that overflow in the interpreter's numpy
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # hashes overflow in the interpreter's numpy
 SEEDS = [0, 1, -1, 2**63 - 1, -(2**63), 0x123456789ABCDEF]
 
 
@@ -95,7 +95,7 @@ def test_sampling_greedy_is_torchs_argmax(device, dtype):
 
 
 class FixedMask:
-    """A grammar that allows every third token."""
+    """A grammar mask that allows every third token."""
 
     def mask_after(self, drafts):
         return np.full(22, 0x49249249, dtype=np.int32)

@@ -1,4 +1,4 @@
-"""The counters of a sketch by Triton against the plain reference."""
+"""Triton sketch counters against the reference."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ _NOISE = torch.Generator().manual_seed(7)
 
 
 def keys_of(rows: int) -> torch.Tensor:
-    """Keys of all 32 bits, the second of which is padding."""
+    """Return random 32-bit keys, the second of which is padding."""
     keys = torch.randint(0, 1 << 32, (rows,), generator=_NOISE)
     if rows > 2:
         keys[1] = PADDING
@@ -56,7 +56,7 @@ def test_triton_sketch_equals_its_reference(
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_triton_sketch_of_words_equals_that_of_elements(device: str, dtype: torch.dtype) -> None:
-    """Whole blocks are loaded by words of 8 bytes, unless they begin within one."""
+    """Full blocks are loaded as 8-byte words, unless they start unaligned."""
     rows, width = 40, 512
     values, keys = values_of(rows, width, dtype), keys_of(rows)
     shifted = torch.empty(rows * width + 1, dtype=dtype, device=device)[1:].view(rows, width).copy_(values)
@@ -68,7 +68,7 @@ def test_triton_sketch_of_words_equals_that_of_elements(device: str, dtype: torc
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_triton_sketches_of_many_tensors_are_merged_together_and_again(device: str) -> None:
-    """Of a part of the columns too; the memory serves the next tensors after a merge."""
+    """Includes column ranges; the buffer is reused for the next tensors after a merge."""
     sketches, out = Sketches(torch.device(device, 0) if device == "cuda" else torch.device(device), 5), []
     parts = [Part(9, 600, 100, 333, 280), Part(1, 2000, 0, 0, 2000), Part(3, 512, 256, 512, 256), Part(2, 5, 0, 0, 0)]
     parts += [Part(3, 515, 3, 256, 512)]

@@ -1,4 +1,4 @@
-"""Sketches of many tensors in one launch against those of single launches, bit for bit."""
+"""Sketches of many tensors in one launch against single launches, bit for bit."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,16 +16,16 @@ from tapscope.kernels.triton.sketch_table import Request, sketch_many
 
 _NOISE = torch.Generator().manual_seed(7)
 PARTS = [
-    Part(9, 600, 100, 333, 280),  # a run of columns of a shard that begins within a block
+    Part(9, 600, 100, 333, 280),  # columns of a shard, starting inside a block
     Part(1, 2000, 0, 0, 2000),
-    Part(3, 512, 256, 512, 256),  # whole blocks
-    Part(11, 768, 0, 768, 768),  # whole blocks, the second shard of two
-    Part(2, 5, 0, 0, 0),  # nothing
+    Part(3, 512, 256, 512, 256),  # full blocks
+    Part(11, 768, 0, 768, 768),  # full blocks, the second shard of two
+    Part(2, 5, 0, 0, 0),  # no columns
     Part(1, 1, 0, 0, 1),
     Part(7, 515, 3, 256, 512),
-    Part(20, 4, 0, 1022, 4),  # many rows, of which each is a part of two blocks
+    Part(20, 4, 0, 1022, 4),  # many rows, each covering parts of two blocks
 ]
-"""For tensors of two types in turn."""
+"""Used with two dtypes in turn."""
 
 
 def on(device: str) -> torch.device:
@@ -33,9 +33,9 @@ def on(device: str) -> torch.device:
 
 
 def made(part: Part, dtype: torch.dtype, device: str, after: int = 0) -> tuple[torch.Tensor, torch.Tensor, Part]:
-    """A tensor with values that are not finite, and keys of all 32 bits, every third of which is padding.
+    """Return values including non-finite ones, and 32-bit keys of which every third is padding.
 
-    ``after`` columns of others are between two rows in memory.
+    In memory, ``after`` unrelated columns separate two rows.
     """
     values, keys = torch.randn(part.rows, part.width + after, generator=_NOISE), torch.randint(0, 1 << 32, (part.rows,))
     values[0, 0], values[-1, part.width - 1] = float("nan"), float("inf")
@@ -44,7 +44,7 @@ def made(part: Part, dtype: torch.dtype, device: str, after: int = 0) -> tuple[t
 
 
 def single(about: Sequence[tuple[torch.Tensor, torch.Tensor, Part]], device: str) -> torch.Tensor:
-    """[tensors, 256]: the counters of single launches of dense tensors."""
+    """Return the counters [tensors, 256] of single launches on dense tensors."""
     sketches, counters = Sketches(on(device), 1), torch.full((len(about), COUNTERS), 9.0, device=device)
     for (values, keys, part), row in zip(about, counters, strict=True):
         sketches.add(values.contiguous(), keys, part, 0, row.data_ptr())
@@ -63,8 +63,10 @@ def requests(about: Sequence[tuple[torch.Tensor, torch.Tensor, Part]], counters:
 def test_triton_sketch_table_has_the_counters_of_single_launches(
     device: str, capacity: int, room: int, launches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There are two types, each with and without whole blocks: one launch for each of the four kernels. There are more
-    launches if ``capacity`` tensors or the partial counters of ``room`` large tensors are fewer than needed."""
+    """With two dtypes, each with and without full blocks, there is one launch for each of the four kernels.
+
+    If ``capacity`` tensors or the partial counters of ``room`` large tensors do not suffice, there are more launches.
+    """
     types = torch.float32, served(device, torch.bfloat16)
     after = 0, 0, 0, 256, 0, 5, 3, 4
     about = [made(part, types[i % 2], device, after[i]) for i, part in enumerate(PARTS)]
@@ -86,14 +88,14 @@ def test_triton_sketch_table_has_the_counters_of_single_launches(
 
 @pytest.mark.gpu
 def test_triton_sketch_table_is_read_at_every_replay_of_a_graph() -> None:
-    """Values and keys are those of the replay."""
+    """A replay uses its current values and keys."""
     parts = [*PARTS, Part(32, 28672, 0, 0, 28672)] * 20
     about = [made(part, torch.bfloat16, "cuda", i % 2 * 64) for i, part in enumerate(parts)]
     counters, sketches = torch.zeros(len(about), COUNTERS, device="cuda"), Sketches(on("cuda"), 128)
     given = requests(about, counters)
-    tables = sketch_many(sketches, given, lambda table: table.to("cuda"))  # compiles
+    tables = sketch_many(sketches, given, lambda table: table.to("cuda"))  # compiles the kernels
     assert len(tables) == 4
-    uploaded = iter(tables)  # those of the capture are equal
+    uploaded = iter(tables)  # equal to the uploads during capture
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         sketch_many(sketches, given, lambda table: next(uploaded))

@@ -1,4 +1,4 @@
-"""The linear layer of 17 to 32 rows by Triton against torch's."""
+"""The Triton linear layer for 17 to 32 rows against torch's linear."""
 
 import pytest
 import torch
@@ -39,9 +39,9 @@ def test_split_linear_matches_torch(device, rows, outs, ins, dtype, has_bias, is
     weight, bias = (noise(*shape, seed=seed + 1, dtype=dtype) for shape in ((outs, ins), (outs,)))
     moved, weight_there = wide.to(device), weight.to(device)
     states, there = (each[:, :ins] if is_cut else each[:, :ins].contiguous() for each in (wide, moved))
-    for _ in range(2):  # the counters are zeros again
+    for _ in range(2):  # the counters must be zero again
         found = split_linear(there, weight_there, bias.to(device) if has_bias else None, kind, is_constant=is_constant)
-        if kind is not None:  # to the bit what the two kernels give, which a step with taps runs
+        if kind is not None:  # bit-equal to the two kernels that a tapped step runs
             whole = split_linear(there, weight_there, bias.to(device) if has_bias else None)
             assert torch.equal(found, gated(whole, None, kind))
             continue

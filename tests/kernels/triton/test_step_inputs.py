@@ -1,4 +1,4 @@
-"""Inputs of a step by Triton against the reference and the engine's torch code."""
+"""Triton step inputs against the reference and the engine's torch code."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ from tapscope.kernels.triton.step_inputs import read_host, step_inputs, step_inp
 
 
 def inputs(tokens, requests, num_rows, width, page, seed, device="cpu"):
-    """Arguments of a step whose vectors are views of a longer buffer."""
+    """Return the arguments of a step, with vectors that are views of a longer buffer."""
     made = torch.Generator().manual_seed(seed)
     ids, rows, places = (
         torch.randint(0, high, (tokens + 1,), generator=made)[1:] for high in (99, num_rows, width * page)
@@ -54,7 +54,7 @@ def test_step_inputs_match_the_reference(device, tokens, requests, num_rows, wid
 
 
 def buffers_of(windowed):
-    """Of three requests and ``windowed`` cache groups after the first."""
+    """Return the buffers for three requests and ``windowed`` cache groups in addition to the first."""
     layout = CacheLayout(kv_heads=1, key_dim=4, value_dim=4)
     groups = [CacheGroup({layer: layout}, 12) for layer in range(1 + windowed)]
     cache = KVCache(groups, 8, KVFormat(torch.float32, torch.float32))
@@ -66,7 +66,7 @@ def decoding(row):
 
 
 def loaded(windowed):
-    """What a step reads of two decoding requests, one of which has a token still to be computed, and of a prompt."""
+    """Return the host inputs of two decoding requests, one with a token still being computed, and of a prompt."""
     buffers = buffers_of(windowed)
     buffers.last_tokens.copy_(torch.tensor([[70, 71, 72, 0], [80, 81, 82, 0], [90, 91, 92, 0]]))
     scheduled = [
@@ -116,9 +116,9 @@ def test_step_inputs_read_pinned_memory(device):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_step_inputs_read_ids_that_the_device_has_computed(device):
-    """Of each id below 0 the token of its row: the last one for -1, drafts before that."""
+    """A negative id refers to its row's tokens on the device: -1 to the last token, lower ids to drafts."""
     last = torch.arange(12, device=device).reshape(2, 6) + 100
-    numbers = [7, -1, -2, 9, -5, -6, -7, -8, 5, 4, 0, 1, -1]  # ids, other numbers, rows, and more
+    numbers = [7, -1, -2, 9, -5, -6, -7, -8, 5, 4, 0, 1, -1]  # ids, other numbers, rows and more
     host = torch.tensor(numbers).pin_memory() if device == "cuda" else torch.tensor(numbers)
     ints = torch.zeros(2, dtype=torch.int32), torch.zeros(2, dtype=torch.int32, device=device)
     host_ints = ints[0].pin_memory() if device == "cuda" else ints[0]

@@ -1,4 +1,4 @@
-"""Statistics and digests by Triton against those of the host, which define them."""
+"""Triton statistics and digests against the host's, which define the values."""
 
 import math
 import struct
@@ -16,12 +16,12 @@ from tapscope.core.errors import UsageError
 from tapscope.kernels.native.summary import _unpack, summarize
 from tapscope.kernels.triton import tap
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numbers that overflow in the interpreter's numpy
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # values overflow in the interpreter's numpy
 DTYPES = list(tap.FORMATS)
 
 
 def random_bits(count, dtype, seed):
-    """Elements of any bits at all: every NaN, infinity and subnormal number comes up."""
+    """Return elements with random bit patterns, including NaNs, infinities and subnormals."""
     noise = torch.Generator().manual_seed(seed)
     if dtype == torch.bool:
         return torch.randint(0, 2, (count,), generator=noise).bool()
@@ -29,7 +29,7 @@ def random_bits(count, dtype, seed):
 
 
 def host(tensor):
-    """What the host finds."""
+    """Return the summary computed on the host."""
     flat = tensor.cpu().contiguous()
     return summarize(flat.data_ptr(), flat.numel(), str(tensor.dtype).removeprefix("torch."))
 
@@ -42,7 +42,7 @@ def check(row, tensor, by=1e-6):
     values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     wide = values.double().cpu()
     reach = float(wide[wide.isfinite()].abs().sum())
-    if not math.isfinite(expected.stats.sum):  # beyond float64; whether inf or nan depends on the order of the terms
+    if not math.isfinite(expected.stats.sum):  # beyond float64; inf or nan depends on the order of summation
         assert not math.isfinite(found.stats.sum)
         return
     assert found.stats.sum == pytest.approx(expected.stats.sum, rel=by, abs=by * reach if reach < 1e300 else None)
@@ -102,7 +102,7 @@ def test_tap_row_does_not_depend_on_the_number_of_programs(device, count, monkey
     ("value", "place"), [(torch.nan, 4096 * 9 + 5), (-torch.inf, -1), (0.0, 4096 * 13), (1e-39, 9), (1e30, 50_000)]
 )
 def test_tap_finds_one_unusual_value_among_ordinary_blocks(device, value, place, monkeypatch):
-    """Programs have several groups of blocks each; the last block is not whole."""
+    """Each program has several groups of blocks, and the last block is partial."""
     monkeypatch.setattr(tap, "num_sms", lambda _: 1)
     tensor = torch.randn(4096 * 18 + 101, generator=torch.Generator().manual_seed(3)).bfloat16()
     tensor[place] = value
@@ -111,7 +111,7 @@ def test_tap_finds_one_unusual_value_among_ordinary_blocks(device, value, place,
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_tap_rows_that_are_merged_together_are_those_of_single_launches(device):
-    """Those of small tensors need no merge; the memory serves the next tensors, whatever is in it."""
+    """Small tensors need no merge; the buffer is reused for the next tensors without being cleared."""
     parts, rows = tap.Parts(torch.device(device)), torch.full((4, tap.WIDTH), 7, device=device)
     for scale in (1, -3):
         values = [torch.randn(20_001), torch.arange(9), torch.zeros(3000).half(), torch.randn(5000).half()]
@@ -129,14 +129,14 @@ def test_tap_rows_that_are_merged_together_are_those_of_single_launches(device):
 
 
 def summarize_many(tensors, rows):
-    """In one launch; returns its plan."""
+    """Summarize the tensors in one launch and return its plan."""
     plan = tap.plan_of(tensors, rows)
     tap.summarize_many(plan, plan.table.to(rows.device), plan.places.to(rows.device))
     return plan
 
 
 def check_many(rows, tensors):
-    """And that no program is counted as arrived."""
+    """Check the summaries, and that the counter of arrived programs is reset."""
     for row, tensor in zip(rows, tensors, strict=True):
         check(row, tensor)
         assert row[15] == 0
@@ -157,11 +157,11 @@ def test_tap_summarizes_many_tensors_in_one_launch(device, dtype, sizes):
 def test_tap_programs_of_many_tensors_are_in_proportion_to_their_size(device, monkeypatch):
     monkeypatch.setattr(tap, "_PROGRAMS_OF_TABLE", 4)
     monkeypatch.setattr(tap, "num_sms", lambda _: 2)
-    tensors = [torch.ones(count * 2048 - 5, device=device) for count in (36, 9, 8, 4, 1)]  # blocks of 8 KiB
+    tensors = [torch.ones(count * 2048 - 5, device=device) for count in (36, 9, 8, 4, 1)]  # in blocks of 8 KiB
     rows = torch.zeros(len(tensors), tap.WIDTH, dtype=torch.int64, device=device)
     plan = summarize_many(tensors, rows)
     assert plan.group == 4
-    assert plan.table[:, 1].tolist() == [5, 2, 1, 1, 1]  # two groups of four blocks for each program
+    assert plan.table[:, 1].tolist() == [5, 2, 1, 1, 1]  # two groups of four blocks per program
     assert plan.table[:, 0].tolist() == [0, 5, 7, 8, 9]
     assert plan.places.tolist() == [0] * 5 + [1] * 2 + [2, 3, 4]
     check_many(rows, tensors)
@@ -172,8 +172,11 @@ def test_tap_programs_of_many_tensors_are_in_proportion_to_their_size(device, mo
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("valid", [0, 1, 2, 5, 9])
 def test_tap_of_many_tensors_counts_the_elements_in_the_table(device, valid, monkeypatch):
-    """Programs of tensors that are shorter than planned do nothing, and the last of the others does not wait for them;
-    those of a tensor that has become one group write its row immediately."""
+    """The table holds the actual element counts, which may be smaller than planned.
+
+    Programs without elements do nothing, and the last arriving program does not wait for them. A tensor that shrinks to
+    one group writes its row immediately.
+    """
     monkeypatch.setattr(tap, "_PROGRAMS_OF_TABLE", 16)
     monkeypatch.setattr(tap, "num_sms", lambda _: 2)
     wide = torch.randn(9, 7168, generator=torch.Generator().manual_seed(6)).to(device)
@@ -211,7 +214,7 @@ def test_tap_summarizes_rows_that_lie_apart_without_a_copy(device, dtype):
     kind=st.sampled_from(["bits", "normal", "few"]),
 )
 def test_tap_of_rows_that_lie_apart_is_that_of_their_copy(device, rows, width, left, right, dtype, kind):
-    """Every bit of it, sums included. Rows that do not begin at multiples of 16 bytes are refused."""
+    """All bits are equal, including sums; rows that are not aligned to 16 bytes are refused."""
     shape = rows, left + width + right
     if kind == "bits":
         whole = random_bits(rows * shape[1], dtype, rows).view(shape)
@@ -235,7 +238,7 @@ def test_tap_of_rows_that_lie_apart_is_that_of_their_copy(device, rows, width, l
 
 @given(words=st.integers(1, (1 << 29) - 1), rows=st.integers(2, 1 << 20), gap=st.integers(1, 1 << 27), index=st.data())
 def test_tap_finds_the_row_of_every_word(words, rows, gap, index):
-    """Word ``i`` of 64 bits is in row ``i // width``; longer tensors, and those with wider gaps, are copied."""
+    """The 64-bit word ``i`` is in row ``i // width``; longer tensors and larger gaps are copied."""
     width = 2 * words
     apart = torch.empty_strided((rows, 8 * width), (8 * width + 16 * gap, 1), dtype=torch.uint8, device="meta")
     found = tap.row_gap(apart)
