@@ -27,7 +27,7 @@ from tapscope.engine import LLM
 
 LONG = {"max_new_tokens": 900, "temperature": 0, "ignore_eos": True}
 ENDLESS = LONG | {"max_new_tokens": 16_000}
-"""Longer than anybody here waits."""
+"""Longer than any test waits."""
 SHORT = LONG | {"max_new_tokens": 4}
 SHAPE = {"num_hidden_layers": 1, "max_position_embeddings": 16_384}
 

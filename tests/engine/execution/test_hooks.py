@@ -72,7 +72,7 @@ _OWN_MODULES = {
     "zamba2": {"qkv_proj"},
     "mamba2": set(),
 }
-"""Names of modules that only the engine has: fused weights, or the parts of what transformers fuses."""
+"""Names of modules that exist only in the engine: fused weights, or parts of modules that transformers fuses."""
 
 
 def _times(family: str, name: str) -> int:
