@@ -249,9 +249,11 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--host-gib", type=int, default=12, help="host memory for what one forward gives")
+    parser.add_argument("--host-gib", type=int, default=12, help="host memory for the records of one forward")
     parser.add_argument("--out", type=Path, default=Path("/tmp/tapscope-cuda"))
-    parser.add_argument("--only", choices=MODES, action="append", help="the price of these, and no proof")
+    parser.add_argument(
+        "--only", choices=MODES, action="append", help="measure only the cost of these modes, without the proof"
+    )
     args = parser.parse_args()
     if not torch.cuda.is_available():
         print("FAIL: no CUDA device here")

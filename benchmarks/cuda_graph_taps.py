@@ -104,7 +104,7 @@ def main() -> None:
     parser.add_argument("--shape", default="qwen3-0.6b", choices=sorted(_SHAPES))
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--new", type=int, default=96)
-    parser.add_argument("--only", choices=MODES, action="append", help="these, and the first")
+    parser.add_argument("--only", choices=MODES, action="append", help="measure only these modes and the first one")
     args = parser.parse_args()
     print(f"{args.shape}, batch {args.batch}, {torch.cuda.get_device_name()}, torch {torch.__version__}")
     with tempfile.TemporaryDirectory() as folder:

@@ -230,7 +230,7 @@ def main() -> int:
     parser.add_argument("--sites", type=int, default=1000)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--run", type=Path, help="this run instead, such as one of open_run.py --keep")
+    parser.add_argument("--run", type=Path, help="measure this run instead, for example one of open_run.py --keep")
     parser.add_argument("--skip", action="append", default=[], choices=PARTS)
     parser.add_argument("--only", action="append", default=[], choices=PARTS)
     args = parser.parse_args()

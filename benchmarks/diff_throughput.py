@@ -181,9 +181,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--dir", type=Path, help="where to make the runs (default: the temporary directory)")
+    parser.add_argument("--dir", type=Path, help="directory of the runs (default: the temporary directory)")
     parser.add_argument("--tiny", default=TINY, metavar="SITESxSTEPS,...", help=f"which runs (default {TINY})")
-    parser.add_argument("--only", default="kernel,large,tiny,memory", help="which parts, separated by commas")
+    parser.add_argument("--only", default="kernel,large,tiny,memory", help="parts to measure, separated by commas")
     args = parser.parse_args()
     parts = set(args.only.split(","))
     if "kernel" in parts:

@@ -177,7 +177,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--everything", action="store_true", help="inputs too")
+    parser.add_argument("--everything", action="store_true", help="record inputs as well as outputs")
     args = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:

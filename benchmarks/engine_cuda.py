@@ -292,9 +292,9 @@ def main() -> None:
         metavar="NAME=VALUE",
         help="sampling parameters of the engine, such as temperature=1.0 top_p=0.9; greedy without",
     )
-    parser.add_argument("--quantization", choices=FORMATS, help="also run these weights, by the engine alone")
+    parser.add_argument("--quantization", choices=FORMATS, help="also run the engine with quantized weights")
     parser.add_argument("--no-parity", action="store_true")
-    parser.add_argument("--tp", type=int, default=1, help="the engine's ranks; transformers has one GPU")
+    parser.add_argument("--tp", type=int, default=1, help="ranks of the engine; transformers uses one GPU")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
     device, rate = args.device, copy_rate(args.device)

@@ -313,9 +313,9 @@ def main() -> None:
     parser.add_argument("--only", default="*", metavar="GLOB", help="files of the verdict bench (default: all)")
     parser.add_argument("--seeds", default="0-5", metavar="LIST", help="seeds of the floor sweep; empty for none")
     parser.add_argument("--every", type=int, default=1, metavar="N", help="compare every N-th pair only")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="J", help="processes")
-    parser.add_argument("--capture", action="store_true", help="record the runs and compare nothing")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the names behind each number here")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="J", help="worker processes")
+    parser.add_argument("--capture", action="store_true", help="only record the runs")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the names behind each number to this file")
     args = parser.parse_args()
     from tapscope.core.site import parse_ranges
 

@@ -304,8 +304,10 @@ def main() -> None:
     parser.add_argument("--models", default="unet,resnet18,resnet50,mobilenet_v2,mobilenet_v3_small", metavar="LIST")
     parser.add_argument("--weights", default="init,calibrated,wide", metavar="LIST")
     parser.add_argument("--seeds", default="0-2", metavar="LIST")
-    parser.add_argument("--bugs", action="store_true", help="half of the bugs for each model too")
-    parser.add_argument("--without", choices=PARTS, action="append", default=[], help="leave a part out")
+    parser.add_argument("--bugs", action="store_true", help="also inject half of the bugs into each model")
+    parser.add_argument(
+        "--without", choices=PARTS, action="append", default=[], help="disable a part of the noise floor"
+    )
     args = parser.parse_args()
     from tapscope.core.site import parse_ranges
 

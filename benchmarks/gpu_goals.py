@@ -371,7 +371,7 @@ def run_part(name: str, path: Path | None) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=PARTS, action="append", help="these parts")
+    parser.add_argument("--only", choices=PARTS, action="append", help="measure only these parts")
     parser.add_argument("--json", type=Path, help="append the rows to this file, one JSON object per line")
     args = parser.parse_args()
     if not torch.cuda.is_available():

@@ -131,9 +131,9 @@ def print_takes(rounds: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mebibytes", type=int, default=128, help="size of each matrix; keep it well above the cache")
-    parser.add_argument("--width", type=int, default=4096, help="elements of a row")
+    parser.add_argument("--width", type=int, default=4096, help="elements per row")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--only-take", action="store_true", help="leave the comparison out")
+    parser.add_argument("--only-take", action="store_true", help="skip the comparison")
     options = parser.parse_args()
     print("backend:", *backend())
     print_takes(options.rounds)

@@ -300,7 +300,7 @@ def line_of(case: Case, copy: float, product: float) -> str:
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--only", choices=GROUPS, help="one group of kernels")
+    parser.add_argument("--only", choices=GROUPS, help="measure one group of kernels")
     only = parser.parse_args().only
     reason = why_not(CUDA) if torch.cuda.is_available() else "there is no CUDA device"
     if reason is not None:

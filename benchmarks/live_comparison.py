@@ -27,7 +27,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for flag, default in (("--layers", 4), ("--hidden", 256), ("--tokens", 256), ("--rounds", 15)):
         parser.add_argument(flag, type=int, default=default)
-    parser.add_argument("--profile", action="store_true", help="functions of the bf16 comparison by their own time")
+    parser.add_argument(
+        "--profile", action="store_true", help="print the functions of the bf16 comparison by self time"
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)

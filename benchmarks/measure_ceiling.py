@@ -113,7 +113,7 @@ def measure(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mib", type=int, default=128, help="size of the larger array of a pair")
-    parser.add_argument("--width", type=int, default=4096, help="elements of a row")
+    parser.add_argument("--width", type=int, default=4096, help="elements per row")
     parser.add_argument("--apart", type=int, default=5 * PAGE, help="bytes between the two arrays of a pair")
     parser.add_argument("--shift", type=int, default=0, help="bytes from the start of a page to that of an array")
     parser.add_argument("--rounds", type=int, default=9)

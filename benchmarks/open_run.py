@@ -89,7 +89,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--sites", type=int, default=10_000)
     parser.add_argument("--dir", default=None)
-    parser.add_argument("--keep", type=Path, help="write the runs here, and leave them; none is compacted")
+    parser.add_argument("--keep", type=Path, help="write the runs to this directory and keep them; none is compacted")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.dir) as place:
         runs = {count: make((args.keep or Path(place)) / str(count), count, args.sites) for count in args.records}

@@ -58,7 +58,7 @@ def main() -> None:
     """Print one row per family."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("families", nargs="*", metavar="FAMILY", help=", ".join(FAMILIES))
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the engine")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="device of the engine")
     args = parser.parse_args()
     head = ["family", "architecture", "layers", "whole", "chunks", "TP 2", "EP 2", "logit"]
     print(f"| {' | '.join(head)} |\n| {' | '.join(['---'] * len(head))} |")

@@ -192,7 +192,7 @@ def main() -> None:
     parser.add_argument("--vllm-python", metavar="PATH", help="interpreter of an environment with vLLM CPU")
     parser.add_argument("--lengths", type=int, nargs="+", default=[129, 1025, 4097])
     parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 0], help="0: as many as there are cores")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 0], help="threads; 0: one per core")
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     pythons = {"ours": sys.executable, "transformers": sys.executable}

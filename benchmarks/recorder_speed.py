@@ -227,7 +227,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(tempfile.gettempdir()), help="where to write")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--fsync", choices=("never", "close", "segment", "batch"), default="never")
-    parser.add_argument("--recorder", action="store_true", help="through a real recorder process as well")
+    parser.add_argument("--recorder", action="store_true", help="measure a real recorder process as well")
     args = parser.parse_args()
     data = memoryview(os.urandom(1 << 20) * 64)
     print(f"writing to {args.out}, fsync {args.fsync}; medians of {args.rounds} rounds")

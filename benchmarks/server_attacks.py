@@ -199,11 +199,18 @@ def serving(model: Path, cores: str) -> Iterator[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", type=Path, metavar="MODEL", help="a checkpoint with a tokenizer")
-    parser.add_argument("--seconds", type=float, default=6.0, help="of each attack (default 6)")
-    parser.add_argument("--server-cores", default="0", metavar="LIST", help="as taskset has them (default 0)")
-    parser.add_argument("--client-cores", default="1", metavar="LIST", help="the last is the attacker's (default 1)")
-    parser.add_argument("--only", metavar="TEXT", default="", help="attacks whose name has this")
-    parser.add_argument("--json", action="store_true", help="one object a line")
+    parser.add_argument("--seconds", type=float, default=6.0, help="seconds per attack (default 6)")
+    parser.add_argument(
+        "--server-cores", default="0", metavar="LIST", help="cores of the server, in taskset syntax (default 0)"
+    )
+    parser.add_argument(
+        "--client-cores",
+        default="1",
+        metavar="LIST",
+        help="cores of the clients; the attacker gets the last (default 1)",
+    )
+    parser.add_argument("--only", metavar="TEXT", default="", help="only attacks whose name contains this")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line")
     args = parser.parse_args()
     cores = [int(core) for core in args.client_cores.split(",")]
     with ExitStack() as stack:

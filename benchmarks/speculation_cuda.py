@@ -129,7 +129,7 @@ def options_of(case: str, folder: Path) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=_SHAPES, default="qwen3-0.6b")
-    parser.add_argument("--layers", type=int, help="of the target; default: all")
+    parser.add_argument("--layers", type=int, help="layers of the target; default: all")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--prompt", type=int, default=96)
     parser.add_argument("--new", type=int, default=256)

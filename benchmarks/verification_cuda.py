@@ -83,7 +83,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=_SHAPES, default="llama-8b")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--rows", type=int, default=4, help="of a request in a verification")
+    parser.add_argument("--rows", type=int, default=4, help="rows per request in a verification step")
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--kernels", action="store_true")

@@ -30,7 +30,7 @@ def main() -> None:
     for flag, default in (("--shards", 4), ("--rounds", 3), ("--jobs", 1)):
         parser.add_argument(flag, type=int, default=default)
     parser.add_argument("--dir", default=None)
-    parser.add_argument("--changed", action="store_true", help="one row of one tensor differs")
+    parser.add_argument("--changed", action="store_true", help="change one row of one tensor")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.dir) as name:
         baseline, target = Path(name, "baseline"), Path(name, "target")

@@ -30,7 +30,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--suite", nargs="+", metavar="SUITE", help="suites whose names begin so (default: all)")
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
-    parser.add_argument("--folder", type=Path, help="keep the runs there (default: a temporary folder)")
+    parser.add_argument("--folder", type=Path, help="keep the runs in this directory (default: a temporary one)")
     parser.add_argument("--vllm-python", help="interpreter of an environment with vLLM for CPUs and tapscope")
     args = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")

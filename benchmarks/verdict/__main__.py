@@ -41,10 +41,12 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.verdict", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--bugs", type=Path, metavar="DIR", help="bug files instead of the catalogue's")
-    parser.add_argument("--benign", type=Path, metavar="DIR", help="benign files instead of the catalogue's")
+    parser.add_argument("--bugs", type=Path, metavar="DIR", help="directory of bug files that replace the catalogue's")
     parser.add_argument(
-        "--only", action="append", default=[], metavar="GLOB", help="run only cases of this name; repeatable"
+        "--benign", type=Path, metavar="DIR", help="directory of benign files that replace the catalogue's"
+    )
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="GLOB", help="run only cases whose name matches; repeatable"
     )
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), help="run both sides of every case that fits one GPU on this device"
