@@ -95,8 +95,8 @@ class Converter:
         """Convert the checkpoint ``source`` to the new or empty directory ``out``.
 
         ``advance`` is called with the number of newly processed tensors. Raises CheckpointError if the checkpoint is
-        unreadable or already quantized, ConfigError if a glob matches no module or the group size does not divide the
-        input features, RunExistsError if ``out`` is not empty, and OutputError if ``out`` cannot be written.
+        unreadable or already quantized. Raises ConfigError if a glob matches no module, or if the group size does not
+        divide the input features. Raises RunExistsError if ``out`` is not empty, OutputError if it cannot be written.
         """
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise RunExistsError(f"{out} exists and is not an empty directory; choose another path")

@@ -1,7 +1,8 @@
 """MXFP4: blocks of 32 4-bit floats (E2M1) that share a power of two (E8M0); OCP Microscaling Formats 1.0, section 5.
 
-A matrix [rows, columns] is stored as ``NAME_blocks`` [rows, columns / 32, 16] uint8, the even column in the low four
-bits, and ``NAME_scales`` [rows, columns / 32] uint8, exponents with a bias of 127. Experts are stacked before the rows.
+A matrix [rows, columns] is stored as two uint8 tensors. ``NAME_blocks`` [rows, columns / 32, 16] has the even column in
+the low four bits; ``NAME_scales`` [rows, columns / 32] has exponents with a bias of 127. Stacked experts add a leading
+axis.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """Weight digests that are additive over shards: an engine's shard digests sum to the digest of a trainer's full tensor.
 
-The digest of a tensor is the sum of ``mix(G * i + H * bits)`` modulo 2**64 over its elements, where i is the element's
-index in C order, bits are its bytes as an integer, and mix is the finalizer of SplitMix64
+The digest of a tensor is the sum of ``mix(G * i + H * bits)`` modulo 2**64 over its elements. Here i is the index of an
+element in C order, and bits are its bytes as an integer; mix is the finalizer of SplitMix64
 (doi:10.1145/2660193.2660195). Ranks may hold arbitrary parts of the tensor. The digest detects accidentally changed or
 moved elements, but does not resist deliberate collisions.
 """

@@ -69,8 +69,8 @@ class ApiKeyMiddleware(AccessMiddleware):
 class BodyLimitMiddleware:
     """Middleware that rejects bodies that are too long, without buffering them, and bodies with ambiguous length.
 
-    If a request has both headers, a proxy may use Content-Length where this server uses Transfer-Encoding, and treat
-    part of the body as another client's request (request smuggling, RFC 9112, 6.1).
+    If a request has both headers, a proxy may use Content-Length where this server uses Transfer-Encoding. The proxy
+    would then treat part of the body as another client's request (request smuggling, RFC 9112, 6.1).
     """
 
     def __init__(
