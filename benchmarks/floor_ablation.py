@@ -69,7 +69,7 @@ def record_bench(root: Path, stem: str) -> list[dict[str, Any]]:
         try:
             baseline = bench.clean(case.model, case.baseline)
             target = bench.clean(case.model, case.target) if case.patch is None else bench.patched(case)
-        except Exception as error:  # noqa: BLE001 - a case that cannot be run here is left out, and said to be
+        except Exception as error:  # noqa: BLE001 - a case that cannot run here is skipped with a message
             print(f"left out: {case.name}: {type(error).__name__}", flush=True)
             continue
         sides = {"baseline": str(baseline.relative_to(root)), "target": str(target.relative_to(root))}
