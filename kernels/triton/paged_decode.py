@@ -280,7 +280,7 @@ def _run(
 def _check(
     query: Tensor, keys: Tensor, values: Tensor, page_table: Tensor, lengths: Tensor, sinks: Tensor | None
 ) -> None:
-    """Raise UsageError for tensors that do not fit together."""
+    """Raise UsageError for inconsistent shapes, dtypes, strides or devices."""
     check_same_device(query, keys, values, page_table, lengths, sinks)
     check_stored(keys.dtype, keys.device)
     if query.shape[2] != keys.shape[3] or keys.shape[:3] != values.shape[:3] or query.shape[1] % keys.shape[2]:
@@ -537,7 +537,7 @@ def attended(scores, score_scale, values, row_max, denom, acc):
     new_max = tl.maximum(row_max, tl.max(scores, 1))
     base = tl.where(new_max == float("-inf"), 0.0, new_max * score_scale)
     weights = tl.exp2(tl.fma(scores, score_scale[:, None], -base[:, None]))
-    rescale = tl.exp2(row_max * score_scale - base)  # compiled without fusion to FMA
+    rescale = tl.exp2(row_max * score_scale - base)  # compiled without FMA fusion
     acc = tl.dot(weights.to(values.dtype), values, acc * rescale[:, None], input_precision="ieee")
     return new_max, denom * rescale + tl.sum(weights, 1), acc
 

@@ -1,15 +1,15 @@
-"""Paged prefill attention: any number of query rows a request against keys and values in pages, causally.
+"""Paged prefill attention: causal attention of any number of query rows per request over paged keys and values.
 
-Row i of request b stands at position p = lengths[b] - count[b] + i, where count[b] = starts[b + 1] - starts[b] is the
-request's rows in this step: a whole prompt, a chunk of one, the rest after a cached prefix, or a single row. It sees
-the positions max(0, p - window + 1) .. p; scores, softmax, soft-cap and sinks are those of
-kernels/triton/paged_decode.py.
+Row i of request b has position p = lengths[b] - count[b] + i, where count[b] = starts[b + 1] - starts[b] is the number
+of the request's rows in this step: a whole prompt, a chunk of a prompt (chunked prefill), the suffix after a cached
+prefix, or a single row. The row attends to the positions max(0, p - window + 1) .. p. Scores, softmax, soft-cap and
+sinks are as in kernels/triton/paged_decode.py.
 
-Each program takes a block of rows times the heads of one key/value head (as the Triton backend of vLLM,
-arXiv:2511.11581) and goes through the keys with the running softmax of arXiv:2205.14135: first through blocks that
-every row sees whole, then through those on the diagonal, which are masked. Blocks begin at multiples of their size, so
-that a row's bits depend neither on the other rows nor on how its prompt is cut. The grid depends on shapes alone:
-program n belongs to the last request b with starts[b] // block + b <= n.
+Each program computes a block of rows times the query heads of one key/value head, as in vLLM's Triton backend
+(arXiv:2511.11581), with the online softmax of arXiv:2205.14135. It iterates first over key blocks that are fully
+visible to every row, then over the masked blocks on the diagonal. Key blocks are aligned to their size, so a row's bits
+depend neither on other rows nor on the chunking of its prompt. The grid depends on shapes alone: program n belongs to
+the last request b with starts[b] // block + b <= n.
 """
 
 from typing import NamedTuple
@@ -168,7 +168,7 @@ def _check(
     lengths: Tensor,
     sinks: Tensor | None,
 ) -> None:
-    """Raise UsageError for tensors that do not fit together."""
+    """Raise UsageError for inconsistent shapes, dtypes, strides or devices."""
     check_same_device(query, keys, values, page_table, starts, lengths, sinks)
     check_stored(keys.dtype, keys.device)
     if query.shape[2] != keys.shape[3] or keys.shape[:3] != values.shape[:3] or query.shape[1] % keys.shape[2]:

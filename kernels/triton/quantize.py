@@ -138,7 +138,10 @@ def scale_of(max_abs, MOST: tl.constexpr, LEAST: tl.constexpr, IS_UE8M0: tl.cons
 def store_quantized(
     x, codes, scales, valid, MOST: tl.constexpr, LEAST: tl.constexpr, IS_UE8M0: tl.constexpr,
 ):  # fmt: skip
-    """Quantize float32 values [groups, features]; ``codes`` are pointers of that shape, ``scales`` [groups, 1]."""
+    """Quantize and store float32 values [groups, features].
+
+    ``codes`` are pointers of that shape, ``scales`` pointers [groups, 1]; ``valid`` masks the stores.
+    """
     max_abs = tl.max(tl.where(x == x, tl.abs(x), 0.0), 1)[:, None]
     scale = scale_of(max_abs, MOST, LEAST, IS_UE8M0)
     x = tl.div_rn(x, tl.broadcast_to(scale, x.shape))

@@ -1,11 +1,11 @@
-"""Matrix products with weights that stay quantized in memory.
+"""Matrix products with quantized weights (FP8 and int8), without dequantizing them in memory.
 
     output[i, o] = bias[o] + sum over g of (codes[i, g] . weight[o, g]) * scale[i, g] * weight_scale[row[o], g]
 
 A group g is 128 features, as in DeepSeek-V3 (arXiv:2412.19437, section 3.3: blocks of 128 x 128), or a whole row
-(arXiv:2211.10438: int8 per token and per output channel). Products of a group are summed in float32, those of int8 in
-int32, before they are scaled. Without scales of the input it is multiplied as it is (weight-only formats). The plain
-references are in kernels/quantization.py, where the engine uses them without Triton.
+(arXiv:2211.10438: int8 per token and per output channel). Products of a group are accumulated in float32 (int8 in
+int32) before scaling. An input without scales is floating-point (weight-only formats). The reference implementations
+are in kernels/quantization.py, for use without Triton.
 """
 
 from typing import NamedTuple
@@ -30,11 +30,11 @@ class ScaledLaunch(NamedTuple):
     """Launch configuration of the matrix product for a number of input rows."""
 
     rows: int
-    """Input rows of a program."""
+    """Input rows per program (BLOCK_M)."""
     outputs: int
-    """Rows of the weight of a program."""
+    """Rows of the weight per program (BLOCK_N)."""
     features: int
-    """Features of one product; at most 128 where scales change along them."""
+    """Features per iteration (BLOCK_K); at most 128 if scales vary along features."""
     warps: int
     stages: int
 
@@ -45,7 +45,7 @@ SCALED_LAUNCHES: dict[int, ScaledLaunch] = {
     64: ScaledLaunch(64, 64, 128, 4, 4),
     1 << 30: ScaledLaunch(128, 64, 128, 4, 4),
 }
-"""By the largest number of rows; measured on the layers of Llama-8B (H100)."""
+"""Launch by maximum number of rows; measured on the layers of Llama-8B (H100)."""
 
 
 def scaled_linear(
@@ -62,16 +62,19 @@ def scaled_linear(
     launch: ScaledLaunch | None = None,
     is_constant: bool = False,
 ) -> Tensor:
-    """[rows, ins] and [outs, ins] -> [rows, outs] of ``dtype``.
+    """Return the scaled product of ``input`` [rows, ins] and ``weight`` [outs, ins], [rows, outs] of ``dtype``.
 
     ``weight`` is e4m3, e5m2 or int8. Output o is scaled by row ``rows``[o] (int32) of ``weight_scale`` [scale rows,
     ins / ``group``] float32, where ``group`` is a multiple of 128, or None for one scale per row. Outputs [i * tile,
-    (i + 1) * tile) must have one scale row; ``tile`` is a power of two. ``input`` has the weight's dtype and scales
+    (i + 1) * tile) must share a scale row; ``tile`` is a power of two. ``input`` has the weight's dtype and scales
     [rows, ins / 128] or [rows, 1], or is floating-point without scales. A row's bits do not depend on other rows of a
-    call with the same launch. Without ``launch``, up to 16 rows in groups of 128 have a kernel of their own, any other
-    single row is computed in float32 without the tensor cores, and many rows in groups of 128 by blocks of 128 x 128 by
-    cuBLAS, where it can. ``is_constant``: the kernel launched last writes neither the weight, nor its scales or
-    ``rows``, so that this one may read them early. Raises UsageError for tensors that do not fit together.
+    call with the same launch.
+
+    Without ``launch``, the number of rows selects the kernel. Up to 16 rows in groups of 128 use a dedicated kernel.
+    Any other single row is computed in float32 without tensor cores. Many rows in groups of 128, with a weight in
+    blocks of 128 x 128, use cuBLAS if it supports them. ``is_constant`` promises that the previously launched kernel
+    writes neither the weight nor its scales nor ``rows``, so that this kernel may read them early (PDL). Raises
+    UsageError for inconsistent tensors.
     """
     _check(input, input_scale, weight, weight_scale, rows, group, bias)
     (count, ins), outs = input.shape, len(weight)
@@ -90,11 +93,11 @@ def scaled_linear(
     is_plain = bias is None and launch is None and dtype == torch.bfloat16
     if input_scale is not None and is_in_blocks and is_plain and is_for_library(input, weight, weight_scale):
         return library_product(input, input_scale, weight, weight_scale)
-    chosen = launch or _launch_for(count)
-    constants = _constants(chosen, input, input_scale, count, group, tile)
-    grid = -(-outs // chosen.outputs) * -(-count // constants["BLOCK_M"]), 1, 1
+    config = launch or _select_launch(count)
+    constants = _constants(config, input, input_scale, count, group, tile)
+    grid = -(-outs // config.outputs) * -(-count // constants["BLOCK_M"]), 1, 1
     tensors = input, input_scale, weight, weight_scale, rows, bias, output, None
-    _launch_product(tensors, (count, outs, weight_scale.shape[1]), grid, chosen, constants)
+    _launch_product(tensors, (count, outs, weight_scale.shape[1]), grid, config, constants)
     return output
 
 
@@ -111,11 +114,12 @@ def grouped_scaled_linear(
     group: int | None = GROUP,
     tile: int = 1,
 ) -> Tensor:
-    """[rows, ins] and [experts, outs, ins] -> [rows, outs]: input rows [ends[e-1], ends[e]) times the weight of e.
+    """Return the grouped product [rows, outs]: input rows [ends[e-1], ends[e]) times the weight of expert e.
 
-    ``weight_scale`` is [experts, scale rows, groups]; ``ends`` [experts] int32 is read on the device, no expert has
-    more than ``most`` rows, and those from ends[-1] on are undefined. Else as :func:`scaled_linear`; the launch depends
-    on shapes alone. Raises UsageError for tensors that do not fit together.
+    ``input`` is [rows, ins], ``weight`` [experts, outs, ins], ``weight_scale`` [experts, scale rows, groups]. ``ends``
+    [experts] int32 is read on the device. No expert may have more than ``most`` rows; output rows from ends[-1] on are
+    undefined. Other arguments are as in :func:`scaled_linear`. The launch depends on shapes alone. Raises UsageError
+    for inconsistent tensors.
     """
     if weight.ndim != 3 or weight_scale.ndim != 3 or not (len(weight) == len(weight_scale) == len(ends) > 0):
         shapes = f"weight {list(weight.shape)}, weight_scale {list(weight_scale.shape)}, ends {list(ends.shape)}"
@@ -127,12 +131,12 @@ def grouped_scaled_linear(
     experts, outs, _ = weight.shape
     output = torch.empty(len(input), outs, dtype=dtype, device=input.device)
     if output.numel() and most > 0:
-        chosen = _launch_for(min(most, -(-len(input) // experts)))
-        constants = _constants(chosen, input, input_scale, most, group, tile)
-        grid = -(-outs // chosen.outputs) * -(-most // constants["BLOCK_M"]), experts, 1
+        config = _select_launch(min(most, -(-len(input) // experts)))
+        constants = _constants(config, input, input_scale, most, group, tile)
+        grid = -(-outs // config.outputs) * -(-most // constants["BLOCK_M"]), experts, 1
         tensors = input, input_scale, weight, weight_scale, rows, None, output, ends
         numbers = weight_scale.shape[1], outs, weight_scale.shape[2]
-        _launch_product(tensors, numbers, grid, chosen, constants)
+        _launch_product(tensors, numbers, grid, config, constants)
     return output
 
 
@@ -151,12 +155,12 @@ def quantizing_linear(
     launch: RowLaunch | None = None,
     is_constant: bool = False,
 ) -> Tensor:
-    """One row [1, ins] and [outs, ins] -> [1, outs], in the dtype of the input, which is floating-point.
+    """Quantize one floating-point row ``input`` [1, ins] and multiply it by ``weight``: [1, outs] in the input's dtype.
 
-    The bits are those of ``scaled_linear(*quantize(input, weight.dtype, input_group, input_scale, ...), ...)``. It is
-    one launch, in which each program quantizes the row as it reads it, unless the row and the weight are in groups of
-    features. Arguments are those of both functions; ``input_group`` is 128 or None. Raises UsageError for tensors that
-    do not fit together.
+    The result equals ``scaled_linear(*quantize(input, weight.dtype, input_group, input_scale, ...), ...)`` bit for bit.
+    It takes one launch, in which each program quantizes the row while reading it, unless both row and weight are in
+    groups of features. Arguments are as in these two functions; ``input_group`` is 128 or None. Raises UsageError for
+    inconsistent tensors.
     """
     _check(input, None, weight, weight_scale, rows, group, bias)
     is_static = input_scale is not None
@@ -186,7 +190,7 @@ def _check(
     group: int | None,
     bias: Tensor | None,
 ) -> None:
-    """Raise UsageError for tensors that do not fit together."""
+    """Raise UsageError for inconsistent shapes, dtypes, strides or devices."""
     check_same_device(input, input_scale, weight, weight_scale, rows, bias)
     check_stored(weight.dtype, weight.device)
     if weight.dtype not in MOST or input.dtype not in ((weight.dtype,) if input_scale is not None else _FLOATS):
@@ -212,26 +216,26 @@ def _check(
         raise UsageError("weight, scales, rows, bias and each row of the input must be contiguous")
 
 
-def _launch_for(count: int) -> ScaledLaunch:
-    """That of ``count`` input rows."""
-    return next(SCALED_LAUNCHES[most] for most in SCALED_LAUNCHES if count <= most)
+def _select_launch(count: int) -> ScaledLaunch:
+    """Return the launch configuration for ``count`` input rows."""
+    return next(SCALED_LAUNCHES[max_rows] for max_rows in SCALED_LAUNCHES if count <= max_rows)
 
 
 def _constants(
-    chosen: ScaledLaunch, input: Tensor, input_scale: Tensor | None, count: int, group: int | None, tile: int
+    config: ScaledLaunch, input: Tensor, input_scale: Tensor | None, count: int, group: int | None, tile: int
 ) -> dict[str, int | bool]:
-    """Of the kernel for at most ``count`` rows of a weight."""
+    """Return the constexpr arguments of the kernel for at most ``count`` input rows per weight."""
     has_groups = input_scale is not None and input_scale.shape[1] > 1
-    features = min(GROUP, chosen.features) if group is not None or has_groups else chosen.features
-    if input.dtype == torch.float32:  # tiles of 128 rows and 128 features would not fit into shared memory
+    features = min(GROUP, config.features) if group is not None or has_groups else config.features
+    if input.dtype == torch.float32:  # 128 x 128 tiles would exceed shared memory
         features //= 4
     return {
         "X_GROUP": GROUP if has_groups else 0,
         "W_GROUP": group or 0,
-        "BLOCK_M": min(chosen.rows, max(16, next_power(count))),
-        "BLOCK_N": chosen.outputs,
+        "BLOCK_M": min(config.rows, max(16, next_power(count))),
+        "BLOCK_N": config.outputs,
         "BLOCK_K": features,
-        "IS_UNIFORM": tile % chosen.outputs == 0,
+        "IS_UNIFORM": tile % config.outputs == 0,
         "IS_EVEN": input.shape[1] % features == 0,
     }
 
@@ -240,20 +244,23 @@ def _launch_product(
     tensors: tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor | None],
     numbers: tuple[int, int, int],
     grid: tuple[int, int, int],
-    chosen: ScaledLaunch,
+    config: ScaledLaunch,
     constants: dict[str, int | bool],
 ) -> None:
-    """Launch the kernel; ``numbers``: input rows, or scale rows of an expert; outputs; groups of a weight's row."""
+    """Launch the kernel.
+
+    ``numbers`` is (input rows, or scale rows per expert for a grouped product; outputs; groups of a weight row).
+    """
     (input, input_scale, *_), (rows, outs, w_groups) = tensors, numbers
     x_groups = 0 if input_scale is None else input_scale.shape[1]
     args = *tensors, rows, input.shape[1], outs, input.stride(0), x_groups, w_groups
-    _launch_scaled(input.device, grid, args, constants, num_warps=chosen.warps, num_stages=chosen.stages)
+    _launch_scaled(input.device, grid, args, constants, num_warps=config.warps, num_stages=config.stages)
 
 
 @triton.jit
-def _scales_of(scales, row, groups, start, real, GROUP: tl.constexpr):
-    """Scales of features from ``start`` on in the rows ``row``."""
-    return tl.load(scales + row * groups + start // GROUP, mask=real, other=0.0)
+def _load_scales(scales, row, groups, start, valid, GROUP: tl.constexpr):
+    """Load the scales of the group that contains feature ``start``, for the rows ``row``."""
+    return tl.load(scales + row * groups + start // GROUP, mask=valid, other=0.0)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -263,9 +270,9 @@ def _scaled_kernel(
     X_GROUP: tl.constexpr, W_GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     IS_UNIFORM: tl.constexpr, IS_EVEN: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_N outputs of BLOCK_M rows, as [outputs, rows]: few rows then still fill the tensor cores.
+    """Compute a tile [BLOCK_N outputs, BLOCK_M rows]; outputs come first so that few rows still fill the tensor cores.
 
-    With ``ends`` of the rows of one expert, and ``rows`` is the number of scale rows of each.
+    With ``ends``, the rows are those of one expert, and ``rows`` is the number of scale rows per expert.
     """
     if ends is not None:
         expert = tl.program_id(1).to(tl.int64)
@@ -279,65 +286,67 @@ def _scaled_kernel(
         rows = tl.load(ends + expert) - first.to(tl.int32)
         if tl.program_id(0) >= tl.cdiv(rows, BLOCK_M) * tl.cdiv(outs, BLOCK_N):
             return
-    # Programs of the same rows of the weight are adjacent for up to 8 blocks of the input, which the cache then serves.
+    # Grouped program order for L2 reuse: up to 8 adjacent programs share a weight tile.
     m_blocks, n_blocks = tl.cdiv(rows, BLOCK_M), tl.cdiv(outs, BLOCK_N)
-    band = tl.program_id(0) // (8 * n_blocks)
-    height = tl.minimum(m_blocks - band * 8, 8)
-    place = tl.program_id(0) - band * 8 * n_blocks
-    m = (band * 8 + place % height) * BLOCK_M + tl.arange(0, BLOCK_M)
-    n, k = place // height * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    group_id = tl.program_id(0) // (8 * n_blocks)
+    group_rows = tl.minimum(m_blocks - group_id * 8, 8)
+    index_in_group = tl.program_id(0) - group_id * 8 * n_blocks
+    m = (group_id * 8 + index_in_group % group_rows) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n, k = index_in_group // group_rows * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     is_row, is_output = m < rows, n < outs
-    by_row = tl.load(scale_row + n, mask=is_output, other=0)
+    scale_index = tl.load(scale_row + n, mask=is_output, other=0)
     if IS_UNIFORM:
-        by_row = tl.load(scale_row + place // height * BLOCK_N)
-    w_at = weight + n.to(tl.int64)[:, None] * ins + k[None, :]
-    x_at = input + m.to(tl.int64)[None, :] * input_row + k[:, None]
+        scale_index = tl.load(scale_row + index_in_group // group_rows * BLOCK_N)
+    w_ptrs = weight + n.to(tl.int64)[:, None] * ins + k[None, :]
+    x_ptrs = input + m.to(tl.int64)[None, :] * input_row + k[:, None]
     is_integer: tl.constexpr = input_scale is not None and weight.dtype.element_ty == tl.int8
     if is_integer and X_GROUP == 0 and W_GROUP == 0:
-        total = tl.zeros([BLOCK_N, BLOCK_M], tl.int32)
+        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.int32)
     else:
-        total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for start in tl.range(0, ins, BLOCK_K):
         if IS_EVEN:
-            w = tl.load(w_at + start, mask=is_output[:, None], other=0.0)
-            x = tl.load(x_at + start, mask=is_row[None, :], other=0.0)
+            w = tl.load(w_ptrs + start, mask=is_output[:, None], other=0.0)
+            x = tl.load(x_ptrs + start, mask=is_row[None, :], other=0.0)
         else:
-            w = tl.load(w_at + start, mask=is_output[:, None] & (start + k < ins)[None, :], other=0.0)
-            x = tl.load(x_at + start, mask=is_row[None, :] & (start + k < ins)[:, None], other=0.0)
+            w = tl.load(w_ptrs + start, mask=is_output[:, None] & (start + k < ins)[None, :], other=0.0)
+            x = tl.load(x_ptrs + start, mask=is_row[None, :] & (start + k < ins)[:, None], other=0.0)
         if input_scale is None:
             w = w.to(x.dtype)
         if X_GROUP == 0 and W_GROUP == 0:
             if is_integer:
-                total = tl.dot(w, x, total, out_dtype=tl.int32)
+                acc = tl.dot(w, x, acc, out_dtype=tl.int32)
             elif input_scale is None:
-                total = tl.dot(w, x, total, input_precision="ieee")
+                acc = tl.dot(w, x, acc, input_precision="ieee")
             else:
-                total = tl.dot(w, x, total, max_num_imprecise_acc=128)
+                acc = tl.dot(w, x, acc, max_num_imprecise_acc=128)
         else:
             if is_integer:
-                part = tl.dot(w, x, out_dtype=tl.int32).to(tl.float32)
+                product = tl.dot(w, x, out_dtype=tl.int32).to(tl.float32)
             else:
-                part = tl.dot(w, x, input_precision="ieee")
+                product = tl.dot(w, x, input_precision="ieee")
             if W_GROUP:
                 if IS_UNIFORM:
-                    part = part * tl.load(weight_scale + by_row * w_groups + start // W_GROUP)
+                    product = product * tl.load(weight_scale + scale_index * w_groups + start // W_GROUP)
                 else:
-                    part = part * _scales_of(weight_scale, by_row, w_groups, start, is_output, W_GROUP)[:, None]
+                    product = (
+                        product * _load_scales(weight_scale, scale_index, w_groups, start, is_output, W_GROUP)[:, None]
+                    )
             if X_GROUP:
-                part = part * _scales_of(input_scale, m, x_groups, start, is_row, X_GROUP)[None, :]
-            total += part
-    result = total.to(tl.float32)
+                product = product * _load_scales(input_scale, m, x_groups, start, is_row, X_GROUP)[None, :]
+            acc += product
+    result = acc.to(tl.float32)
     if W_GROUP == 0:
         if IS_UNIFORM:
-            result = result * tl.load(weight_scale + by_row)
+            result = result * tl.load(weight_scale + scale_index)
         else:
-            result = result * tl.load(weight_scale + by_row, mask=is_output, other=0.0)[:, None]
+            result = result * tl.load(weight_scale + scale_index, mask=is_output, other=0.0)[:, None]
     if X_GROUP == 0 and input_scale is not None:
         result = result * tl.load(input_scale + m, mask=is_row, other=0.0)[None, :]
     if bias is not None:
         result += tl.load(bias + n, mask=is_output, other=0.0).to(tl.float32)[:, None]
-    at = output + m.to(tl.int64)[None, :] * outs + n[:, None]
-    tl.store(at, result.to(output.dtype.element_ty), mask=is_row[None, :] & is_output[:, None])
+    out_ptrs = output + m.to(tl.int64)[None, :] * outs + n[:, None]
+    tl.store(out_ptrs, result.to(output.dtype.element_ty), mask=is_row[None, :] & is_output[:, None])
 
 
 _launch_scaled = Launcher(_scaled_kernel)

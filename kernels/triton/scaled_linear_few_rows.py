@@ -1,4 +1,4 @@
-"""The product of :mod:`.scaled_linear` for up to 16 rows in groups of 128 features, by a weight in groups."""
+"""Product of :mod:`.scaled_linear` for up to 16 rows in groups of 128 features and a weight in groups."""
 
 from typing import NamedTuple
 
@@ -12,28 +12,28 @@ from tapscope.kernels.triton.launch import Launcher, next_power, num_sms, shared
 from tapscope.kernels.triton.quantize import GROUP
 
 FEW_ROWS = 16
-"""Rows at most."""
-_LEAST_STAGES = 4
+"""Maximum number of rows."""
+_MIN_STAGES = 4
 
 
 class FewLaunch(NamedTuple):
     """Launch configuration of the product with few input rows in groups of 128."""
 
     outputs: int
-    """Rows of the weight of a program."""
+    """Rows of the weight per program (BLOCK_N)."""
     groups: int
-    """Groups of 128 features of one iteration, each of a warp of its own."""
+    """Groups of 128 features per iteration, one per warp."""
     most_stages: int
-    """There are fewer where a multiprocessor could not run all its programs side by side, and 4 at the least."""
+    """Maximum pipeline stages; reduced, down to 4, until all programs of an SM are resident together."""
 
 
 def few_launch(rows: int, outs: int, ins: int, device: torch.device) -> FewLaunch:
-    """For up to 16 rows times a weight [outs, ins]; measured on the layers of Llama-8B (H200).
+    """Return the launch for up to 16 rows and a weight [outs, ins]; measured on the layers of Llama-8B (H200).
 
-    ``groups`` decides in which order products are added, so one row has other bits than the same row among others.
+    ``groups`` determines the summation order, so a single row may differ in its last bits from the same row in a batch.
     """
     if rows == 1 and outs > 48 * num_sms(device):
-        return FewLaunch(32, 2, 4)  # programs of two warps, that all run side by side
+        return FewLaunch(32, 2, 4)  # programs of two warps, all resident together
     return FewLaunch(16, 8, 12) if rows == 1 and ins > 64 * GROUP else FewLaunch(16, 4, 6)
 
 
@@ -49,27 +49,29 @@ def launch_few_rows(
     tile: int,
     is_constant: bool,
 ) -> None:
-    """:func:`scaled_linear` of up to 16 rows in groups of 128, by a weight in groups."""
+    """Launch :func:`scaled_linear` for up to 16 rows in groups of 128 and a weight in groups, written to ``output``."""
     (count, ins), outs, device = input.shape, len(weight), input.device
-    chosen = few_launch(count, outs, ins, device)
-    groups, block = min(chosen.groups, next_power(-(-ins // GROUP))), 1 if count == 1 else max(8, next_power(count))
-    programs = -(-outs // chosen.outputs)
+    config = few_launch(count, outs, ins, device)
+    groups, block = min(config.groups, next_power(-(-ins // GROUP))), 1 if count == 1 else max(8, next_power(count))
+    programs = -(-outs // config.outputs)
     constants = {
         "W_GROUP": group or 0,
         "BLOCK_M": block,
-        "BLOCK_N": chosen.outputs,
+        "BLOCK_N": config.outputs,
         "GROUPS": groups,
-        "IS_UNIFORM": tile % chosen.outputs == 0,
-        "IS_EVEN": ins % (groups * GROUP) == 0 and outs % chosen.outputs == 0,
+        "IS_UNIFORM": tile % config.outputs == 0,
+        "IS_EVEN": ins % (groups * GROUP) == 0 and outs % config.outputs == 0,
         "IS_CONSTANT": is_constant,
     }
     numbers = count, ins, outs, input.stride(0), weight_scale.shape[1]
     args = input, input_scale, weight, weight_scale, rows, bias, output, *numbers
-    free = (shared_memory(device) + 1024) // -(-programs // num_sms(device)) - 1024  # the driver takes 1 KiB of each
-    held, buffered = (2, chosen.outputs) if count == 1 else (0, chosen.outputs + block)  # bytes by features
-    buffers = (free // (groups * GROUP) - held) // buffered
+    free_bytes = (shared_memory(device) + 1024) // -(
+        -programs // num_sms(device)
+    ) - 1024  # the driver reserves 1 KiB per program
+    reserved, per_stage = (2, config.outputs) if count == 1 else (0, config.outputs + block)  # bytes per feature
+    buffers = (free_bytes // (groups * GROUP) - reserved) // per_stage
     iterations = -(-ins // (groups * GROUP))
-    stages = max(_LEAST_STAGES, 1 + min(chosen.most_stages - 1, buffers, iterations))
+    stages = max(_MIN_STAGES, 1 + min(config.most_stages - 1, buffers, iterations))
     _launch_scaled_few(device, (programs, 1, 1), args, constants, num_warps=groups, num_stages=stages)
 
 
@@ -79,11 +81,11 @@ def _scaled_few_kernel(
     W_GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUPS: tl.constexpr,
     IS_UNIFORM: tl.constexpr, IS_EVEN: tl.constexpr, IS_CONSTANT: tl.constexpr, IS_OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_N outputs of all rows. An iteration is a batch of GROUPS products, of which each warp computes its own.
+    """Compute BLOCK_N outputs of all rows; an iteration is a batch of GROUPS products, one per warp.
 
-    The compiler moves loads of a product's operands ahead of the iteration that uses them, those of the first
-    iterations before the loop. One row is loaded by the iteration before instead, so that only the weight is loaded
-    ahead of the wait for the previous kernel, which is in the loop. Of more rows that takes too many registers.
+    The compiler pipelines the loads of a product's operands, and hoists those of the first iterations before the loop.
+    A single row is therefore prefetched manually by the previous iteration. Only the weight is then loaded before the
+    wait for the previous kernel (PDL), which is inside of the loop. For more rows this would take too many registers.
     """
     IS_ROW: tl.constexpr = BLOCK_M == 1
     if IS_OVERLAPPED:
@@ -93,55 +95,55 @@ def _scaled_few_kernel(
     n, m = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M)
     g, k = tl.arange(0, GROUPS), tl.arange(0, 128)
     is_output, is_row, x_groups = n < outs, m < rows, ins // 128
-    w_at = weight + n.to(tl.int64)[None, :, None] * ins + g[:, None, None] * 128 + k[None, None, :]
-    x_at = input + m[None, None, :] * input_row + g[:, None, None] * 128 + k[None, :, None]
-    x_by_at = input_scale + m[None, :] * x_groups + g[:, None]
-    w_by_at = weight_scale + tl.zeros([GROUPS, 1 if IS_UNIFORM else BLOCK_N], tl.int32)
-    total = tl.zeros([GROUPS, BLOCK_N, BLOCK_M], tl.float32)
+    w_ptrs = weight + n.to(tl.int64)[None, :, None] * ins + g[:, None, None] * 128 + k[None, None, :]
+    x_ptrs = input + m[None, None, :] * input_row + g[:, None, None] * 128 + k[None, :, None]
+    x_scale_ptrs = input_scale + m[None, :] * x_groups + g[:, None]
+    w_scale_ptrs = weight_scale + tl.zeros([GROUPS, 1 if IS_UNIFORM else BLOCK_N], tl.int32)
+    acc = tl.zeros([GROUPS, BLOCK_N, BLOCK_M], tl.float32)
     if IS_ROW:
         x = tl.zeros([GROUPS, 128, 1], input.dtype.element_ty)
-    x_by = tl.zeros([GROUPS, BLOCK_M], tl.float32)
-    w_by = tl.zeros([GROUPS, 1 if IS_UNIFORM else BLOCK_N], tl.float32)
+    x_scale = tl.zeros([GROUPS, BLOCK_M], tl.float32)
+    w_scale = tl.zeros([GROUPS, 1 if IS_UNIFORM else BLOCK_N], tl.float32)
     for first in tl.range(0, x_groups, GROUPS):
-        here, later = (first + g < x_groups)[:, None], (first + GROUPS + g < x_groups)[:, None]
+        valid, valid_next = (first + g < x_groups)[:, None], (first + GROUPS + g < x_groups)[:, None]
         if IS_EVEN:
-            w = tl.load(w_at + first * 128)
+            w = tl.load(w_ptrs + first * 128)
         else:
-            w = tl.load(w_at + first * 128, mask=is_output[None, :, None] & here[:, :, None], other=0.0)
+            w = tl.load(w_ptrs + first * 128, mask=is_output[None, :, None] & valid[:, :, None], other=0.0)
         if first == 0:
             if IS_UNIFORM:
-                w_by_at += tl.load(scale_row + tl.program_id(0) * BLOCK_N) * w_groups
+                w_scale_ptrs += tl.load(scale_row + tl.program_id(0) * BLOCK_N) * w_groups
             else:
-                w_by_at += tl.load(scale_row + n, mask=is_output, other=0)[None, :] * w_groups
-            w_by = tl.load(w_by_at + g[:, None] * 128 // W_GROUP, mask=here, other=0.0)
+                w_scale_ptrs += tl.load(scale_row + n, mask=is_output, other=0)[None, :] * w_groups
+            w_scale = tl.load(w_scale_ptrs + g[:, None] * 128 // W_GROUP, mask=valid, other=0.0)
             if IS_OVERLAPPED and IS_ROW and IS_CONSTANT:
                 gdc_wait()
             if IS_ROW:
-                x = tl.load(x_at, mask=here[:, :, None], other=0.0)
-            x_by = tl.load(x_by_at, mask=is_row[None, :] & here, other=0.0)
-        start = first + GROUPS  # of the next iteration
+                x = tl.load(x_ptrs, mask=valid[:, :, None], other=0.0)
+            x_scale = tl.load(x_scale_ptrs, mask=is_row[None, :] & valid, other=0.0)
+        start = first + GROUPS  # start of the next iteration
         if IS_ROW:
-            x_next = tl.load(x_at + start * 128, mask=later[:, :, None], other=0.0)
+            x_next = tl.load(x_ptrs + start * 128, mask=valid_next[:, :, None], other=0.0)
         else:
-            x = tl.load(x_at + first * 128, mask=is_row[None, None, :] & here[:, :, None], other=0.0)
-        x_by_next = tl.load(x_by_at + start, mask=is_row[None, :] & later, other=0.0)
-        w_by_next = tl.load(w_by_at + (start + g[:, None]) * 128 // W_GROUP, mask=later, other=0.0)
+            x = tl.load(x_ptrs + first * 128, mask=is_row[None, None, :] & valid[:, :, None], other=0.0)
+        x_scale_next = tl.load(x_scale_ptrs + start, mask=is_row[None, :] & valid_next, other=0.0)
+        w_scale_next = tl.load(w_scale_ptrs + (start + g[:, None]) * 128 // W_GROUP, mask=valid_next, other=0.0)
         if weight.dtype.element_ty == tl.int8:
-            part = tl.dot(w, x, out_dtype=tl.int32).to(tl.float32)
+            product = tl.dot(w, x, out_dtype=tl.int32).to(tl.float32)
         else:
-            part = tl.dot(w, x, input_precision="ieee")
+            product = tl.dot(w, x, input_precision="ieee")
         if IS_UNIFORM:
-            total += part * (x_by * w_by)[:, None, :]
+            acc += product * (x_scale * w_scale)[:, None, :]
         else:
-            total += part * x_by[:, None, :] * w_by[:, :, None]
-        x_by, w_by = x_by_next, w_by_next
+            acc += product * x_scale[:, None, :] * w_scale[:, :, None]
+        x_scale, w_scale = x_scale_next, w_scale_next
         if IS_ROW:
             x = x_next
-    result = tl.sum(total, 0)
+    result = tl.sum(acc, 0)
     if bias is not None:
         result += tl.load(bias + n, mask=is_output, other=0.0).to(tl.float32)[:, None]
-    at = output + m[None, :] * outs + n[:, None]
-    tl.store(at, result.to(output.dtype.element_ty), mask=is_row[None, :] & is_output[:, None])
+    out_ptrs = output + m[None, :] * outs + n[:, None]
+    tl.store(out_ptrs, result.to(output.dtype.element_ty), mask=is_row[None, :] & is_output[:, None])
 
 
 _launch_scaled_few = Launcher(_scaled_few_kernel, overlaps=True)

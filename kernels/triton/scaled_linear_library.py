@@ -1,4 +1,4 @@
-"""The product of :mod:`.scaled_linear` by cuBLAS: many rows in groups of 128, by a weight in blocks of 128 x 128."""
+"""cuBLAS path of :mod:`.scaled_linear`: many rows in groups of 128 times a weight in blocks of 128 x 128."""
 
 import functools
 
@@ -10,11 +10,11 @@ from tapscope.kernels.quantization import quantize_reference, scaled_linear_refe
 from tapscope.kernels.triton.quantize import GROUP
 
 LIBRARY_ROWS = 256
-"""cuBLAS is faster from this number of rows on, where it has the product (compute capability 9.0)."""
+"""Number of rows from which cuBLAS is faster, if it supports the product (compute capability 9.0)."""
 
 
 def is_for_library(input: Tensor, weight: Tensor, weight_scale: Tensor) -> bool:
-    """Whether cuBLAS multiplies codes in groups of 128 by a weight in blocks of 128 x 128, and is the faster."""
+    """Return whether cuBLAS supports this product (groups of 128, blocks of 128 x 128) and is faster than Triton."""
     outs, ins = weight.shape
     return (
         len(input) >= LIBRARY_ROWS
@@ -29,31 +29,34 @@ def is_for_library(input: Tensor, weight: Tensor, weight_scale: Tensor) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def _has_library_product(device: torch.device) -> bool:
-    """Whether torch's ``scaled_mm`` computes such products on ``device``, tried on a small one."""
+    """Return whether ``scaled_mm`` computes these products correctly on ``device``, by a small test product."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return False
     generator = torch.Generator().manual_seed(0)
     plain, weight = (torch.randn(size, 512, generator=generator) for size in (12, 256))
     codes, scales = (part.to(device) for part in quantize_reference(plain, torch.float8_e4m3fn, GROUP))
-    by = torch.rand(2, 4, generator=generator).to(device) + 0.5
+    weight_scale = torch.rand(2, 4, generator=generator).to(device) + 0.5
     weight = weight.to(device, torch.float8_e4m3fn)
     rows = torch.arange(256, device=device) // GROUP
-    expected = scaled_linear_reference(codes, scales, weight, by, rows, torch.float32)
+    expected = scaled_linear_reference(codes, scales, weight, weight_scale, rows, torch.float32)
     try:
-        found = library_product(codes, scales, weight, by).float()
-    except (RuntimeError, ValueError, NotImplementedError):  # built without it
+        actual = library_product(codes, scales, weight, weight_scale).float()
+    except (RuntimeError, ValueError, NotImplementedError):  # PyTorch was built without the product
         return False
-    return bool((found - expected).norm() < 0.01 * expected.norm())
+    return bool((actual - expected).norm() < 0.01 * expected.norm())
 
 
 def library_product(input: Tensor, input_scale: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
-    """The product by cuBLAS: it wants the input's scales by columns, and a multiple of four rows."""
+    """Return the product by cuBLAS [rows, outs] in bfloat16.
+
+    cuBLAS needs column-major input scales and a multiple of four rows, so the input is padded.
+    """
     count = len(input)
     if count % 4:
         input, input_scale = (functional.pad(part, (0, 0, 0, -count % 4)) for part in (input, input_scale))
-    kinds = functional.ScalingType
+    scaling = functional.ScalingType
     output: Tensor = functional.scaled_mm(
-        input, weight.T, input_scale.T.contiguous().T, kinds.BlockWise1x128, weight_scale.T, kinds.BlockWise128x128,
+        input, weight.T, input_scale.T.contiguous().T, scaling.BlockWise1x128, weight_scale.T, scaling.BlockWise128x128,
         output_dtype=torch.bfloat16,
     )  # fmt: skip
     return output[:count]

@@ -1,6 +1,6 @@
-"""The product of :mod:`.scaled_linear` for one row, which its programs quantize if they are asked to.
+"""Single-row product of :mod:`.scaled_linear`, optionally fused with the quantization of the row.
 
-It is computed in float32 without the tensor cores.
+The product is computed in float32 without tensor cores.
 """
 
 from typing import NamedTuple
@@ -18,9 +18,9 @@ class RowLaunch(NamedTuple):
     """Launch configuration of the product with one input row."""
 
     outputs: int
-    """Rows of the weight of a program."""
+    """Rows of the weight per program (BLOCK_N)."""
     groups: int
-    """Groups of 128 features of one iteration."""
+    """Groups of 128 features per iteration."""
     warps: int
     stages: int
 
@@ -44,7 +44,10 @@ def launch_one_row(
     is_ue8m0: bool = False,
     chosen: RowLaunch = ROW_LAUNCH,
 ) -> None:
-    """One row of :func:`scaled_linear` or :func:`quantizing_linear`."""
+    """Launch the single-row product of :func:`scaled_linear` or :func:`quantizing_linear`, written to ``output``.
+
+    ``x_group`` is 128 for an input with group scales, else 0. With ``quantizes``, the kernel quantizes the input.
+    """
     outs, ins = weight.shape
     groups = min(chosen.groups, next_power(-(-ins // GROUP)))
     constants = {
@@ -66,25 +69,25 @@ def launch_one_row(
 
 
 @triton.jit
-def _row_block(
-    input, scales, at, real, group, scale, ins,
+def _load_row_block(
+    input, scales, index, valid, group, scale, ins,
     MOST: tl.constexpr, X_GROUP: tl.constexpr, QUANTIZES: tl.constexpr, IS_EVEN: tl.constexpr, dtype: tl.constexpr,
     LEAST: tl.constexpr, IS_UE8M0: tl.constexpr,
 ):  # fmt: skip
-    """[groups, 128] codes or values of the row as float32, multiplied by the scale of their group, if they have one.
+    """Load [groups, 128] codes or values of the row as float32, multiplied by their group scales (with X_GROUP).
 
-    ``scale`` divides what is quantized with one scale for the row.
+    With QUANTIZES, values are quantized first; ``scale`` is the scale of the whole row without X_GROUP.
     """
     if IS_EVEN:
-        x = tl.load(input + at).to(tl.float32)
+        x = tl.load(input + index).to(tl.float32)
     else:
-        x = tl.load(input + at, mask=real, other=0.0).to(tl.float32)
+        x = tl.load(input + index, mask=valid, other=0.0).to(tl.float32)
     if QUANTIZES:
         if X_GROUP:
-            most = tl.max(tl.where(x == x, tl.abs(x), 0.0), 1)
-            by = scale_of(most, MOST, LEAST, IS_UE8M0)
-            codes = codes_of(tl.div_rn(x, tl.broadcast_to(by[:, None], x.shape)), MOST, dtype)
-            return codes.to(tl.float32) * by[:, None]
+            max_abs = tl.max(tl.where(x == x, tl.abs(x), 0.0), 1)
+            group_scale = scale_of(max_abs, MOST, LEAST, IS_UE8M0)
+            codes = codes_of(tl.div_rn(x, tl.broadcast_to(group_scale[:, None], x.shape)), MOST, dtype)
+            return codes.to(tl.float32) * group_scale[:, None]
         else:
             return codes_of(tl.div_rn(x, tl.full(x.shape, 1.0, tl.float32) * scale), MOST, dtype).to(tl.float32)
     else:
@@ -101,53 +104,57 @@ def _scaled_row_kernel(
     GROUPS: tl.constexpr, QUANTIZES: tl.constexpr, IS_UNIFORM: tl.constexpr, IS_EVEN: tl.constexpr,
     STAGES: tl.constexpr, IS_OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_N outputs of one row, which is quantized here if QUANTIZES."""
+    """Compute BLOCK_N outputs of one row, which is quantized in the kernel with QUANTIZES."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_output, group = n < outs, tl.arange(0, GROUPS)
     k = group[:, None] * 128 + tl.arange(0, 128)[None, :]
-    w_at = weight + n.to(tl.int64)[:, None, None] * ins + k[None, :, :]
+    w_ptrs = weight + n.to(tl.int64)[:, None, None] * ins + k[None, :, :]
     wait_for_previous(IS_OVERLAPPED)
-    by_row = tl.load(scale_row + n, mask=is_output, other=0)
+    scale_index = tl.load(scale_row + n, mask=is_output, other=0)
     if IS_UNIFORM:
-        by_row = tl.load(scale_row + tl.program_id(0) * BLOCK_N)
+        scale_index = tl.load(scale_row + tl.program_id(0) * BLOCK_N)
     x_scale = 1.0
     if QUANTIZES and X_GROUP == 0:
         if input_scale is not None:
             x_scale = tl.load(input_scale)
         else:
-            top = tl.zeros([GROUPS, 128], tl.float32)
+            max_abs = tl.zeros([GROUPS, 128], tl.float32)
             for start in tl.range(0, ins, GROUPS * 128):
                 x = tl.load(input + start + k, mask=start + k < ins, other=0.0).to(tl.float32)
-                top = tl.maximum(top, tl.where(x == x, tl.abs(x), 0.0))
-            x_scale = scale_of(tl.max(tl.max(top, 1), 0), MOST, LEAST, IS_UE8M0)
-    total = tl.zeros([BLOCK_N, GROUPS, 128], tl.float32)
+                max_abs = tl.maximum(max_abs, tl.where(x == x, tl.abs(x), 0.0))
+            x_scale = scale_of(tl.max(tl.max(max_abs, 1), 0), MOST, LEAST, IS_UE8M0)
+    acc = tl.zeros([BLOCK_N, GROUPS, 128], tl.float32)
     for start in tl.range(0, ins, GROUPS * 128, num_stages=STAGES):
-        real = start + k < ins
+        valid = start + k < ins
         if IS_EVEN:
-            w = tl.load(w_at + start)
+            w = tl.load(w_ptrs + start)
         else:
-            w = tl.load(w_at + start, mask=is_output[:, None, None] & real[None, :, :], other=0.0)
-        x = _row_block(
-            input, input_scale, start + k, real, start // 128 + group, x_scale, ins,
+            w = tl.load(w_ptrs + start, mask=is_output[:, None, None] & valid[None, :, :], other=0.0)
+        x = _load_row_block(
+            input, input_scale, start + k, valid, start // 128 + group, x_scale, ins,
             MOST, X_GROUP, QUANTIZES, IS_EVEN, weight.dtype.element_ty, LEAST, IS_UE8M0,
         )  # fmt: skip
-        wide = w.to(tl.float32)
+        w_float = w.to(tl.float32)
         if W_GROUP:
-            which = (start + group * 128) // W_GROUP
+            scale_group = (start + group * 128) // W_GROUP
             if IS_UNIFORM:
-                by = tl.load(weight_scale + by_row * w_groups + which, mask=which < w_groups, other=0.0)
-                x = x * by[:, None]
+                group_scale = tl.load(
+                    weight_scale + scale_index * w_groups + scale_group, mask=scale_group < w_groups, other=0.0
+                )
+                x = x * group_scale[:, None]
             else:
-                scale_at = weight_scale + by_row[:, None] * w_groups + which[None, :]
-                by = tl.load(scale_at, mask=is_output[:, None] & (which < w_groups)[None, :], other=0.0)
-                wide = wide * by[:, :, None]
-        total += wide * x[None, :, :]
-    result = tl.sum(tl.sum(total, 2), 1)
+                scale_ptrs = weight_scale + scale_index[:, None] * w_groups + scale_group[None, :]
+                group_scale = tl.load(
+                    scale_ptrs, mask=is_output[:, None] & (scale_group < w_groups)[None, :], other=0.0
+                )
+                w_float = w_float * group_scale[:, :, None]
+        acc += w_float * x[None, :, :]
+    result = tl.sum(tl.sum(acc, 2), 1)
     if W_GROUP == 0:
         if IS_UNIFORM:
-            result = result * tl.load(weight_scale + by_row)
+            result = result * tl.load(weight_scale + scale_index)
         else:
-            result = result * tl.load(weight_scale + by_row, mask=is_output, other=0.0)
+            result = result * tl.load(weight_scale + scale_index, mask=is_output, other=0.0)
     if X_GROUP == 0:
         if QUANTIZES:
             result = result * x_scale

@@ -66,7 +66,7 @@ class Part(NamedTuple):
 
 
 class Sketches:
-    """Sketches of up to ``capacity`` tensors of one stream, complete after :meth:`merge`."""
+    """Buffers for the sketches of up to ``capacity`` tensors of one stream; :meth:`merge` completes the sketches."""
 
     def __init__(self, device: torch.device, capacity: int, room: int | None = None) -> None:
         """Allocate buffers for ``capacity`` tensors and ``room`` partial counters of 1 KiB between two merges.

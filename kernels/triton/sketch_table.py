@@ -66,7 +66,7 @@ def launch_variants(device: torch.device, dtype: torch.dtype) -> None:
     """
     sketches = Sketches(device, 1, most_programs(device))
     keys, out = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(COUNTERS, device=device)
-    for width in (COUNTERS, 1):  # whole blocks, and other columns
+    for width in (COUNTERS, 1):  # IS_WHOLE and not
         values, part = torch.zeros(1, width, dtype=dtype, device=device), Part(1, width, 0, 0, width)
         sketch_many(sketches, [Request(values, keys, part, out.data_ptr())], lambda table: table.to(device))
         sketches.add(values, keys, part, 0, out.data_ptr())

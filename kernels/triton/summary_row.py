@@ -84,21 +84,21 @@ def merge_parts(parts, stride, programs, row, count, size, BLOCK: tl.constexpr):
     for begin in tl.range(0, programs, BLOCK):
         program = begin + tl.arange(0, BLOCK)
         valid = program < programs
-        mine = parts + program
-        nan += _part(mine, stride, 0, valid)
-        posinf += _part(mine, stride, 1, valid)
-        neginf += _part(mine, stride, 2, valid)
-        zeros += _part(mine, stride, 3, valid)
-        subnormals += _part(mine, stride, 4, valid)
-        low = tl.minimum(low, tl.where(valid, _part(mine, stride, 5, valid).to(tl.float64, bitcast=True), float("inf")))
+        ptr = parts + program
+        nan += _part(ptr, stride, 0, valid)
+        posinf += _part(ptr, stride, 1, valid)
+        neginf += _part(ptr, stride, 2, valid)
+        zeros += _part(ptr, stride, 3, valid)
+        subnormals += _part(ptr, stride, 4, valid)
+        low = tl.minimum(low, tl.where(valid, _part(ptr, stride, 5, valid).to(tl.float64, bitcast=True), float("inf")))
         high = tl.maximum(
-            high, tl.where(valid, _part(mine, stride, 6, valid).to(tl.float64, bitcast=True), float("-inf"))
+            high, tl.where(valid, _part(ptr, stride, 6, valid).to(tl.float64, bitcast=True), float("-inf"))
         )
-        total += _part(mine, stride, 7, valid).to(tl.float64, bitcast=True)
-        squares += _part(mine, stride, 8, valid).to(tl.float64, bitcast=True)
-        one += _part(mine, stride, 9, valid).to(tl.uint64, bitcast=True)
-        two += _part(mine, stride, 10, valid).to(tl.uint64, bitcast=True)
-        bag += _part(mine, stride, 11, valid).to(tl.uint64, bitcast=True)
+        total += _part(ptr, stride, 7, valid).to(tl.float64, bitcast=True)
+        squares += _part(ptr, stride, 8, valid).to(tl.float64, bitcast=True)
+        one += _part(ptr, stride, 9, valid).to(tl.uint64, bitcast=True)
+        two += _part(ptr, stride, 10, valid).to(tl.uint64, bitcast=True)
+        bag += _part(ptr, stride, 11, valid).to(tl.uint64, bitcast=True)
     # Separate reductions: a single tuple reduction raises register pressure so far that the loads above are serialized
     stats = (
         tl.sum(nan, 0), tl.sum(posinf, 0), tl.sum(neginf, 0), tl.sum(zeros, 0), tl.sum(subnormals, 0), tl.min(low, 0),
