@@ -55,7 +55,7 @@ class SendQueue:
         with self.lock:
             self._ring_address = ring.address
             self.ring = ring
-        self.pool.lower(self.limit - ring.nbytes)
+        self.pool.resize(self.limit - ring.nbytes)
 
     # ---- the forward's thread
 

@@ -51,12 +51,6 @@ class BufferPool:
                 self._idle_bytes += buffer.nbytes
                 self._trim()
 
-    def lower(self, limit: int) -> None:
-        """Lower the limit, in bytes."""
-        with self._lock:
-            self._limit = limit
-            self._trim()
-
     @property
     def held_bytes(self) -> int:
         """Number of bytes in lent and idle buffers."""
