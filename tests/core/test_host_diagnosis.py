@@ -16,12 +16,14 @@ from tapscope.core.errors import ConfigError, UnreachableError
 
 
 class Late(http.server.BaseHTTPRequestHandler):
-    """A server that responds with 503 twice, then with 200."""
+    """A server that responds with 503 twice, then with 200; to /slow with 503 once, then too late."""
 
     count = 0
 
     def do_GET(self) -> None:
         type(self).count += 1
+        if self.path == "/slow" and type(self).count > 1:
+            time.sleep(2)
         self.send_response(200 if type(self).count > 2 and self.path == "/health" else 503)
         self.end_headers()
 
@@ -48,6 +50,11 @@ def test_wait_for_ready_tells_the_last_answer_at_its_time_limit(address: str) ->
         tapscope.wait_for_ready(f"{address}/other", timeout_s=0.2)
     with pytest.raises(UnreachableError, match="is not ready after 0 s: no answer"):
         tapscope.wait_for_ready(f"http://{address}/other", timeout_s=0)
+
+
+def test_wait_for_ready_reports_the_response_before_a_request_that_the_limit_cuts_short(address: str) -> None:
+    with pytest.raises(UnreachableError, match=r"/slow is not ready after 1 s: status 503$"):
+        tapscope.wait_for_ready(f"{address}/slow", timeout_s=1)
 
 
 @pytest.mark.parametrize(

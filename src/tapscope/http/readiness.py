@@ -11,6 +11,7 @@ from tapscope.core.errors import UnreachableError
 
 _PAUSE_S = 0.05
 _REQUEST_TIMEOUT_S = 2.0
+_NO_ANSWER = "no answer"
 
 
 def wait_for_ready(url: str, process: Any = None, timeout_s: float = 60.0) -> None:
@@ -25,7 +26,7 @@ def wait_for_ready(url: str, process: Any = None, timeout_s: float = 60.0) -> No
     if "://" not in url:
         url = f"http://{url}" if "/" in url else f"http://{url}/health"
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    deadline, last = time.monotonic() + timeout_s, "no answer"
+    deadline, last = time.monotonic() + timeout_s, _NO_ANSWER
     while True:
         if (code := _exit_code(process)) is not None:
             raise UnreachableError(f"{url}: the server process {_exit_description(code)} before it was ready")
@@ -40,7 +41,10 @@ def wait_for_ready(url: str, process: Any = None, timeout_s: float = 60.0) -> No
             last = f"status {error.code}"
             error.close()
         except (OSError, http.client.HTTPException) as error:
-            last = str(getattr(error, "reason", error)) or type(error).__name__
+            reason = getattr(error, "reason", error)
+            is_cut_short = isinstance(reason, TimeoutError) and left < _REQUEST_TIMEOUT_S
+            if not is_cut_short or last == _NO_ANSWER:  # the server may still be working on its usual response
+                last = str(reason) or type(error).__name__
         time.sleep(_PAUSE_S)
 
 
