@@ -312,7 +312,7 @@ def test_oracle_measures_a_bug_against_rounding_without_padding(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (("--cases", "0"), "must be at least 1"),
         (("--cases", "8", "--only", "gen-5-8"), "the cases are gen-5-0 to gen-5-7"),
@@ -320,10 +320,10 @@ def test_oracle_measures_a_bug_against_rounding_without_padding(tmp_path: Path) 
     ],
 )
 def test_generator_refuses_invalid_arguments_in_one_sentence(
-    capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...], message: str
 ) -> None:
     assert main.main(["--generate", "5", *words]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

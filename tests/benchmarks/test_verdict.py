@@ -43,7 +43,7 @@ def test_catalogue_is_large_and_every_file_is_a_case() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         (GOOD.replace('"""A bug."""', ""), "docstring"),
         (GOOD.replace("def patch(model)", "def other(model)"), "needs a function patch"),
@@ -66,9 +66,9 @@ def test_catalogue_is_large_and_every_file_is_a_case() -> None:
         ("def broken(:\n", "SyntaxError"),
     ],
 )
-def test_catalogue_bad_file_is_one_clear_error(tmp_path: Path, text: str, said: str) -> None:
+def test_catalogue_bad_file_is_one_clear_error(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "mine.py").write_text(text)
-    with pytest.raises(UsageError, match=said) as raised:
+    with pytest.raises(UsageError, match=message) as raised:
         catalogue.load(tmp_path, bugs=True)
     assert "mine.py" in str(raised.value)
 
@@ -152,10 +152,10 @@ def test_verdict_unknown_case_name_is_a_usage_error(capsys: pytest.CaptureFixtur
 def test_verdict_counts_skipped_gpu_cases(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main.main(["--only", "engine_no_all_reduce*", "--only", "norm_eps*", "--device", "cuda"]) == 2
-    said = capsys.readouterr().err
-    assert "no case is left to run; left out:" in said
-    assert "cases that do not fit one GPU" in said
-    assert "cases that need CUDA, which is not available" in said
+    error = capsys.readouterr().err
+    assert "no case is left to run; left out:" in error
+    assert "cases that do not fit one GPU" in error
+    assert "cases that need CUDA, which is not available" in error
 
 
 def test_verdict_engine_run_has_model_config(tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ SHIFTED = "the weight differs{}: each element there is baseline's {} (removes 10
 DOWN = "the down projection of expert {} differs in its {}: all 9 rows that chose it are off, and no other"
 
 
-def bug(module: str, shape: tuple[int, ...], kind: str = "weight", rank: int | None = None, **how: Any) -> Any:
-    damage = damages.Damage(**({"op": "negate"} | how))
+def bug(module: str, shape: tuple[int, ...], kind: str = "weight", rank: int | None = None, **fields: Any) -> Any:
+    damage = damages.Damage(**({"op": "negate"} | fields))
     return bugs.Bug(kind=kind, module=module, expect=(module,), damage=damage, shape=shape, rank=rank)
 
 

@@ -383,7 +383,7 @@ def odd_tensors() -> dict[str, torch.Tensor]:
     return found
 
 
-class Gives(nn.Module):
+class Returns(nn.Module):
     def __init__(self, values: dict[str, torch.Tensor]) -> None:
         super().__init__()
         self.values = values
@@ -395,7 +395,7 @@ class Gives(nn.Module):
 @pytest.mark.parametrize("device_staging_bytes", [0, 1 << 30])
 def test_capture_of_every_dtype_and_stride_is_dense(tmp_path: Path, device_staging_bytes: int) -> None:
     values = odd_tensors()
-    model = Gives(values)
+    model = Returns(values)
     with Dumper(model, tmp_path / "run", keep="full", device_staging_bytes=device_staging_bytes):
         model()
     run = complete(tmp_path / "run")

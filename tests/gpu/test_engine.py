@@ -268,8 +268,8 @@ def test_batch_invariant_graphs_have_the_bits_of_a_whole_prefill(tmp_path: Path,
 
 @pytest.mark.parametrize("kind", CASES)
 def test_quantized_checkpoint_matches_its_dequantized_weights(tmp_path: Path, kind: str) -> None:
-    quantized, meant = make_quantized(tmp_path, kind)
-    expected = reference_logits(meant, QUANTIZED_PROMPT)
+    quantized, dequantized = make_quantized(tmp_path, kind)
+    expected = reference_logits(dequantized, QUANTIZED_PROMPT)
     torch.testing.assert_close(logits_of(quantized, device="cuda").cpu(), expected, rtol=1e-4, atol=1e-4)
 
 

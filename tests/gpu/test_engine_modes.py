@@ -53,10 +53,10 @@ def test_lora_rows_equal_peft_on_the_cpu(tmp_path: Path, caplog: pytest.LogCaptu
 def test_quantized_experts_match_their_dequantized_weights(
     tmp_path: Path, kind: str, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    quantized, meant = make_quantized(tmp_path, kind, SMALL_MOE)
+    quantized, dequantized = make_quantized(tmp_path, kind, SMALL_MOE)
     with caplog.at_level(logging.WARNING):
         found = logits_of(quantized, device="cuda", quantized_layers=how).cpu()
-    torch.testing.assert_close(found, reference_logits(meant, PROMPT), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found, reference_logits(dequantized, PROMPT), rtol=1e-4, atol=1e-4)
     assert caplog.text.count("CUDA graphs are off") == (kind == "fp8" and how == "weight_only")  # blocks of 24
 
 

@@ -268,8 +268,8 @@ def test_killed_launched_rank_within_a_step_is_reported(path: Path, tmp_path: Pa
         for rank in (0, 1)
     ]
     try:
-        said = ranks[0].communicate(f"{ranks[1].pid}\n", timeout=100)[0]
-        assert "rank 1 of 2 has ended; see the output of its launcher" in said
+        output = ranks[0].communicate(f"{ranks[1].pid}\n", timeout=100)[0]
+        assert "rank 1 of 2 has ended; see the output of its launcher" in output
         assert ranks[0].returncode == 0
     finally:
         for rank in ranks:

@@ -30,8 +30,8 @@ def gpus_of(pid: int) -> set[int]:
 
 def _driver(what: str, fields: str) -> list[list[str]]:
     command = ["nvidia-smi", f"--query-{what}={fields}", "--format=csv,noheader"]
-    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    return [line.split(", ") for line in said.splitlines()]
+    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return [line.split(", ") for line in output.splitlines()]
 
 
 @needs_two

@@ -111,9 +111,9 @@ def installed(tmp_path_factory: pytest.TempPathFactory, without_compiler: Path) 
         python = made.setdefault(extra, made.get(extra) or make(extra))
         environment = {n: v for n, v in os.environ.items() if not n.startswith(("PYTHON", "TAPSCOPE", "COV_"))}
 
-        def run(*words: object, **how: object) -> "subprocess.CompletedProcess[str]":
+        def run(*words: object, **options: object) -> "subprocess.CompletedProcess[str]":
             command = [str(python), *map(str, words)]
-            settings = {"capture_output": True, "text": True, "timeout": 120, "cwd": "/", "env": environment} | how
+            settings = {"capture_output": True, "text": True, "timeout": 120, "cwd": "/", "env": environment} | options
             return subprocess.run(command, check=False, **settings)  # type: ignore[call-overload, no-any-return]
 
         return run
@@ -190,9 +190,9 @@ def test_verb_without_its_extra_says_so_in_one_sentence(
     if "COMPACTED" in words:
         compact_run(shutil.copytree(run, places["COMPACTED"]))
     done = installed(has)("-m", "tapscope", *(places.get(word, word) for word in words))
-    said = SENTENCE.fullmatch(done.stderr)
-    assert said is not None, done.stderr
-    assert (done.returncode, done.stdout, said[1]) == (2, "", lacks)
+    match = SENTENCE.fullmatch(done.stderr)
+    assert match is not None, done.stderr
+    assert (done.returncode, done.stdout, match[1]) == (2, "", lacks)
     assert not (tmp_path / "out").exists()
 
 
@@ -203,9 +203,9 @@ def test_view_without_textual_names_its_extra(extra: str, installed, run: Path) 
         "-m", "tapscope", "view", run, stdin=theirs, stdout=theirs, stderr=theirs, capture_output=False
     )
     os.close(theirs)
-    said = os.read(ours, 4096).decode().replace("\r\n", "\n")
+    output = os.read(ours, 4096).decode().replace("\r\n", "\n")
     os.close(ours)
-    assert (done.returncode, SENTENCE.fullmatch(said)[1]) == (2, "tui")  # type: ignore[index]
+    assert (done.returncode, SENTENCE.fullmatch(output)[1]) == (2, "tui")  # type: ignore[index]
 
 
 def test_tui_extra_alone_browses(installed, run: Path) -> None:

@@ -30,21 +30,21 @@ def _python(*words: object) -> str:
 def test_example_dump_fits_thirty_lines_and_prints_the_mlp_of_layer_1(tmp_path: Path) -> None:
     example = EXAMPLES / "01_dump.py"
     assert len(example.read_text().splitlines()) <= 30
-    said = _python(example, tmp_path / "run")
+    output = _python(example, tmp_path / "run")
     for name in ("gate_proj", "up_proj", "act_fn", "down_proj"):
-        assert f"model.layers.1.mlp.{name}:out (1, 12, " in said
+        assert f"model.layers.1.mlp.{name}:out (1, 12, " in output
 
 
 def test_example_find_the_bad_layer_names_the_norm(tmp_path: Path) -> None:
-    said = _python(EXAMPLES / "02_find_the_bad_layer.py", tmp_path)
-    assert "model.layers.2.post_attention_layernorm" in said
+    output = _python(EXAMPLES / "02_find_the_bad_layer.py", tmp_path)
+    assert "model.layers.2.post_attention_layernorm" in output
 
 
 def test_example_explicit_values_in_memory_and_in_a_run(tmp_path: Path) -> None:
-    said = _python(EXAMPLES / "05_explicit.py", tmp_path / "runs")
-    assert "in memory: ['layers.1:tap[scores]'] (8, 8)" in said
-    assert "layers.2:tap[scores].grad backward (8, 8)" in said
-    assert ":tap[loss] forward ()" in said
+    output = _python(EXAMPLES / "05_explicit.py", tmp_path / "runs")
+    assert "in memory: ['layers.1:tap[scores]'] (8, 8)" in output
+    assert "layers.2:tap[scores].grad backward (8, 8)" in output
+    assert ":tap[loss] forward ()" in output
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
@@ -54,8 +54,8 @@ def test_example_ci_gate_passes_an_unchanged_model_and_fails_a_changed_one(tmp_p
     assert "agrees" in _run("bash", gate, model, baseline, tmp_path)
     changed = tmp_path / "changed"
     _python(EXAMPLES / "damage.py", model, changed, "model.layers.1.mlp.up_proj.weight")
-    said = _run("bash", gate, changed, baseline, tmp_path, expect=1)
-    assert "model.layers.1.mlp.up_proj" in said
+    output = _run("bash", gate, changed, baseline, tmp_path, expect=1)
+    assert "model.layers.1.mlp.up_proj" in output
 
 
 @pytest.mark.soak

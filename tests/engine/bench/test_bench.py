@@ -332,6 +332,6 @@ def test_bench_serving_reports_incompatible_servers_in_one_line(
         finally:
             server.shutdown()
             thread.join()
-    said = capsys.readouterr().err.strip()
-    assert message in said
-    assert "\n" not in said
+    error = capsys.readouterr().err.strip()
+    assert message in error
+    assert "\n" not in error

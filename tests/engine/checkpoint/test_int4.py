@@ -60,11 +60,11 @@ def test_int4_packing_is_that_of_compressed_tensors(symmetric: bool) -> None:
     from compressed_tensors.quantization import QuantizationScheme
 
     weight = torch.randn(24, 64, generator=torch.Generator().manual_seed(0))
-    tensors, meant = compressed("weight", weight, symmetric=symmetric)
+    tensors, dequantized = compressed("weight", weight, symmetric=symmetric)
     scheme = QuantizationScheme(**packed_config(symmetric)["config_groups"]["group_0"])
-    assert torch.equal(PackedQuantizationCompressor.decompress(tensors, scheme)["weight"], meant.bfloat16())
+    assert torch.equal(PackedQuantizationCompressor.decompress(tensors, scheme)["weight"], dequantized.bfloat16())
     codes, scales, zeros, _ = int4_codes(weight, symmetric=symmetric, dtype=torch.bfloat16)
-    state = {"weight": meant, "weight_scale": scales.float(), "weight_zero_point": (zeros - 8).to(torch.int8)}
+    state = {"weight": dequantized, "weight_scale": scales.float(), "weight_zero_point": (zeros - 8).to(torch.int8)}
     packed = PackedQuantizationCompressor.compress(state, scheme)["weight_packed"]
     assert np.array_equal(int4.COMPRESSED.unpack_codes(packed.numpy()), codes.numpy())
 
@@ -72,13 +72,13 @@ def test_int4_packing_is_that_of_compressed_tensors(symmetric: bool) -> None:
 @pytest.mark.parametrize("kind", INT4)
 def test_int4_shards_begin_within_groups(tmp_path: Path, kind: str) -> None:
     """With 96 features in three groups of 32, each of two ranks holds one and a half groups."""
-    quantized, meant = make(tmp_path, kind)
-    torch.testing.assert_close(logits_of(quantized, tp=2), reference_logits(meant, PROMPT), rtol=1e-4, atol=1e-4)
+    quantized, dequantized = make(tmp_path, kind)
+    torch.testing.assert_close(logits_of(quantized, tp=2), reference_logits(dequantized, PROMPT), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(("kind", "keep"), [("awq", "k_proj"), ("int4", "layers.1.mlp")])
 def test_int4_fused_layer_with_an_excluded_part_is_dense(tmp_path: Path, kind: str, keep: str) -> None:
-    quantized, meant = make(tmp_path, kind, keep=keep)
+    quantized, dequantized = make(tmp_path, kind, keep=keep)
     excluded = {"awq": {"modules_to_not_convert": ["k_proj"]}, "int4": {"ignore": ["lm_head", "re:.*layers.1.mlp.*"]}}
     set_config(quantized, **excluded[kind])
     with LLM(quantized, dtype="float32") as llm:
@@ -86,7 +86,7 @@ def test_int4_fused_layer_with_an_excluded_part_is_dense(tmp_path: Path, kind: s
         qkv, gate_up = first.self_attn.qkv_proj.weight, second.mlp.gate_up_proj.weight
         assert (qkv.dtype == torch.float32, gate_up.dtype == torch.float32) == (kind == "awq", kind == "int4")
         assert first.mlp.gate_up_proj.weight.dtype == torch.uint8
-    torch.testing.assert_close(logits_of(quantized), reference_logits(meant, PROMPT), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits_of(quantized), reference_logits(dequantized, PROMPT), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -95,17 +95,17 @@ def test_gptq_with_reordered_features_is_dequantized(
 ) -> None:
     config = CASES["gptq"][1] | {"desc_act": True, "checkpoint_format": "gptq_v2"}
     monkeypatch.setitem(CASES, "reordered", (gptq_reordered, config))
-    quantized, meant = make(tmp_path, "reordered")
+    quantized, dequantized = make(tmp_path, "reordered")
     found = logits_of(quantized, tp=tp)
     assert tp > 1 or "14 weights are dequantized, because their groups are not consecutive" in caplog.text
-    torch.testing.assert_close(found, reference_logits(meant, PROMPT), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found, reference_logits(dequantized, PROMPT), rtol=1e-4, atol=1e-4)
 
 
 def test_gptq_settings_of_an_old_checkpoint_are_in_their_own_file(tmp_path: Path) -> None:
-    quantized, meant = make(tmp_path, "gptq")
+    quantized, dequantized = make(tmp_path, "gptq")
     (quantized / "quantize_config.json").write_text('{"bits": 4, "group_size": 32, "desc_act": false}')
-    shutil.copy(meant / "config.json", quantized)
-    torch.testing.assert_close(logits_of(quantized), reference_logits(meant, PROMPT), rtol=1e-4, atol=1e-4)
+    shutil.copy(dequantized / "config.json", quantized)
+    torch.testing.assert_close(logits_of(quantized), reference_logits(dequantized, PROMPT), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -134,14 +134,18 @@ def test_int4_errors_name_the_tensor(tmp_path: Path, kind: str, change: Any, mes
 
 
 def test_int4_weights_are_updated_in_place(tmp_path: Path) -> None:
-    quantized, meant = make(tmp_path, "int4")
+    quantized, dequantized = make(tmp_path, "int4")
     (tmp_path / "more").mkdir()
     with_zeros, _ = make(tmp_path / "more", "int4-asym")
     wide = shutil.copytree(quantized, tmp_path / "wide")
     _changed(wide, lambda w: w.update({name: t.float() for name, t in w.items() if name.endswith("_scale")}))
     with LLM(quantized, dtype="float32") as llm:
         before = llm.generate([PROMPT], max_new_tokens=4)[0].token_ids
-        for other, message in ((meant, "model holds it in I4"), (with_zeros, "has zero points"), (wide, "in float32")):
+        for other, message in (
+            (dequantized, "model holds it in I4"),
+            (with_zeros, "has zero points"),
+            (wide, "in float32"),
+        ):
             with pytest.raises(CheckpointError, match=message):
                 llm.engine.update_weights(other)
         llm.engine.update_weights(quantized)

@@ -36,8 +36,8 @@ torch.set_num_threads(1)
 
 @pytest.mark.parametrize("kind", CASES)
 def test_quantized_checkpoint_matches_its_dequantized_weights(tmp_path: Path, kind: str) -> None:
-    quantized, meant = make(tmp_path, kind)
-    torch.testing.assert_close(logits_of(quantized), reference_logits(meant, PROMPT), rtol=1e-4, atol=1e-4)
+    quantized, dequantized = make(tmp_path, kind)
+    torch.testing.assert_close(logits_of(quantized), reference_logits(dequantized, PROMPT), rtol=1e-4, atol=1e-4)
 
 
 def test_kv_scales_warn_if_unused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -47,8 +47,8 @@ def test_kv_scales_warn_if_unused(tmp_path: Path, caplog: pytest.LogCaptureFixtu
 
 
 def test_dequantize_supports_shards_that_split_blocks(tmp_path: Path) -> None:
-    quantized, meant = make(tmp_path, "fp8")
-    torch.testing.assert_close(logits_of(quantized, tp=2), reference_logits(meant, PROMPT), rtol=1e-4, atol=1e-4)
+    quantized, dequantized = make(tmp_path, "fp8")
+    torch.testing.assert_close(logits_of(quantized, tp=2), reference_logits(dequantized, PROMPT), rtol=1e-4, atol=1e-4)
 
 
 @settings(max_examples=50)
@@ -59,10 +59,10 @@ def test_dequantize_of_a_slice_equals_slice_of_the_whole(data: st.DataObject) ->
     scales = torch.rand(-(-rows // block[0]), -(-columns // block[1])) + 0.5
     assert block_of((rows, columns), tuple(scales.shape), block) is not None
     stored = torch.randn(rows, columns).to(torch.float8_e4m3fn)
-    meant = dequantize(stored, scales, block, (0, 0))
+    dequantized = dequantize(stored, scales, block, (0, 0))
     top, left = data.draw(st.integers(0, rows - 1)), data.draw(st.integers(0, columns - 1))
-    assert torch.equal(dequantize(stored[top:, left:], scales, block, (top, left)), meant[top:, left:])
-    assert torch.equal(meant[-1, -1], stored[-1, -1].float() * scales[-1, -1])
+    assert torch.equal(dequantize(stored[top:, left:], scales, block, (top, left)), dequantized[top:, left:])
+    assert torch.equal(dequantized[-1, -1], stored[-1, -1].float() * scales[-1, -1])
 
 
 def _spoiled(quantized: Path, change: Callable[[dict[str, Tensor]], None]) -> Path:
@@ -145,8 +145,8 @@ def test_quantization_rejects_unknown_formats(tmp_path: Path, config: Any, messa
 
 
 def test_checkpoint_read_rejects_int8_without_quantization_config(tmp_path: Path) -> None:
-    quantized, meant = make(tmp_path, "int8")
-    (quantized / "config.json").write_text((meant / "config.json").read_text())
+    quantized, dequantized = make(tmp_path, "int8")
+    (quantized / "config.json").write_text((dequantized / "config.json").read_text())
     with pytest.raises(CheckpointError, match="weight_scale"):
         LLM(quantized)
 
@@ -194,16 +194,16 @@ def test_online_fp8_weights_are_updated_in_place(tmp_path: Path) -> None:
 
 
 def test_online_fp8_rejects_conflicting_settings(tmp_path: Path) -> None:
-    quantized, meant = make(tmp_path, "fp8")
+    quantized, dequantized = make(tmp_path, "fp8")
     with pytest.raises(ConfigError, match=r"is already quantized \(fp8\)"):
         LLM(quantized, quantization="fp8")
     with pytest.raises(ConfigError, match="no linear layer matches 'lm_head'"):
-        LLM(meant, quantization="fp8", exclude_modules=("lm_head",))
+        LLM(dequantized, quantization="fp8", exclude_modules=("lm_head",))
     with pytest.raises(ConfigError, match="needs quantization"):
-        LLM(meant, exclude_modules=("*",))
+        LLM(dequantized, exclude_modules=("*",))
     for none in ("", 5, [5]):
         with pytest.raises(ConfigError, match="exclude_modules"):
-            LLM(meant, quantization="fp8", exclude_modules=none)
+            LLM(dequantized, quantization="fp8", exclude_modules=none)
 
 
 @pytest.mark.parametrize("globs", [["*.down_proj", "*.mlp.*"], "*.down_proj,*.mlp.*"])
@@ -227,11 +227,11 @@ def test_load_weights_detects_a_file_modified_during_loading(tmp_path: Path, mon
     path = make_llama(tmp_path / "model", num_hidden_layers=1)
     read = Checkpoint.read
 
-    def meddled(self: Checkpoint, *args: Any, **more: Any) -> Tensor:
+    def read_and_touch(self: Checkpoint, *args: Any, **more: Any) -> Tensor:
         (path / "model.safetensors").touch()
         return read(self, *args, **more)
 
-    monkeypatch.setattr(Checkpoint, "read", meddled)
+    monkeypatch.setattr(Checkpoint, "read", read_and_touch)
     with pytest.raises(CheckpointError, match="was modified during loading"):
         LLM(path)
 
@@ -276,8 +276,8 @@ def test_weight_only_layers_are_bit_equal_to_dequantized_ones_in_half_the_memory
 
 @pytest.mark.parametrize("kind", ["fp8", "ue8m0", "int8"])
 def test_inputs_are_quantized_as_the_config_asks(tmp_path: Path, kind: str) -> None:
-    quantized, meant = make(tmp_path, kind)
-    exact = reference_logits(meant, PROMPT)
+    quantized, dequantized = make(tmp_path, kind)
+    exact = reference_logits(dequantized, PROMPT)
     found = logits_of(_with_inputs(quantized, kind))
     error = float((found - exact).norm() / exact.norm())
     assert 1e-3 < error < 0.1
@@ -334,11 +334,11 @@ def test_scale_fmt_says_whether_the_scales_of_inputs_are_powers_of_two(tmp_path:
 
 
 def test_quantized_layers_refuse_weights_of_another_format(tmp_path: Path) -> None:
-    quantized, meant = make(tmp_path, "int8")
+    quantized, dequantized = make(tmp_path, "int8")
     with LLM(quantized) as llm:
         before = llm.generate([PROMPT], max_new_tokens=4)[0].token_ids
         with pytest.raises(CheckpointError, match="has dtype F32, the model holds it in I8: start the engine with"):
-            llm.engine.update_weights(meant)
+            llm.engine.update_weights(dequantized)
         llm.engine.update_weights(quantized)
         assert llm.generate([PROMPT], max_new_tokens=4)[0].token_ids == before
 

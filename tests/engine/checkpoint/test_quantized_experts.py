@@ -64,15 +64,15 @@ def counted(function: Callable[..., Any], calls: list[str]) -> Callable[..., Any
 
 
 def test_quantized_experts_have_the_bits_of_dequantized_ones_in_less_memory(experts: tuple[str, Path, Path]) -> None:
-    kind, quantized, meant = experts
+    kind, quantized, dequantized = experts
     kept, dense = (logits_of(quantized, quantized_layers=how) for how in ("weight_only", "dequantize"))
     assert torch.equal(kept, dense)
-    torch.testing.assert_close(kept, reference_logits(meant, PROMPT), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(kept, reference_logits(dequantized, PROMPT), rtol=1e-4, atol=1e-4)
     with LLM(quantized, dtype="bfloat16") as llm:
         modules = [module for module in llm.model.modules() if isinstance(module, Experts)]
         assert {module.gate_up_proj.element_size() for module in modules} == {1}
         stored, in_bf16 = quantized_bytes(llm.model)
-    plain = load_file(meant / "model.safetensors")
+    plain = load_file(dequantized / "model.safetensors")
     assert in_bf16 == sum(2 * weight.numel() for name, weight in plain.items() if "_proj" in name)
     limit = {"int8": 0.57} | dict.fromkeys(INT4, 0.32)  # an int8 scale takes 4 bytes per 32 features of down_proj
     assert stored <= limit.get(kind, 0.52) * in_bf16
@@ -81,9 +81,9 @@ def test_quantized_experts_have_the_bits_of_dequantized_ones_in_less_memory(expe
 @pytest.mark.parametrize("ep", [1, 2])
 def test_quantized_experts_are_split_over_ranks(experts: tuple[str, Path, Path], ep: int) -> None:
     """A rank holds whole experts, or 16 features that begin inside a block of 24 or a group of 32."""
-    _, quantized, meant = experts
+    _, quantized, dequantized = experts
     found = logits_of(quantized, tp=2, ep=ep, quantized_layers="weight_only")
-    torch.testing.assert_close(found, reference_logits(meant, PROMPT), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found, reference_logits(dequantized, PROMPT), rtol=1e-4, atol=1e-4)
 
 
 def test_online_fp8_keeps_experts_in_fp8(tmp_path: Path) -> None:
@@ -93,9 +93,9 @@ def test_online_fp8_keeps_experts_in_fp8(tmp_path: Path) -> None:
         assert experts.gate_up_proj.dtype == torch.float8_e4m3fn
         scales = experts.scales["gate_up_proj"]
         weight = load_file(path / "model.safetensors")["model.layers.0.mlp.experts.1.up_proj.weight"]
-        meant = experts.gate_up_proj[1, 32:].float() * scales[1, 32:]
+        dequantized = experts.gate_up_proj[1, 32:].float() * scales[1, 32:]
         torch.testing.assert_close(scales[1, 32:, 0], weight.abs().amax(1) / 448)
-        assert float((meant - weight).norm() / weight.norm()) < 0.04
+        assert float((dequantized - weight).norm() / weight.norm()) < 0.04
 
 
 def test_stacked_fp8_experts_stay_quantized(tmp_path: Path) -> None:
@@ -126,8 +126,8 @@ def _asks_for_inputs(path: Path) -> Path:
 
 
 def test_inputs_of_experts_are_quantized_as_the_config_asks_and_are_sites(tmp_path: Path) -> None:
-    quantized, meant = make(tmp_path, "int8", BUILD)
-    exact = reference_logits(meant, PROMPT)
+    quantized, dequantized = make(tmp_path, "int8", BUILD)
+    exact = reference_logits(dequantized, PROMPT)
     observer = partial(make_observer, out=str(tmp_path / "run"), config=DumperConfig())
     found = logits_of(_asks_for_inputs(quantized), observer=observer)
     assert 1e-3 < float((found - exact).norm() / exact.norm()) < 0.1

@@ -33,12 +33,12 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize(("own", "expected"), [(None, "passive"), ("active", "active")])
 def test_children_sleep_when_idle_affects_workers_only(tmp_path: Path, own: str | None, expected: str) -> None:
-    program, said = tmp_path / "program.py", tmp_path / "said"
+    program, output = tmp_path / "program.py", tmp_path / "said"
     program.write_text(_PROGRAM)
-    command = [sys.executable, str(program), str(said)]
+    command = [sys.executable, str(program), str(output)]
     done = subprocess.run(command, capture_output=True, text=True, env=_environment(own), timeout=120)
     assert done.stdout.split() == [own or "unset"], done.stderr
-    assert said.read_text() == expected
+    assert output.read_text() == expected
 
 
 def _environment(own: str | None) -> dict[str, str]:

@@ -162,9 +162,9 @@ def test_tensor_parallel_dump_with_replicated_heads_equals_transformers(
     assert main(["dump", str(model), "-o", target, "--tp", "4", "--tokens-from", base]) == 0
     capsys.readouterr()
     assert main(["diff", base, target]) == 0
-    said = capsys.readouterr().out
-    assert " 0 differs" in said
-    assert "not compared" not in said
+    output = capsys.readouterr().out
+    assert " 0 differs" in output
+    assert "not compared" not in output
 
 
 def test_tensor_parallel_loses_all_ranks_when_one_dies_in_a_collective(tmp_path: Path) -> None:
@@ -218,13 +218,13 @@ def test_torchrun_ranks_connect_over_two_nodes(
         for _ in range(2)
     ]
     try:
-        said = [node.communicate(timeout=120) for node in nodes]
+        outputs = [node.communicate(timeout=120) for node in nodes]
     finally:
         for node in nodes:
             node.kill()
             node.communicate()
-    assert [node.returncode for node in nodes] == [0, 0], said
-    assert sorted(out.strip() for out, _ in said) == ["", str(reference_tokens(model, [5, 6, 7], 6))]
+    assert [node.returncode for node in nodes] == [0, 0], outputs
+    assert sorted(out.strip() for out, _ in outputs) == ["", str(reference_tokens(model, [5, 6, 7], 6))]
 
 
 @pytest.mark.parametrize(
@@ -255,8 +255,8 @@ def test_torchrun_ranks_report_a_killed_rank(
         if not is_in_collective:
             ranks[1].kill()
             ranks[1].communicate(timeout=LIMIT_S)
-        said = ranks[0].communicate(f"{ranks[1].pid if is_in_collective else ''}\n", timeout=LIMIT_S)[0]
-        assert expected in said
+        output = ranks[0].communicate(f"{ranks[1].pid if is_in_collective else ''}\n", timeout=LIMIT_S)[0]
+        assert expected in output
         assert ranks[0].returncode == 0
     finally:
         for process in ranks:
@@ -294,9 +294,9 @@ def test_torchrun_ranks_kill_and_locate_a_hung_rank(launched: tuple[Path, Path],
         warm.start(program, launched[0], stdout=subprocess.PIPE, text=True, env=os.environ | place) for place in places
     ]
     try:
-        said = ranks[0].communicate(timeout=LIMIT_S)[0]
-        assert "rank 1 of 2 hangs: no progress for" in said
-        assert f'File "{program}", line 10 in before_step' in said
+        output = ranks[0].communicate(timeout=LIMIT_S)[0]
+        assert "rank 1 of 2 hangs: no progress for" in output
+        assert f'File "{program}", line 10 in before_step' in output
         assert ranks[0].returncode == 0
         assert ranks[1].wait(LIMIT_S) == -signal.SIGKILL
     finally:

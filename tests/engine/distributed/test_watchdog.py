@@ -85,7 +85,7 @@ def program(tmp_path: Path) -> Iterator[Program]:
         program.end()
 
 
-def _looks(watch: Watchdog, count: int) -> dict[int, str]:
+def _check_times(watch: Watchdog, count: int) -> dict[int, str]:
     """Check ``count`` times and return the last result; the earlier results must be empty."""
     for _ in range(count - 1):
         assert watch.check() == {}
@@ -97,11 +97,11 @@ def test_watchdog_reports_a_busy_process_without_progress(heartbeat: Heartbeat, 
     heartbeat.start_step(3)
     for layer in range(5):  # slow progress
         heartbeat.start_layer(layer)
-        assert _looks(watch, CHECKS_PER_LIMIT) == {}
-    said = watch.check()[1]
-    assert said.startswith("hangs: no progress for 8 s (rank_timeout_s=8), in step 3, layer 4; its main thread:\n")
-    assert said.count(", line ") == 2
-    assert " in here" in said
+        assert _check_times(watch, CHECKS_PER_LIMIT) == {}
+    report = watch.check()[1]
+    assert report.startswith("hangs: no progress for 8 s (rank_timeout_s=8), in step 3, layer 4; its main thread:\n")
+    assert report.count(", line ") == 2
+    assert " in here" in report
 
 
 @pytest.mark.parametrize("activity", [Activity.STARTING, Activity.IDLE, Activity.WAITING, Activity.CLOSING])
@@ -110,7 +110,7 @@ def test_watchdog_ignores_idle_and_waiting_processes_unless_stopped(
 ) -> None:
     heartbeat.set_activity(activity)
     watch = Watchdog({1: program.watched(heartbeat)}, 8.0)
-    assert _looks(watch, 3 * CHECKS_PER_LIMIT) == {}
+    assert _check_times(watch, 3 * CHECKS_PER_LIMIT) == {}
     program.stop()
     found = watch.check()
     assert ("stopped by a signal" in found.get(1, "")) == (activity is not Activity.CLOSING)
@@ -120,7 +120,7 @@ def test_watchdog_ignores_idle_and_waiting_processes_unless_stopped(
 def test_watchdog_allows_ten_time_limits_for_loading(heartbeat: Heartbeat, program: Program) -> None:
     heartbeat.set_activity(Activity.LOADING)
     watch = Watchdog({1: program.watched(heartbeat)}, 8.0)
-    assert "for 80 s (rank_timeout_s=8), while loading" in _looks(watch, LOADING_FACTOR * CHECKS_PER_LIMIT + 1)[1]
+    assert "for 80 s (rank_timeout_s=8), while loading" in _check_times(watch, LOADING_FACTOR * CHECKS_PER_LIMIT + 1)[1]
 
 
 def test_watchdog_detects_a_deadlock_of_all_ranks(tmp_path: Path, heartbeat: Heartbeat, program: Program) -> None:
@@ -129,9 +129,9 @@ def test_watchdog_detects_a_deadlock_of_all_ranks(tmp_path: Path, heartbeat: Hea
     heartbeat.start_step(0)
     heartbeat.set_activity(Activity.WAITING)
     own.set_activity(Activity.WORKING)  # this rank keeps the other waiting, for any time; no other rank hangs
-    assert _looks(watch, 3 * CHECKS_PER_LIMIT) == {}
+    assert _check_times(watch, 3 * CHECKS_PER_LIMIT) == {}
     own.set_activity(Activity.WAITING)
-    assert "in step 0, in a collective" in _looks(watch, CHECKS_PER_LIMIT + 1)[1]
+    assert "in step 0, in a collective" in _check_times(watch, CHECKS_PER_LIMIT + 1)[1]
 
 
 HELD = {
@@ -151,12 +151,12 @@ def test_watchdog_waits_for_a_debugged_process(
             program.stop()
             assert (process_state(program.process.pid), tracer_pid(program.process.pid)) == ("t", os.getpid())
         else:
-            said = ""
-            while not said.endswith("(Pdb)"):
-                said += program.process.stdout.read(1)
+            output = ""
+            while not output.endswith("(Pdb)"):
+                output += program.process.stdout.read(1)
         heartbeat.start_step(0)
         watch = Watchdog({1: program.watched(heartbeat)}, 8.0)
-        assert _looks(watch, 3 * CHECKS_PER_LIMIT) == {}
+        assert _check_times(watch, 3 * CHECKS_PER_LIMIT) == {}
         assert caplog.text.count("is held by a debugger") == 1
     finally:
         program.end()
@@ -255,5 +255,5 @@ def test_engine_that_ends_while_it_is_diagnosed_is_reported_as_hung(
         engine.communicate()
     assert (code, engine.returncode) == (ENGINE_LOST, 3)
     assert f"process {engine.pid} hangs: no progress for" in str(state.client.failure)
-    said = capsys.readouterr().err
-    assert 0 < said.index(" hangs: ") < said.index("the engine's process has ended; the server exits")
+    output = capsys.readouterr().err
+    assert 0 < output.index(" hangs: ") < output.index("the engine's process has ended; the server exits")

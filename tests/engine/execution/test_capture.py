@@ -182,8 +182,8 @@ def test_capture_reports_unsupported_hosts(tmp_path: Path) -> None:
     with Dumper(model, tmp_path / "run", keep="stats") as dumper, dumper.step_of(step):
         model(torch.zeros(1, 2))
     with open_run(tmp_path / "run") as run:
-        said = [event.fields["reason"] for event in run.events() if event.kind == "failed"]
-    assert said == ["asked['mine']='everything': must be 'stats' or 'full'; not captured"]
+        reasons = [event.fields["reason"] for event in run.events() if event.kind == "failed"]
+    assert reasons == ["asked['mine']='everything': must be 'stats' or 'full'; not captured"]
 
 
 def test_reopen_continues_all_ranks_at_one_step(llama: Path, everything: Run, tmp_path: Path) -> None:

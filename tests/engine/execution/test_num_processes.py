@@ -32,8 +32,8 @@ def test_num_processes_that_share_cores_are_reported() -> None:
     cores = num_cores()
     assert shared_cores(EngineConfig(model="model", tp=cores)) == ""
     assert shared_cores(EngineConfig(model="model", tp=cores + 1, launch="external")) == ""
-    said = shared_cores(EngineConfig(model="model", dp=cores, tp=2))
-    assert said.startswith(f"dp={cores}, tp=2: {2 * cores} processes share {cores} CPU cores")
+    warning = shared_cores(EngineConfig(model="model", dp=cores, tp=2))
+    assert warning.startswith(f"dp={cores}, tp=2: {2 * cores} processes share {cores} CPU cores")
 
 
 def test_llm_reports_processes_that_share_cores_and_settings_without_effect(

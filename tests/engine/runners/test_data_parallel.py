@@ -243,8 +243,8 @@ def test_server_replaces_a_lost_recorder_and_exits_with_a_hung_replica(models: l
         _replace_the_recorder(server)
         _lose_a_replica(server)
     finally:
-        code, said = _ended(server)
-    assert (code, WORDS in said, "tapscope stops recording" in said) == (4, True, True)
+        code, output = _ended(server)
+    assert (code, WORDS in output, "tapscope stops recording" in output) == (4, True, True)
     with open_run(server.run) as run:
         assert "recorder was killed: ranks 0, 1" in " ".join(run.ledger().sentences())
     with open_run(server.run.with_name("run-2")) as run:
@@ -373,12 +373,12 @@ def test_llm_distributes_calls_over_replicas_and_names_a_lost_one(models: list[P
 
 async def _together(llm: LLM, params: SamplingParams, expected: list[list[int]]) -> None:
     """Run overlapping async calls concurrently with a synchronous call."""
-    streamed, (answer,), beside = await asyncio.gather(
+    streamed, (answer,), blocking = await asyncio.gather(
         _all_of(llm.astream(PROMPT, params)),
         llm.agenerate([PROMPTS[1]], params),
         asyncio.to_thread(llm.generate, [PROMPTS[2]], params),
     )
-    assert [streamed, list(answer.token_ids), list(beside[0].token_ids)] == expected[:3]
+    assert [streamed, list(answer.token_ids), list(blocking[0].token_ids)] == expected[:3]
 
 
 async def _all_of(outputs: AsyncGenerator[Output]) -> list[int]:

@@ -13,7 +13,7 @@ from tapscope.engine.scheduling.kv_cache_manager import KVCacheManager
 from tapscope.engine.scheduling.radix_cache import RadixCache, RadixNode
 
 
-def _enter(tree: RadixCache, path: list[tuple[int, ...]], pages: list[int]) -> RadixNode:
+def _hold(tree: RadixCache, path: list[tuple[int, ...]], pages: list[int]) -> RadixNode:
     """Take a reference to every page of ``path``, inserting the pages missing from ``tree``."""
     node = tree.root
     for key in path:
@@ -26,9 +26,9 @@ def _enter(tree: RadixCache, path: list[tuple[int, ...]], pages: list[int]) -> R
     return node
 
 
-def _upwards(node: RadixNode) -> list[RadixNode]:
+def _with_ancestors(node: RadixNode) -> list[RadixNode]:
     """Return ``node`` and its ancestors, without the root."""
-    return [] if node.parent is None else [node, *_upwards(node.parent)]
+    return [] if node.parent is None else [node, *_with_ancestors(node.parent)]
 
 
 paths = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=5), min_size=1, max_size=25)
@@ -41,33 +41,33 @@ def test_radix_cache_evicts_least_recently_used(paths: list[list[int]], held: in
     last_used: dict[tuple[int, ...], int] = {}
     nodes: list[tuple[tuple[int, ...], RadixNode]] = []
     for path in paths:
-        nodes.append((tuple(path), _enter(tree, [(step,) for step in path], pages)))
+        nodes.append((tuple(path), _hold(tree, [(step,) for step in path], pages)))
         tree.check()
     for i, (path, node) in enumerate(nodes[held:]):
-        tree.release(_upwards(node))
+        tree.release(_with_ancestors(node))
         tree.check()
         last_used |= {path[:end]: i for end in range(1, len(path) + 1)}
     kept = {path[:end] for path, _ in nodes[:held] for end in range(1, len(path) + 1)}
     free = {path: stamp for path, stamp in last_used.items() if path not in kept}
     assert tree.num_evictable == len(free)
-    before = {node.page: spelled for spelled, node in _spelled(tree)}
+    before = {node.page: prefix for prefix, node in _prefixes(tree)}
     gone = [before[page] for page in tree.evict(evict)]
     tree.check()
     assert len(gone) == min(evict, len(free))
     for path in gone:
         leaves = [p for p in free if not any(q != p and q[: len(p)] == p for q in free.keys() | kept)]
         assert free.pop(path) == min([free[leaf] for leaf in leaves if leaf != path] + [last_used[path]])
-    assert {spelled for spelled, _ in _spelled(tree)} == kept | free.keys()
+    assert {prefix for prefix, _ in _prefixes(tree)} == kept | free.keys()
 
 
-def _spelled(tree: RadixCache) -> list[tuple[tuple[int, ...], RadixNode]]:
+def _prefixes(tree: RadixCache) -> list[tuple[tuple[int, ...], RadixNode]]:
     found: list[tuple[tuple[int, ...], RadixNode]] = []
     stack: list[tuple[tuple[int, ...], RadixNode]] = [((), tree.root)]
     while stack:
-        spelled, node = stack.pop()
+        prefix, node = stack.pop()
         for key, child in node.children.items():
-            found.append((spelled + key, child))
-            stack.append((spelled + key, child))
+            found.append((prefix + key, child))
+            stack.append((prefix + key, child))
     return found
 
 
@@ -75,22 +75,22 @@ def _spelled(tree: RadixCache) -> list[tuple[tuple[int, ...], RadixNode]]:
 @given(paths=paths, held=st.integers(0, 4), dropped=st.integers(0, 2))
 def test_radix_cache_drop_hides_a_subtree_and_evicts_it_first(paths: list[list[int]], held: int, dropped: int) -> None:
     tree, pages = RadixCache(), list(range(200))
-    nodes = [(path, _enter(tree, [(step,) for step in path], pages)) for path in paths]
+    nodes = [(path, _hold(tree, [(step,) for step in path], pages)) for path in paths]
     for _, node in nodes[held:]:
-        tree.release(_upwards(node))
-    below = {node.page for spelled, node in _spelled(tree) if spelled[0] == dropped}
-    in_use = {node.page for _, leaf in nodes[:held] for node in _upwards(leaf)}
+        tree.release(_with_ancestors(node))
+    below = {node.page for prefix, node in _prefixes(tree) if prefix[0] == dropped}
+    in_use = {node.page for _, leaf in nodes[:held] for node in _with_ancestors(leaf)}
     kept = tree.num_evictable - len(below - in_use)
     assert sorted(tree.drop((dropped,))) == sorted(below - in_use)
     assert tree.drop((dropped,)) == []
     tree.check()
     assert tree.num_evictable == kept
-    assert dropped not in {spelled[0] for spelled, _ in _spelled(tree)}
+    assert dropped not in {prefix[0] for prefix, _ in _prefixes(tree)}
     for path, node in nodes[:held]:
         if path[0] == dropped:  # a holder appends below a dropped prefix
             below.add(pages[-1])
             tree.release([tree.insert(node, (9,), pages.pop())])
-        tree.release(_upwards(node))
+        tree.release(_with_ancestors(node))
         tree.check()
     junk = below & {node.page for node in tree.nodes()}
     assert set(tree.evict(len(junk))) == junk
@@ -100,7 +100,7 @@ def test_radix_cache_drop_hides_a_subtree_and_evicts_it_first(paths: list[list[i
 def test_radix_cache_heap_is_bounded() -> None:
     tree, pages = RadixCache(), [0]
     for _ in range(1000):
-        tree.release(_upwards(_enter(tree, [(7,)], pages)))
+        tree.release(_with_ancestors(_hold(tree, [(7,)], pages)))
     assert len(tree._evictable_heap) < 100
     assert tree.evict(5) == [0]
 
@@ -163,7 +163,7 @@ def test_match_prefix_needs_the_last_window_only(page_size: int, data: st.DataOb
         kv_cache_manager.pages.free_pages(kv_cache_manager.tree.evict(data.draw(st.integers(0, 2))))
         kv_cache_manager.check([])
     new = _request(data.draw(prompts))
-    known = {spelled: node.page >= 0 for spelled, node in _spelled(kv_cache_manager.tree)}
+    known = {prefix: node.page >= 0 for prefix, node in _prefixes(kv_cache_manager.tree)}
     expected = 0
     for end in range(page_size, len(new.tokens), page_size):
         seen = range(max(0, end - window + 1) // page_size * page_size + page_size, end + 1, page_size)

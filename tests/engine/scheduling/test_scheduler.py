@@ -115,7 +115,7 @@ class Traffic(RuleBasedStateMachine):
         assert self.scheduler.kv_cache_manager.num_cached == 0
 
     @invariant()
-    def books_add_up(self) -> None:
+    def scheduler_is_consistent(self) -> None:
         if hasattr(self, "scheduler"):
             self.scheduler.check()
 

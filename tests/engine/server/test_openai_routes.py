@@ -716,7 +716,7 @@ def test_chat_without_a_template_is_refused(tmp_path: Path, path: Path) -> None:
 
 
 def test_openapi_describes_the_answers_of_each_route(url: str, path: Path) -> None:
-    said, sampled = {"model": "tiny", "messages": ask("think")}, {"prompt": "hi", "max_tokens": 5}
+    chat, sampled = {"model": "tiny", "messages": ask("think")}, {"prompt": "hi", "max_tokens": 5}
     ids = {"return_token_ids": True, "prompt_logprobs": 1}
     bodies: list[tuple[str, dict[str, Any]]] = [
         ("/generate", {"text": "hi", "return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 1}),
@@ -724,7 +724,7 @@ def test_openapi_describes_the_answers_of_each_route(url: str, path: Path) -> No
         ("/generate", {"text": "hi", "sampling_params": {"max_new_tokens": 2, "logprobs": 0, "full_logprobs": True}}),
         ("/tokenize", {"prompt": "hi", "return_token_strs": True}),
         ("/detokenize", {"tokens": [5]}),
-        ("/v1/chat/completions", said | ids | {"logprobs": True, "top_logprobs": 2}),
+        ("/v1/chat/completions", chat | ids | {"logprobs": True, "top_logprobs": 2}),
         ("/v1/chat/completions", {"messages": ask("weather"), "tools": TOOLS}),
         ("/v1/chat/completions", {"messages": ask("hi"), "stop": ["there"]}),
         ("/v1/completions", sampled | ids),
@@ -732,8 +732,8 @@ def test_openapi_describes_the_answers_of_each_route(url: str, path: Path) -> No
         ("/v1/embeddings", {"input": ["hi", "you"]}),
         ("/v1/responses", {"input": "think"}),
         ("/v1/responses", {"input": "count", "max_output_tokens": 2}),
-        ("/v1/messages", said | {"max_tokens": 40}),
-        ("/v1/messages/count_tokens", said),
+        ("/v1/messages", chat | {"max_tokens": 40}),
+        ("/v1/messages/count_tokens", chat),
         ("/pause_generation", {}),
         ("/continue_generation", {}),
         ("/weights_digest", {}),

@@ -123,10 +123,10 @@ def test_responses_separate_reasoning_and_take_it_back(client: openai.OpenAI) ->
 
 
 def test_responses_reasoning_after_an_answer_begins_another_turn() -> None:
-    said = [{"type": "message", "role": "assistant", "content": text} for text in ("one", "two")]
+    replies = [{"type": "message", "role": "assistant", "content": text} for text in ("one", "two")]
     thought = [{"type": "reasoning", "content": [{"type": "reasoning_text", "text": text}]} for text in ("a", "b")]
     call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
-    items = [thought[0], said[0], thought[1], said[1], call]
+    items = [thought[0], replies[0], thought[1], replies[1], call]
     first, second = as_chat_messages(ResponsesBody.parse({"input": items}))
     assert first == {"role": "assistant", "reasoning_content": "a", "content": "one"}
     assert (second["reasoning_content"], second["content"], len(second["tool_calls"])) == ("b", "two", 1)

@@ -50,7 +50,7 @@ def nudged(array, seed=1):
     return moved.astype(array.dtype)
 
 
-def plainly(a, b, atol=0.0, rtol=0.0):
+def plain_measures(a, b, atol=0.0, rtol=0.0):
     """Compute the fields of RowMeasures element by element in float64; 64-bit integers stay below 2^53 here."""
     with np.errstate(all="ignore"):
         x, y = a.astype(np.float64), b.astype(np.float64)
@@ -76,7 +76,7 @@ def plainly(a, b, atol=0.0, rtol=0.0):
 
 
 def check(got, a, b, **tolerance):
-    want, distance = plainly(a, b, **tolerance)
+    want, distance = plain_measures(a, b, **tolerance)
     for name in COUNTS:
         np.testing.assert_array_equal(getattr(got, name), want[name], err_msg=name)
     for name in ("max_abs", *SUMS):
@@ -160,9 +160,9 @@ def test_compare_fp8_tensors_with_any_difference(dtype, width, offset, share, ze
     rng, scalar = np.random.default_rng(seed), dtypes.numpy_dtype(dtype)
     finite = np.arange(256, dtype=np.uint8)
     finite = finite[np.isfinite(finite.view(scalar).astype(np.float64))]
-    naught = finite[finite.view(scalar).astype(np.float64) == 0]  # dtypes with two zeros have both, which compare equal
-    left = np.where(rng.random((3, width)) < zeros, rng.choice(naught, (3, width)), rng.choice(finite, (3, width)))
-    other = np.where(left & 0x7F, left, rng.choice(naught, (3, width)))
+    zero_codes = finite[finite.view(scalar).astype(np.float64) == 0]  # both zeros, where the dtype has two
+    left = np.where(rng.random((3, width)) < zeros, rng.choice(zero_codes, (3, width)), rng.choice(finite, (3, width)))
+    other = np.where(left & 0x7F, left, rng.choice(zero_codes, (3, width)))
     right = np.where(rng.random((3, width)) < share, rng.choice(finite, (3, width)), other)
     raw = [bytes(offset) + side.tobytes() for side in (left, right)]
     a, b = (np.frombuffer(side, scalar, offset=offset).reshape(3, width) for side in raw)

@@ -130,7 +130,7 @@ def test_estimate_of_counters_beyond_float32_is_a_number() -> None:
 
 
 def test_sketch_index_states_what_it_cannot_place() -> None:
-    said = sketch_index((9, 8), None, dims="t h[tp]", mesh={"tp": 2}, coords={})
-    assert said == "the place of this rank along tp is unknown"
-    said = sketch_index((9, 8), None, dims="t kv=2x4[tp]", mesh={"tp": 8}, coords={"tp": 1})
-    assert said == "sketches do not support the dims 't kv=2x4[tp]'"
+    reason = sketch_index((9, 8), None, dims="t h[tp]", mesh={"tp": 2}, coords={})
+    assert reason == "the place of this rank along tp is unknown"
+    reason = sketch_index((9, 8), None, dims="t kv=2x4[tp]", mesh={"tp": 8}, coords={"tp": 1})
+    assert reason == "sketches do not support the dims 't kv=2x4[tp]'"

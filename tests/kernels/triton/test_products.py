@@ -175,8 +175,8 @@ def test_scaled_matmul_matches_the_reference(device, dtype, rows, outs, groups, 
     expected = scaled_linear_reference(input, scales, weight, weight_scales, by, torch.float32, group=group, bias=bias)
     moved = [None if t is None else t.to(device) for t in (input, scales, weight, weight_scales, by)]
     moved_bias = None if bias is None else bias.to(device)
-    how = {"group": group, "tile": tile, "bias": moved_bias, "is_constant": is_constant}
-    found = scaled_linear(*moved, torch.float32, **how)
+    options = {"group": group, "tile": tile, "bias": moved_bias, "is_constant": is_constant}
+    found = scaled_linear(*moved, torch.float32, **options)
     assert_near(found, expected, 1e-4 * max(1e-3, float(expected.abs().max())) if rows else 0)
 
 

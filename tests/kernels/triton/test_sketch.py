@@ -81,8 +81,8 @@ def test_triton_sketches_of_many_tensors_are_merged_together_and_again(device: s
             sketches.add(values, keys, part, index, counters[index].data_ptr())
         sketches.merge(5)
         out.append(counters.cpu().numpy())
-        for found, about in zip(out[-1], made, strict=True):
-            np.testing.assert_allclose(found, expected(*about), rtol=1e-5, atol=1e-5)
+        for found, inputs in zip(out[-1], made, strict=True):
+            np.testing.assert_allclose(found, expected(*inputs), rtol=1e-5, atol=1e-5)
     assert np.isfinite(out).all()
 
 

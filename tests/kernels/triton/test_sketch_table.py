@@ -43,17 +43,17 @@ def made(part: Part, dtype: torch.dtype, device: str, after: int = 0) -> tuple[t
     return values.to(device, dtype)[:, : part.width], keys.to(device), part
 
 
-def single(about: Sequence[tuple[torch.Tensor, torch.Tensor, Part]], device: str) -> torch.Tensor:
+def single(inputs: Sequence[tuple[torch.Tensor, torch.Tensor, Part]], device: str) -> torch.Tensor:
     """Return the counters [tensors, 256] of single launches on dense tensors."""
-    sketches, counters = Sketches(on(device), 1), torch.full((len(about), COUNTERS), 9.0, device=device)
-    for (values, keys, part), row in zip(about, counters, strict=True):
+    sketches, counters = Sketches(on(device), 1), torch.full((len(inputs), COUNTERS), 9.0, device=device)
+    for (values, keys, part), row in zip(inputs, counters, strict=True):
         sketches.add(values.contiguous(), keys, part, 0, row.data_ptr())
         sketches.merge(1)
     return counters.cpu()
 
 
-def requests(about: Sequence[tuple[torch.Tensor, torch.Tensor, Part]], counters: torch.Tensor) -> list[Request]:
-    return [Request(*each, row.data_ptr()) for each, row in zip(about, counters, strict=True)]
+def requests(inputs: Sequence[tuple[torch.Tensor, torch.Tensor, Part]], counters: torch.Tensor) -> list[Request]:
+    return [Request(*each, row.data_ptr()) for each, row in zip(inputs, counters, strict=True)]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -69,7 +69,7 @@ def test_triton_sketch_table_has_the_counters_of_single_launches(
     """
     types = torch.float32, served(device, torch.bfloat16)
     after = 0, 0, 0, 256, 0, 5, 3, 4
-    about = [made(part, types[i % 2], device, after[i]) for i, part in enumerate(PARTS)]
+    inputs = [made(part, types[i % 2], device, after[i]) for i, part in enumerate(PARTS)]
     sketches = Sketches(on(device), capacity, room * most_programs(on(device)))
     grids: list[int] = []
     launch = sketch_table._launch
@@ -79,10 +79,10 @@ def test_triton_sketch_table_has_the_counters_of_single_launches(
         launch(device, grid, *args, **options)
 
     monkeypatch.setattr(sketch_table, "_launch", counted)
-    counters = torch.full((len(about), COUNTERS), 9.0, device=device)
-    tables = sketch_many(sketches, requests(about, counters), lambda table: table.to(device))
+    counters = torch.full((len(inputs), COUNTERS), 9.0, device=device)
+    tables = sketch_many(sketches, requests(inputs, counters), lambda table: table.to(device))
     assert len(tables) == len(grids) == launches
-    assert torch.equal(counters.cpu(), single(about, device))
+    assert torch.equal(counters.cpu(), single(inputs, device))
     assert counters.isfinite().all()
 
 
@@ -90,9 +90,9 @@ def test_triton_sketch_table_has_the_counters_of_single_launches(
 def test_triton_sketch_table_is_read_at_every_replay_of_a_graph() -> None:
     """A replay uses its current values and keys."""
     parts = [*PARTS, Part(32, 28672, 0, 0, 28672)] * 20
-    about = [made(part, torch.bfloat16, "cuda", i % 2 * 64) for i, part in enumerate(parts)]
-    counters, sketches = torch.zeros(len(about), COUNTERS, device="cuda"), Sketches(on("cuda"), 128)
-    given = requests(about, counters)
+    inputs = [made(part, torch.bfloat16, "cuda", i % 2 * 64) for i, part in enumerate(parts)]
+    counters, sketches = torch.zeros(len(inputs), COUNTERS, device="cuda"), Sketches(on("cuda"), 128)
+    given = requests(inputs, counters)
     tables = sketch_many(sketches, given, lambda table: table.to("cuda"))  # compiles the kernels
     assert len(tables) == 4
     uploaded = iter(tables)  # equal to the uploads during capture
@@ -100,11 +100,11 @@ def test_triton_sketch_table_is_read_at_every_replay_of_a_graph() -> None:
     with torch.cuda.graph(graph):
         sketch_many(sketches, given, lambda table: next(uploaded))
     for _ in range(3):
-        for values, keys, _ in about:
+        for values, keys, _ in inputs:
             values.normal_()
             keys.copy_(keys.roll(1))
         graph.replay()
-        assert torch.equal(counters.cpu(), single(about, "cuda"))
+        assert torch.equal(counters.cpu(), single(inputs, "cuda"))
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -162,12 +162,12 @@ def test_step_inputs_refuse_invalid_arguments():
     with pytest.raises(UsageError, match="4 tokens, 4 rows and room for 3"):
         store_tokens(longs, longs, longs, longs[:3])
     rows, table_rows, table, size, last = inputs(4, 2, 3, 5, 16, 0)
-    for wrong, said in (
+    for wrong, message in (
         ((rows, table_rows.long(), table, size, 5, last), "table_rows is torch.int64"),
         ((rows, table_rows, table, size, 6, last), "6 or more pages"),
         ((rows, table_rows, table.t(), size, 3, last), "table"),
         (((rows[0][:3], *rows[1:]), table_rows, table, size, 5, last), "3 and 4 and 4"),
         ((rows, table_rows, table, size, 5, last[:, ::2]), "last_tokens"),
     ):
-        with pytest.raises(UsageError, match=said):
+        with pytest.raises(UsageError, match=message):
             step_inputs(*wrong)
