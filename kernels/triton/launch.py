@@ -22,9 +22,9 @@ _NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 HAS_PTX = tl.constexpr(not is_interpreted())
 """Whether kernels may use inline PTX; False under Triton's interpreter."""
 launch_kernel: Callable[..., int | None] | None = None
-"""Launches a kernel through the driver with less overhead than ctypes, or None without the C++ library.
+"""Function that launches a kernel through the driver with less overhead than ctypes; None without the C++ library.
 
-See ``launch_kernel`` in kernels/native/library.py; the code that loads the C++ library sets this variable."""
+The code that loads the C++ library sets this variable, see ``launch_kernel`` in kernels/native/library.py."""
 _INTERPRETED_SMS = 2
 """Number of SMs reported under the interpreter, where each program runs in Python: keeps grids small."""
 
@@ -62,7 +62,7 @@ class Launcher:
 
         ``options`` are Triton launch options such as ``num_warps``.
         """
-        all_constants, all_options = self._complete(device, constants, options)
+        all_constants, all_options = self._with_overlap(device, constants, options)
         if not self._is_compiled:
             self._kernel[grid](*args, **all_constants, **all_options)
             return
@@ -70,10 +70,10 @@ class Launcher:
             self._kernel.warmup(*args, grid=grid, **all_constants, **all_options)
             return
         key = self._key(device, args, all_constants, all_options)
-        compiled_kernel = self._known.get(key)
-        if compiled_kernel is not None:
-            if compiled_kernel.direct is None or not compiled_kernel.direct(device, grid, args):
-                compiled_kernel.kernel[grid](*args, *compiled_kernel.constants)
+        cached = self._known.get(key)
+        if cached is not None:
+            if cached.direct is None or not cached.direct(device, grid, args):
+                cached.kernel[grid](*args, *cached.constants)
             return
         compiled = self._kernel[grid](*args, **all_constants, **all_options)
         if compiled is not None:
@@ -87,10 +87,10 @@ class Launcher:
 
         None if that specialization was not launched yet, or if it needs Triton's own launcher.
         """
-        compiled_kernel = self._known.get(self._key(device, args, *self._complete(device, constants, options)))
-        return None if compiled_kernel is None else compiled_kernel.direct
+        cached = self._known.get(self._key(device, args, *self._with_overlap(device, constants, options)))
+        return None if cached is None else cached.direct
 
-    def _complete(
+    def _with_overlap(
         self, device: torch.device, constants: Mapping[str, Any], options: Mapping[str, Any]
     ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
         """Return (constants, options), with IS_OVERLAPPED and ``launch_pdl`` added for a kernel that overlaps."""
@@ -143,8 +143,8 @@ class DirectLaunch:
         """``places`` are the indices of the launch arguments that are kernel parameters; ``overlaps`` enables PDL."""
         self.function, self.threads, self.shared, self.places = function, threads, shared, tuple(places)
         self.overlaps = overlaps
-        self._num = len(places) + 2
-        self._values, self._pointers = ctypes.c_int64 * self._num, ctypes.c_void_p * self._num
+        self._num_parameters = len(places) + 2
+        self._values, self._pointers = ctypes.c_int64 * self._num_parameters, ctypes.c_void_p * self._num_parameters
 
     @classmethod
     def of(cls, compiled: Any, names: Sequence[str]) -> "DirectLaunch | None":
@@ -196,7 +196,7 @@ class DirectLaunch:
         """Launch through ctypes, without the C++ library, and return the CUresult."""
         values = self._values(*arguments, 0, 0)
         first = ctypes.addressof(values)
-        pointers = self._pointers(*range(first, first + 8 * self._num, 8))
+        pointers = self._pointers(*range(first, first + 8 * self._num_parameters, 8))
         sizes = *grid, self.threads, 1, 1, self.shared, stream
         if self.overlaps:
             config = _LaunchConfig(*sizes, _OVERLAP, 1)
