@@ -32,11 +32,11 @@ class _Shift(torch.autograd.Function):
         return _exchange(grad, ctx.group, -1), None
 
 
-def _exchange(tensor: torch.Tensor, group: Any, by: int) -> torch.Tensor:
-    ranks, here = dist.get_process_group_ranks(group), dist.get_rank(group)
+def _exchange(tensor: torch.Tensor, group: Any, offset: int) -> torch.Tensor:
+    ranks, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
     received = torch.empty_like(tensor, memory_format=torch.contiguous_format)
-    send = dist.P2POp(dist.isend, tensor.contiguous(), ranks[(here + by) % len(ranks)], group)
-    receive = dist.P2POp(dist.irecv, received, ranks[(here - by) % len(ranks)], group)
+    send = dist.P2POp(dist.isend, tensor.contiguous(), ranks[(rank + offset) % len(ranks)], group)
+    receive = dist.P2POp(dist.irecv, received, ranks[(rank - offset) % len(ranks)], group)
     for work in dist.batch_isend_irecv([send, receive]):
         work.wait()
     return received
@@ -63,29 +63,32 @@ class RingAttention(nn.Module):
     ) -> torch.Tensor:
         """Attend from this rank's queries to the tokens of all ranks.
 
-        ``query`` is [t, heads, d], ``key`` and ``value`` are [t, groups, d], all of this rank's tokens; returns [t,
-        heads * d].
+        ``query`` is [t, heads, d], ``key`` and ``value`` are [t, groups, d], with t tokens of this rank; returns
+        [t, heads * d].
         """
         from megatron.core import parallel_state
 
         group = parallel_state.get_context_parallel_group()
         size, rank = dist.get_world_size(group), dist.get_rank(group)
         bounds = packed_seq_params.cu_seqlens_q
-        held = [zigzag(bounds, each, size) for each in range(size)]
-        owner = torch.repeat_interleave(torch.arange(len(bounds) - 1), bounds.diff())
+        indices = [zigzag(bounds, each, size) for each in range(size)]
+        sequence_of = torch.repeat_interleave(torch.arange(len(bounds) - 1), bounds.diff())
         repeats, q = query.shape[1] // key.shape[1], query.float().transpose(0, 1)
         keys_values = torch.stack([key, value])
-        top = torch.full((*q.shape[:2], 1), float("-inf"))
-        total, mixed = torch.zeros_like(top), torch.zeros_like(q)
+        row_max = torch.full((*q.shape[:2], 1), float("-inf"))
+        denominator, numerator = torch.zeros_like(row_max), torch.zeros_like(q)
         for step in range(size):
-            mine, theirs = held[rank][:, None], held[(rank - step) % size][None]
+            own, other = indices[rank][:, None], indices[(rank - step) % size][None]
             k, v = keys_values.float().repeat_interleave(repeats, 2).transpose(1, 2)
             scores = q @ k.transpose(1, 2) * self.scale
-            scores = scores.masked_fill((owner[mine] != owner[theirs]) | (theirs > mine + self.skew), float("-inf"))
-            peak = torch.maximum(top, scores.detach().amax(-1, keepdim=True))
-            shift = peak.masked_fill(peak.isinf(), 0)
-            weights, kept = (scores - shift).exp(), (top - shift).exp()
-            total, mixed, top = total * kept + weights.sum(-1, keepdim=True), mixed * kept + weights @ v, peak
+            is_masked = (sequence_of[own] != sequence_of[other]) | (other > own + self.skew)
+            scores = scores.masked_fill(is_masked, float("-inf"))
+            new_max = torch.maximum(row_max, scores.detach().amax(-1, keepdim=True))
+            shift = new_max.masked_fill(new_max.isinf(), 0)
+            weights, rescale = (scores - shift).exp(), (row_max - shift).exp()
+            denominator = denominator * rescale + weights.sum(-1, keepdim=True)
+            numerator = numerator * rescale + weights @ v
+            row_max = new_max
             if step + 1 < size:
                 keys_values = _Shift.apply(keys_values, group)
-        return (mixed / total).transpose(0, 1).flatten(1).to(query.dtype)
+        return (numerator / denominator).transpose(0, 1).flatten(1).to(query.dtype)

@@ -47,14 +47,14 @@ def inputs_of_this_rank(prompts: Mapping[str, Sequence[int]], *, is_sequence_par
     ep, rank = parallel_state.get_expert_model_parallel_world_size(), parallel_state.get_expert_model_parallel_rank()
     if len(prompts) < ep:
         raise ValueError(f"{len(prompts)} prompts for {ep} expert-parallel ranks: each rank needs one")
-    longest, mine = max(map(len, prompts.values())), dict(list(prompts.items())[rank::ep])
+    longest, own_prompts = max(map(len, prompts.values())), dict(list(prompts.items())[rank::ep])
     tp = parallel_state.get_tensor_model_parallel_world_size()
-    ids, step = batch(mine, multiple_of=tp if is_sequence_parallel else 1, at_least=longest)
+    ids, step = batch(own_prompts, multiple_of=tp if is_sequence_parallel else 1, at_least=longest)
     length = ids.shape[1]
     return Inputs(
         ids=ids,
         positions=torch.arange(length).expand_as(ids),
-        labels=mine,
+        labels=own_prompts,
         num_labels=num_labels,
         mask=torch.ones(length, length, dtype=torch.bool).triu(1)[None, None],
         step=step,
@@ -67,14 +67,14 @@ def _packed(prompts: Mapping[str, Sequence[int]], num_labels: int) -> Inputs:
     if any(length % (2 * size) for length in lengths):
         raise ValueError(f"prompts of {lengths} tokens: each must be a multiple of {2 * size} for {size} ranks")
     bounds = torch.tensor([0, *lengths]).cumsum(0).int()
-    held = zigzag(bounds, rank, size)
+    indices = zigzag(bounds, rank, size)
     ids = torch.tensor([token for tokens in prompts.values() for token in tokens])
-    nexts = torch.tensor([token for tokens in prompts.values() for token in [*list(tokens)[1:], -100]])
+    next_ids = torch.tensor([token for tokens in prompts.values() for token in [*list(tokens)[1:], -100]])
     longest = max(lengths)
     return Inputs(
-        ids=ids[held][None],
-        positions=torch.cat([torch.arange(length) for length in lengths])[held][None],
-        labels=nexts[held],
+        ids=ids[indices][None],
+        positions=torch.cat([torch.arange(length) for length in lengths])[indices][None],
+        labels=next_ids[indices],
         num_labels=num_labels,
         packed=PackedSeqParams(
             qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=longest, max_seqlen_kv=longest

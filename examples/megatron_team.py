@@ -159,15 +159,15 @@ def run(job: Job) -> None:
     model = build(Path(job.checkpoint), dtype=job.dtype, sequence_parallel=job.sequence_parallel)
     if job.patch is not None:
         load_patch(job.patch)(model)
-    whole = distributed(model)
+    ddp_model = distributed(model)
     inputs = inputs_of_this_rank(job.prompts, is_sequence_parallel=job.sequence_parallel)
     with Dumper(model, job.out, force=True, **_settings(job)) as dumper:
         for _ in range(job.num_steps):
             with torch.set_grad_enabled(job.backward), dumper.step(**inputs.step):
-                value = train_step(whole, inputs, getattr(torch, job.dtype), is_backward=job.backward)
+                value = train_step(ddp_model, inputs, getattr(torch, job.dtype), is_backward=job.backward)
                 if value is not None:
                     dumper.metric("loss", value)
-            whole.zero_grad_buffer()
+            ddp_model.zero_grad_buffer()
 
 
 def run_transformers(job: Job) -> None:
