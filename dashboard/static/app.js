@@ -1,4 +1,4 @@
-// The web page: shows what the address asks for. Every number and text comes from the server's view model.
+// The web page: routes the address to a page. Every number and string comes from the server's view model.
 import { BenchPage } from "./bench.js";
 import { controlPage } from "./control.js";
 import { diffPage } from "./diff.js";
@@ -40,7 +40,7 @@ async function benchmarks() {
     try {
       const history = await api("/api/benchmarks");
       const text = JSON.stringify({ ...history, updated: "" });
-      if (text !== last) shown.show(history);  // else nothing has changed
+      if (text !== last) shown.show(history);
       [last, updated, problem] = [text, `last updated ${new Date(history.updated).toLocaleTimeString()}`, ""];
     } catch (error) {
       problem = `The last refresh failed: ${error.message}`;

@@ -7,14 +7,14 @@ const ANY = "\0";
 const MARKS = { regression: "▼ regression", improvement: "▲ improvement" };
 const CLASSES = { regression: "bad", improvement: "better" };
 
-/** A series' name: what distinguishes it from the others that are shown. */
+/** Names of the shown series: the values of the fields in which they differ. */
 function names(shown) {
   const differing = FILTERS.filter((name) => new Set(shown.map(({ config }) => config[name])).size > 1);
   return shown.map(({ config }) => differing.map((name) => config[name] || `no ${name}`).join(", ") || config.load || config.model);
 }
 
 export class BenchPage {
-  /** `compare(baseline, target)` gives a comparison, or is null where there is no server. */
+  /** `compare(baseline, target)` fetches a comparison; null without a server. */
   constructor(root, { compare = null } = {}) {
     Object.assign(this, { root, compare, chosen: {}, charts: new Map(), result: nothing, ask: questions() });
   }
@@ -99,7 +99,7 @@ export class BenchPage {
   }
 }
 
-/** A series' arrays, parallel to the commits. */
+/** Expand a series to arrays with one element per commit. */
 function parallel(series, num) {
   const empty = () => new Array(num).fill(undefined);
   const found = { values: empty(), low: empty(), high: empty(), texts: empty() };

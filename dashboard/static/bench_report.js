@@ -1,4 +1,4 @@
-// The benchmark report: charts of the embedded history. The tables are in the page without it.
+// The benchmark report: draws charts of the embedded history. The page has the tables without this script.
 import { BenchPage } from "./bench.js";
 import { themeButton } from "./theme.js";
 

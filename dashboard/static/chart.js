@@ -1,4 +1,4 @@
-// Line chart by uPlot: lines over ordered places with intervals, a cursor for mouse and keyboard, and zoom.
+// Line chart by uPlot: lines over an ordered axis with intervals, a cursor for mouse and keyboard, and zoom.
 import { box, html, render } from "./ui.js";
 import { onTheme } from "./theme.js";
 import { default as uPlot } from "./vendor/uplot.js";
@@ -18,18 +18,18 @@ const SCALES = {
   share: [[0.01, "%"]],
 };
 
-/** Ticks of the axis of values, in the unit of their `kind`, with the digits that distinguish neighbours. */
+/** Format the ticks of the value axis, in the unit of `kind`, with enough digits to distinguish adjacent ticks. */
 function ticks(values, step, kind) {
   const most = Math.max(...values.map(Math.abs));
   const [scale, unit] = SCALES[kind]?.find(([least]) => most >= least) ?? SCALES[kind]?.at(-1) ?? [1, ""];
   const places = Math.floor(Math.log10(step / scale));
   if (!unit && most && (most < 1e-3 || most >= 1e7)) return values.map((value) => value.toExponential(Math.max(Math.floor(Math.log10(most)) - places, 1)));
-  const isWhole = Number.isInteger(Math.round((1e3 * step) / scale / 10 ** places) / 1e3);  // else steps of 2.5
+  const isWhole = Number.isInteger(Math.round((1e3 * step) / scale / 10 ** places) / 1e3);  // false for a step of 2.5
   const digits = Math.min(Math.max(-places + (isWhole ? 0 : 1), 0), 8);
   return values.map((value) => `${(value / scale).toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits })}${unit && ` ${unit}`}`);
 }
 
-/** The axis of values: rounding alone does not fill it. */
+/** Range of the value axis, wide enough that differences by rounding stay small. */
 function range(plot, low, high) {
   if (low === null) return [0, 1];
   const most = Math.max(Math.abs(low), Math.abs(high)) || 1;
@@ -37,9 +37,9 @@ function range(plot, low, high) {
 }
 
 /**
- * `show({ at, places, lines })`: `at` are ascending numbers, `places` their names on the axis, and of each line
- * {name, values, texts, low, high} the arrays are parallel to them; null is a gap, undefined no value at all.
- * `place(i)` names a place for the reading. `onZoom(first, last)` gets the indices that are shown.
+ * Line chart; `show({ at, places, lines })` draws it. `at` are ascending x values, `places(x)` is their axis label.
+ * A line is {name, values, texts, low, high} with arrays parallel to `at`; null is a gap, undefined a missing value.
+ * `place(i)` names point i in the text below the chart. `onZoom(first, last)` receives the visible indices.
  */
 export class LineChart {
   constructor({ title, unit = "", kind = "", heading = "h3", note = "", place = (name) => name, onZoom = () => {} }) {
@@ -93,7 +93,7 @@ export class LineChart {
     else if (width !== this.plot.width) this.plot.setSize({ width, height: HEIGHT });
   }
 
-  /** Pixels that the name of the last place needs beyond its point. */
+  /** Half of the width of the last axis label, in pixels: it extends past its point. */
   #halfOfLastName() {
     return Math.max(12, 3.5 * String(this.places(this.at[this.last]) ?? "").length);
   }
@@ -136,12 +136,12 @@ export class LineChart {
     this.zoom(this.first, this.last, { isOwn: false });
   }
 
-  /** Show these indices; `isOwn` where a user asked this chart, which tells the others. */
+  /** Show a range of indices. `isOwn`: the user zoomed this chart, so the others are notified. */
   zoom(first, last, { isOwn = true } = {}) {
     [this.first, this.last] = [Math.max(first, 0), Math.min(last, this.at.length - 1)];
     const { at, plot } = this;
     if (!at.length) return;
-    plot?.batch(() => plot.setScale("x", { min: at[this.first], max: at[this.last] }));  // at once: the cursor needs it
+    plot?.batch(() => plot.setScale("x", { min: at[this.first], max: at[this.last] }));  // immediately, because the cursor needs the new scale
     const names = `${this.place(this.first)} to ${this.place(this.last)}`;
     this.canvas.setAttribute("aria-label", `${this.title}${this.unit ? ` (${this.unit})` : ""}, ${names}: arrow keys move, + and - zoom, 0 shows all`);
     this.move(this.cursor);
@@ -178,7 +178,7 @@ export class LineChart {
   }
 }
 
-/** A legend of line names, by colour and dash. */
+/** Legend of line names, by color and dash. */
 export function legend(names) {
   const key = (i) => html`<svg class="key" viewBox="0 0 28 8" aria-hidden="true"><line class=${`line-${i}`} x1="0" y1="4" x2="28" y2="4" stroke-dasharray=${DASHES[i % DASHES.length].join(" ")}></line></svg>`;
   return html`<ul class="legend">${names.map((name, i) => html`<li>${key(i)}${name}</li>`)}</ul>`;

@@ -1,4 +1,4 @@
-// Capture of a live job: its state, and the commands of the server's CaptureControl.
+// Capture control of a live job: shows its state and sends commands to the server's CaptureControl.
 import { api, button, facts, html, nothing, post, questions, render } from "./ui.js";
 
 export async function controlPage(root) {
@@ -44,7 +44,7 @@ export async function controlPage(root) {
   field("rules").value = found.rules.join("\n");
 }
 
-/** Draw a form that makes a link for sharing. */
+/** Draw a form that creates a read-only link for sharing. */
 export function shareForm(root) {
   let link = "";
   const submit = async (event) => {

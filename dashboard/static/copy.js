@@ -1,7 +1,7 @@
-// A button that copies a string; where the page may not, it selects the string instead.
+// A button that copies a string, or selects it if the page has no access to the clipboard.
 const SAID_MS = 2000;
 
-/** Copy the string of an element, and say so on the button. */
+/** Copy the text content of an element, and report the result on the button. */
 export async function copy(button, element) {
   const name = button.dataset.name ??= button.textContent;
   try {

@@ -1,4 +1,4 @@
-// A comparison: a job of the server with its progress, then the answer, heat maps, causes, findings and values.
+// Comparison page: the progress of the server's job, then answer, heat maps, causes, findings and values.
 import { HeatMap } from "./heatmap.js";
 import { Levels } from "./levels.js";
 import { modules } from "./modules.js";
@@ -95,7 +95,7 @@ class DiffPage {
       ${more(this.findings.length, this.view.num_findings, "findings, the worst ones", () => this.#load().catch(this.fail))}</section>`;
   }
 
-  /** The largest first, the smallest first, causes first; sites in execution order. */
+  /** Cycle the sort of a column: descending, ascending, then causes first. Sites sort by execution order. */
   #sortBy(column) {
     this.order = column !== this.sort ? "descending" : this.order === "descending" ? "ascending" : "";
     this.sort = this.order ? column : "";
@@ -181,7 +181,7 @@ class DiffPage {
     if (isLatest()) this.#open(found, level === "layers" ? steps : undefined);
   }
 
-  /** The list shows what the heat map shows. */
+  /** Filter the list of findings to the modules in the heat map. */
   #filterBy({ path }) {
     this.filter = /\d$/.test(path) ? `${path}.` : path;
     this.draw();

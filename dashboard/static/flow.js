@@ -1,17 +1,17 @@
-// The data flow of a folded module tree: lines next to its rows, from each producer to what received its output.
+// Data flow of a folded module tree: lines next to the rows, from each producer to the receivers of its output.
 import { nothing, svg } from "./ui.js";
 
 const WIDE = 12;
 const TALL = 28;
 const MAX_LANES = 12;
 
-/** What a flow goes through that is inferred, and not shown by values. */
+/** `through` of a flow that is inferred and not proven by values. */
 export const INFERRED = "function";
 
-/** Indices of the modules that are in no folded one, and for every module its row or that of the visible one around it. */
+/** Indices of the modules outside all folded ones, and the row of every module or of its visible ancestor. */
 export function visibleModules(nodes, folded) {
   const [visible, rowOf] = [[], []];
-  let hidden = Infinity;  // depth of the folded module that hides what follows
+  let hidden = Infinity;  // depth of the folded module that hides the following deeper nodes
   nodes.forEach((node, i) => {
     if (node.depth > hidden) {
       rowOf.push(rowOf[node.parent]);
@@ -24,14 +24,14 @@ export function visibleModules(nodes, folded) {
   return { visible, rowOf };
 }
 
-/** Lanes {producer, consumers, inferred, first, last, lane} of the rows; as flow_lanes of the view model. */
+/** Lay out lines {producer, consumers, inferred, first, last, lane}, like flow_lanes of the view model. */
 export function flowLanes({ nodes, flows }, { visible, rowOf }) {
   const around = (row) => {
     const found = new Set();
     for (let at = nodes[visible[row]].parent; at !== null; at = nodes[at].parent) found.add(rowOf[at]);
     return found;
   };
-  const pairs = new Map();  // [producer, consumer] as text -> whether the flow is inferred
+  const pairs = new Map();  // "producer consumer" -> whether the flow is inferred
   for (const { producer, consumer, through } of flows) {
     const key = `${rowOf[producer]} ${rowOf[consumer]}`;
     pairs.set(key, (pairs.get(key) ?? true) && through === INFERRED);
@@ -61,7 +61,7 @@ export function flowLanes({ nodes, flows }, { visible, rowOf }) {
   return lanes;
 }
 
-/** What `draw(row)` shows next to a row; `classOf(lane)` styles a line. */
+/** Return `draw(row)` for the lines next to a row, and `left`, the number of omitted lines; `classOf(lane)` styles a line. */
 export function flowGutter(lanes, classOf) {
   const drawn = lanes.filter(({ lane }) => lane < MAX_LANES);
   const width = 10 + WIDE * (1 + Math.max(-1, ...drawn.map(({ lane }) => lane)));

@@ -1,4 +1,4 @@
-// Heat map: rows × steps on one canvas, with a cursor for mouse and keyboard. Draws what the view model says.
+// Heat map: rows × steps on one canvas, with a cursor for mouse and keyboard. Draws the grids of the view model.
 import { onTheme } from "./theme.js";
 
 const LABEL = [90, 340];
@@ -9,27 +9,27 @@ const CLOSE = { "=": "equal", "~": "close", "%": "nan", "#": "shape", "·": "non
 
 const WORDS = { "%": "not finite", "#": "not comparable", "!": "differs", "=": "equal", "·": "nothing", "∅": "zero" };
 
-/** Name of the colour of a glyph. */
+/** Name of a glyph's color. */
 export function colourOf(glyph) {
   return CLOSE[glyph] ?? glyph;
 }
 
-/** Text of one column: `7`, or `7-12`. */
+/** Label of a range of steps: `7`, or `7-12`. */
 export function stepLabel([first, last]) {
   return first === last ? String(first) : `${first}-${last}`;
 }
 
-/** Label of a column of a grid: of tokens their names. */
+/** Label of a grid column: the name of a token, else a step or rank. */
 function columnLabel(grid, i) {
   return grid.names?.[i] ?? stepLabel(grid.columns[i]);
 }
 
-/** `5.8e4` -> `5.8e+04`, `5.8E4` -> `5.8e-04`: a text as the view model has it. */
+/** Undo the abbreviation of a number: `5.8e4` -> `5.8e+04`, `5.8E4` -> `5.8e-04`, `.45` -> `0.45`. */
 function long(text) {
   return text.replace(/^\./, "0.").replace(/[eE](\d+)$/, (found, digits) => `e${found[0] === "E" ? "-" : "+"}${digits.padStart(2, "0")}`);
 }
 
-/** `a*3 b` -> [a, a, a, b]. */
+/** Decode the run lengths of a packed row: `a*3 b` -> [a, a, a, b]. */
 export function expand(cells) {
   const found = [];
   for (const packed of cells ? cells.split(" ") : []) {
@@ -41,12 +41,12 @@ export function expand(cells) {
   return found;
 }
 
-/** The end of a site names its layer and module. */
+/** Shorten a label at its start, because the end of a site names the module. */
 function tail(text, room) {
   return text.length <= room ? text : `…${text.slice(text.length - room + 1)}`;
 }
 
-/** The first column of the worst glyph of a row that is a cause; 0 for other rows. */
+/** First column with the worst glyph of a row that is a cause; 0 for other rows. */
 function worstColumn(row) {
   if (!row?.is_cause) return 0;
   const glyphs = [...row.glyphs];
@@ -55,9 +55,9 @@ function worstColumn(row) {
   return worst < 0 ? 0 : glyphs.findIndex((glyph) => rank(glyph) === worst);
 }
 
-/** Draw `grid` ({columns, rows}) into `root`; `onSelect(row, column)` is called when a cell of `map.grid` is chosen.
+/** Heat map in `root`; `show(grid)` draws a packed grid, `onSelect(row, column)` gets the chosen cell of `map.grid`.
  *
- * `finer(first, last)` promises the columns from `first` to `last` with fewer of them joined.
+ * `finer(first, last)` returns a promise of a grid that merges fewer of the columns from `first` to `last`.
  */
 export class HeatMap {
   constructor(root, { onSelect = () => {}, label = "heat map", what = "error ÷ floor", empty = "Nothing was compared.", finer = null, fail = () => {} } = {}) {
@@ -95,8 +95,8 @@ export class HeatMap {
     onTheme(() => this.draw());
   }
 
-  /** Show a grid with the cursor at a row and a step, else at the worst cell of the first row that is a cause; where
-   * its axis is the same, the range of columns stays. */
+  /** Show a grid with the cursor at `row` and `step`, by default at the worst cell of the first cause. The range of
+   * columns is kept if the axis is the same. */
   show(grid, { row, step } = {}) {
     if (grid.axis !== this.whole?.axis) this.range = null;
     this.whole = grid;
@@ -105,12 +105,12 @@ export class HeatMap {
     this.#reveal();
   }
 
-  /** The first step, rank or token of the column under the cursor. */
+  /** First step, rank or token of the column under the cursor. */
   get step() {
     return this.grid?.columns[this.column]?.[0];
   }
 
-  /** Half as many columns around the cursor, or twice as many up to all. */
+  /** Show half as many columns around the cursor (`direction` > 0), or twice as many. */
   zoom(direction) {
     if (!this.grid) return;
     const { columns } = direction > 0 ? this.grid : this.whole;
@@ -128,7 +128,7 @@ export class HeatMap {
     this.#cut(source, this.row, step);
   }
 
-  /** Which of these columns are in the range: [first, the one after the last]. */
+  /** Half-open index range of the columns that are in the zoomed range. */
   #within(columns) {
     const [from, to] = this.range ?? [-Infinity, Infinity];
     const first = columns.findIndex((each) => each[1] >= from);
@@ -136,7 +136,7 @@ export class HeatMap {
     return first < 0 || last < first ? [0, columns.length] : [first, last + 1];
   }
 
-  /** Show the columns of `source` that are in the range, then finer ones where they are joined, unless these are. */
+  /** Show the columns of `source` in the zoomed range; if some are merged, fetch and show finer ones. */
   #cut(source, row, step, isFinest = false) {
     const [first, stop] = this.#within(source.columns);
     const columns = source.columns.slice(first, stop);
@@ -240,7 +240,7 @@ export class HeatMap {
     event.preventDefault();
   }
 
-  /** Beyond the first or the last column that is shown. */
+  /** Move the zoomed range past its first or last column. */
   #pan(direction) {
     const { columns } = this.whole;
     const [first, stop] = this.#within(columns);
@@ -258,7 +258,7 @@ export class HeatMap {
     if (choose) this.onSelect(this.row, this.column);
   }
 
-  /** Scroll the map, and not the page, to the row under the cursor. */
+  /** Scroll the map, not the page, to the row under the cursor. */
   #reveal() {
     const y = HEAD + this.row * this.geometry.tall;
     const { scrollTop, clientHeight } = this.scroller;

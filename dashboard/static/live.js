@@ -1,4 +1,4 @@
-// A run while it is recorded: what has come so far, or as it was after an earlier step.
+// Live run page: the run while it is recorded, in its current state or as of an earlier step.
 import { SeriesCharts } from "./series.js";
 import { api, button, facts, html, nothing, region, render } from "./ui.js";
 
@@ -43,12 +43,12 @@ export class LivePage {
     if (page.name !== this.latest?.name) this.onName(page.name);
     [this.latest, this.problem] = [page, ""];
     if (!page.steps.length) this.step = null;
-    else if (this.step !== null && this.step < page.steps[0]) this.#show(page.steps[0]);  // the oldest one that is kept
+    else if (this.step !== null && this.step < page.steps[0]) this.#show(page.steps[0]);  // the oldest kept step
     if (this.step === null) this.shown = page;
     this.#draw();
   }
 
-  /** The page after a step, or the latest one for null. */
+  /** Show the state as of a step; null follows the latest state. */
   async #show(step, { playing = false } = {}) {
     if (!playing) this.#stop();
     this.step = step;

@@ -1,5 +1,4 @@
-// The module graph: modules in execution order with class, shape and error, and lines from each module to those that
-// received its output.
+// Module graph: modules in execution order with class, shape and error, and lines for the data flow between them.
 import { INFERRED, flowGutter, flowLanes, visibleModules } from "./flow.js";
 import { colourOf } from "./heatmap.js";
 import { api, box, button, html, more, nothing, region, render, table } from "./ui.js";
@@ -7,8 +6,8 @@ import { api, box, button, html, more, nothing, region, render, table } from "./
 const PART = 500;
 const BAD = ["differs", "nonfinite", "shape"];
 
-/** A section that reads the graph at `address()` when it is opened; `link(node)` shows the site of a module, and
-    `controls(read)` what else to choose, after which `read` reads again. */
+/** Section that fetches the graph at `address()` when opened. `link(node)` renders a module's site; `controls(read)`
+    renders further inputs, which call `read` to fetch again. */
 export function modules(address, link, controls = () => nothing) {
   const body = box("modules");
   let [graph, num, current, folded, parents] = [null, PART, -1, new Set(), new Set()];
@@ -19,7 +18,7 @@ export function modules(address, link, controls = () => nothing) {
     if (!graph) render(html`<p>Reading …</p>`, body);
     const from = address();
     const found = await api(from).catch((error) => ({ error }));
-    if (from !== address()) return;  // another one was chosen meanwhile
+    if (from !== address()) return;  // the address changed meanwhile
     [graph, num, current] = [found, PART, -1];
     if (graph.error || !graph.nodes.some((node) => node.site)) {
       const why = graph.error ? html`<p class="bad" role="alert">${graph.error.message}</p>` : html`<p role="status">No module was recorded here.</p>`;
@@ -38,7 +37,7 @@ export function modules(address, link, controls = () => nothing) {
     const visible = places.visible.slice(0, num);
     const isShown = ({ producer, consumer }) => Math.max(places.rowOf[producer], places.rowOf[consumer]) < visible.length;
     const lanes = flowLanes({ nodes, flows: flows.filter(isShown) }, places);
-    const between = new Map();  // rows as text -> the functions that values show between them; "" for equal bytes
+    const between = new Map();  // "producer consumer" -> functions proven by values; "" for equal bytes
     for (const { producer, consumer, through } of flows) {
       const key = `${places.rowOf[producer]} ${places.rowOf[consumer]}`;
       if (through !== INFERRED) between.set(key, (between.get(key) ?? new Set()).add(through));

@@ -1,4 +1,4 @@
-// The HTML report: heat map, filter, sorting and theme. Everything works without it but the heat map.
+// HTML report: heat map, filter, sorting and theme. Without this script, only the heat map and the controls are missing.
 import { copy } from "./copy.js";
 import { HeatMap } from "./heatmap.js";
 import { themeButton } from "./theme.js";

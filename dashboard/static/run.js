@@ -1,4 +1,4 @@
-// One run: its heat map, the records of a cell, and one tensor.
+// Run page: heat map, records of a cell, and one tensor.
 import { HeatMap } from "./heatmap.js";
 import { Levels } from "./levels.js";
 import { modules } from "./modules.js";
@@ -7,7 +7,7 @@ import { series } from "./series.js";
 import { ValueTable } from "./tensor.js";
 import { api, box, html, nothing, questions, region, render, select, table } from "./ui.js";
 
-const MANY_SITES = 200;  // from which the page begins with layers
+const MANY_SITES = 200;  // above this number the page starts with layers
 
 export async function runPage(root, { title, fail, id }) {
   const address = `/api/runs/${encodeURIComponent(id)}`;

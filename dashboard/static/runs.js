@@ -1,4 +1,4 @@
-// The list of runs with its forms, and the places of a permalink.
+// List of runs with its forms, and the targets of a permalink.
 import { shareForm } from "./control.js";
 import { api, box, button, copyable, html, more, nothing, questions, region, render, select, table } from "./ui.js";
 
@@ -45,7 +45,7 @@ export async function runsPage(root, { title, fail }) {
   await load().catch(fail);
 }
 
-/** The place of a permalink; a list where several runs have that name. */
+/** Redirect to the target of a permalink; show a list if several runs have its name. */
 export async function openPage(root, { title, query }) {
   const link = query.get("link") || "";
   const places = await api(`/api/link?${new URLSearchParams({ link })}`);
@@ -53,7 +53,7 @@ export async function openPage(root, { title, query }) {
   else render(html`${title("Open")}<p>${places.length} runs of this name have ${link}:</p><ul>${places.map((each) => html`<li><a href=${each.address}>${each.path}</a></li>`)}</ul>`, root);
 }
 
-/** A permalink that leads to its place, with a button that copies it. */
+/** Render a permalink as a link with a copy button. */
 export function permalink(text) {
   return copyable(html`<a href=${`/open/?${new URLSearchParams({ link: text })}`}>${text}</a>`);
 }

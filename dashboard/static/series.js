@@ -1,8 +1,8 @@
-// Charts of the server's series: one a name, one line a rank.
+// Charts of the server's series: one chart per name, one line per rank.
 import { MAX_LINES, LineChart, legend } from "./chart.js";
 import { api, box, html, nothing, render } from "./ui.js";
 
-/** A block of charts that is drawn again with newer series; cursor and zoom stay. */
+/** Group of charts that can be updated with newer series; cursor and zoom are kept. */
 export class SeriesCharts {
   constructor({ heading = "", level = "h3", most = Infinity, noun = "series" } = {}) {
     Object.assign(this, { heading, level, most, noun });
@@ -42,14 +42,14 @@ export class SeriesCharts {
   }
 }
 
-/** What a metric's name says of its unit, as value_text of the view model. */
+/** Unit of a metric by its name, like value_text of the view model. */
 function kindOf(name) {
   if (name.endsWith("_bytes")) return "bytes";
   if (name.endsWith("_usage")) return "share";
   return name.endsWith("_s") && !name.endsWith("_per_s") ? "seconds" : "";
 }
 
-/** Charts of the series at `path`, below a heading; nothing where there are none. */
+/** Draw charts of the series at `path` below a heading; empty if there are none. */
 export async function series(root, path, heading) {
   const charts = new SeriesCharts({ heading });
   charts.show((await api(path).catch(() => ({ series: [] }))).series);

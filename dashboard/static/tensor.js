@@ -1,4 +1,4 @@
-// All values of a tensor, or of both sides of a finding: a cursor over tiles that the server reads on demand.
+// All values of a tensor, or of both sides of a finding, with a cursor; tiles are fetched on demand.
 import { HeatMap } from "./heatmap.js";
 import { api, box, button, html, more, nothing, questions, render, select, strip } from "./ui.js";
 
@@ -6,8 +6,8 @@ const ROWS = 24;
 const COLUMNS = 12;
 const SIDES = ["difference", "target", "baseline"].map((name) => [name, name]);
 
-/** Draw the values below `base` (an address of the server's tables) into `root`; begins at the index `place`, at [row,
- * column], or at the largest difference, of one run at the first value that is not finite. */
+/** Value table at `base` (URL of a server's table), drawn into `root`. The cursor starts at the index `place`, at `start`
+ * ([row, column]), or at the largest difference of a pair, or the first non-finite value of a single run. */
 export class ValueTable {
   constructor(root, base, words = "", { start = null, place = "", pair = false, onMove = () => {} } = {}) {
     Object.assign(this, { root, base, words, pair, onMove, row: 0, column: 0, side: pair ? "difference" : "target", threshold: null });
@@ -38,7 +38,7 @@ export class ValueTable {
   async go(row, column) {
     const inside = this.tile && row >= this.tile.first_row && row < this.tile.first_row + this.tile.target.length && column >= this.tile.first_column && column < this.tile.first_column + this.tile.target[0].length;
     const isLatest = this.askMove();
-    [this.row, this.column] = [row, column];  // where the next key starts from, if it comes before the tile
+    [this.row, this.column] = [row, column];  // start of the next move, if a key is pressed before the tile arrives
     if (!inside) {
       const tile = await api(this.#address("/tile", { row: Math.max(row - ROWS / 2, 0), column: Math.max(column - COLUMNS / 2, 0), rows: ROWS, columns: COLUMNS }));
       if (!isLatest()) return;
@@ -56,7 +56,7 @@ export class ValueTable {
     this.onMove(at);
   }
 
-  /** Scroll the tile, and not the page, to the cursor. */
+  /** Scroll the tile, not the page, to the cursor. */
   #reveal() {
     const grid = this.root.querySelector(".grid");
     const here = grid.querySelector("td.here")?.getBoundingClientRect();
@@ -78,7 +78,7 @@ export class ValueTable {
     await this.#seek("/find", words, `None ${direction > 0 ? "after" : "before"} this value.`);
   }
 
-  /** At an index from the address, or at the first value where it is not one of this tensor. */
+  /** Start at an index from the address; at the first value if the index is invalid for this tensor. */
   async #begin(place) {
     try {
       await this.place(place);
@@ -98,7 +98,7 @@ export class ValueTable {
     await this.#seek("/largest");
   }
 
-  /** Go to the value that the server finds, unless another one has been searched for since. */
+  /** Go to the result of a search, unless a newer search was started. */
   async #seek(path, words = {}, nothing = "") {
     const isLatest = this.askSearch();
     const found = await api(this.#address(path, words));
@@ -131,7 +131,7 @@ export class ValueTable {
     const cell = (text, r, c) => {
       const here = top + r === this.row && left + c === this.column;
       const share = shares[r][c] === null ? 1 : this.pair ? shares[r][c] : 0;
-      const style = share && !here ? `background: rgba(var(--delta), ${(0.35 * share).toFixed(2)})` : "";  // a property: CSP blocks the attribute
+      const style = share && !here ? `background: rgba(var(--delta), ${(0.35 * share).toFixed(2)})` : "";  // set as a property, because CSP blocks the attribute
       return html`<td class=${here ? "here" : nothing} aria-current=${here ? "true" : nothing} .style=${style} @click=${() => this.#try(() => this.go(top + r, left + c))}>${text}</td>`;
     };
     return html`<p class="dim">${span("rows", top, lines.length, num_rows)} · ${span("columns", left, lines[0]?.length ?? 0, num_columns)}</p>
@@ -202,12 +202,12 @@ export class ValueTable {
   }
 }
 
-/** `rows 0 to 19 of 35`. */
+/** Describe a visible range: `rows 0 to 19 of 35`. */
 function span(noun, first, count, total) {
   return `${noun} ${first.toLocaleString("en")} to ${Math.max(first + count - 1, 0).toLocaleString("en")} of ${total.toLocaleString("en")}`;
 }
 
-/** A histogram of one side; all sides share bins and scale. */
+/** Histogram of one side; all sides share bins and scale. */
 function bars(text, bins, side) {
   if (!bins.length) return nothing;
   const most = Math.log1p(Math.max(...bins.flatMap((bin) => [bin.baseline, bin.target, bin.difference])));

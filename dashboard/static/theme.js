@@ -1,4 +1,4 @@
-// Dark or light: the button of every page. Canvases draw themselves again at a `themechange`.
+// Dark or light theme: the button of every page. Canvases redraw on `themechange`.
 
 export function themeButton() {
   document.getElementById("theme").addEventListener("click", () => {
@@ -9,7 +9,7 @@ export function themeButton() {
   });
 }
 
-/** Call `draw` whenever colours change: theme, system and print. */
+/** Call `draw` whenever colors change: by theme button, system setting, or printing. */
 export function onTheme(draw) {
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
   addEventListener("beforeprint", draw);
