@@ -1,5 +1,7 @@
-"""Pilots wait for 2 ms without work in place of Textual's 20: a key press then costs its work, hardly any sleep. All
-pages are opened by one Chromium."""
+"""Fixtures of the dashboard tests: short waits of Textual's pilot, and one Chromium for all pages.
+
+The pilot waits for 2 ms without work instead of Textual's 20 ms, so that a key press hardly sleeps.
+"""
 
 import asyncio
 from collections.abc import Iterator
@@ -22,7 +24,7 @@ def _short_pauses() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _styles_are_parsed_once() -> Iterator[None]:
-    """Not by every app, 40 ms: rules depend on their text and on the variables alone, and apps only read them."""
+    """Cache parsed style sheets: parsing takes 40 ms per app. Rules depend on text and variables only."""
     parse, parsed = Stylesheet._parse_rules, {}
 
     def parse_once(self: Stylesheet, *args: Any, **named: Any) -> list[RuleSet]:
@@ -37,14 +39,14 @@ def _styles_are_parsed_once() -> Iterator[None]:
 
 @pytest.fixture
 def no_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Values are read at once, not after the cursor has rested."""
+    """Read values immediately instead of after the cursor has rested."""
     for module in (browse_base, diff_base):
         monkeypatch.setattr(module, "REST_S", 0)
 
 
 @pytest.fixture(scope="session")
 def _browser() -> Iterator[tuple[Any, asyncio.AbstractEventLoop]]:
-    """With Playwright's event loop, which it leaves marked as running between its calls."""
+    """Start Chromium; yield the browser and Playwright's event loop, which stays marked as running between calls."""
     with browser() as started:
         loop = asyncio.get_running_loop()
         asyncio._set_running_loop(None)
@@ -54,7 +56,7 @@ def _browser() -> Iterator[tuple[Any, asyncio.AbstractEventLoop]]:
 
 @pytest.fixture
 def chromium(_browser: tuple[Any, asyncio.AbstractEventLoop]) -> Iterator[Any]:
-    """A test with it can call no `asyncio.run`, others of the session can."""
+    """Provide the browser. A test with this fixture cannot call `asyncio.run`; other tests of the session can."""
     started, loop = _browser
     asyncio._set_running_loop(loop)
     yield started

@@ -62,7 +62,7 @@ def sha(number):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Twelve nightly runs; from the tenth on the output is 20 % slower."""
+    """Twelve nightly runs; from the tenth run on, the output throughput is 20 % lower."""
     for day in range(1, 13):
         item = nightly(sha(day), day, 0.8 if day >= 10 else 1.0)
         (tmp_path / f"consolidated-metrics-{day}.json").write_text(json.dumps(item))
@@ -220,13 +220,13 @@ def test_bench_noise_prefers_repeats_then_history_then_assumes():
     assert 0.015 < bench_noise(repeats).sigma < 0.025
     assert "repeats" in bench_noise(repeats).basis
     history = [[drawn.lognormvariate(5, 0.02) * (0.7 if i > 20 else 1)] for i in range(40)]
-    assert 0.01 < bench_noise(history).sigma < 0.03  # the step of 30 % does not count
+    assert 0.01 < bench_noise(history).sigma < 0.03  # the step of 30 % is ignored
     assert "differences" in bench_noise(history).basis
     assert bench_noise([[1.0], [2.0]]).sigma == ASSUMED
 
 
 def test_bench_noise_marks_few_equal_commits():
-    """Of 2,000 comparisons of equal commits at most 2 % are marked."""
+    """Compare 2,000 pairs of equal commits: at most 2 % are reported as changes."""
     drawn, marked = random.Random(1), 0
     for _ in range(2000):
         values = [[drawn.lognormvariate(3, 0.03)] for _ in range(20)]
@@ -345,7 +345,7 @@ def test_bench_report_charts_follow_the_keyboard(chromium, folder, capsys):
         page.keyboard.press("Home")
         assert reading.inner_text() == f"{sha(1)[:10]} · batch 1: {one} · batch 16: {many}"
         page.keyboard.press("+")
-        assert all(shown[1] in chart.get_attribute("aria-label") for chart in charts.all())  # they zoom together
+        assert all(shown[1] in chart.get_attribute("aria-label") for chart in charts.all())  # the charts zoom together
         page.keyboard.press("0")
         assert all(shown[0] in chart.get_attribute("aria-label") for chart in charts.all())
         page.locator("select[aria-label=load]").select_option("batch 16")
@@ -359,7 +359,7 @@ def test_bench_report_charts_follow_the_mouse(chromium, folder):
         room = page.evaluate(
             "[...document.querySelectorAll('.u-wrap canvas, .u-over')].map((e) => e.getBoundingClientRect().right)"
         )
-        assert room[0] - room[1] >= 35  # half of the last commit's name
+        assert room[0] - room[1] >= 35  # half of the last commit's label
         box = over.bounding_box()
         page.mouse.move(box["x"] + 2, box["y"] + 20)
         assert page.locator(".chart-reading").first.inner_text().startswith(sha(1)[:10])
@@ -410,7 +410,7 @@ def test_page_benchmarks_shows_that_a_refresh_failed(chromium, folder):
 
 
 class browser_page:
-    """A page whose console errors are expected: its server ends."""
+    """Context manager: a page whose console errors are expected, because its server is stopped."""
 
     def __init__(self, started, link, url):
         self.context, self.link, self.url = started.new_context(), link, url

@@ -71,7 +71,7 @@ async def until(driver, condition):
 
 
 async def named(driver, name):
-    """Replace the proposed name in the line at the bottom."""
+    """Replace the proposed name in the input line."""
     await driver.pilot.pause()
     driver.app.screen.query_one("#line").value = name
     await driver.press("enter")
@@ -176,7 +176,7 @@ def test_bookmark_of_a_value_returns_to_it_from_every_screen(run, tmp_path):
         Bookmarks(file).add(other)
         await driver.press("c")
         await until(driver, lambda: isinstance(driver.app.screen, TensorScreen))
-        await driver.press("apostrophe", "G", "enter")  # of another tensor: the screen below opens it
+        await driver.press("apostrophe", "G", "enter")  # a link to another tensor: the screen below opens it
         await until(driver, lambda: driver.app.screen is screen and screen.table.record.key.site == "lm_head:out")
 
     check(browsing(run, file), test)
@@ -190,7 +190,8 @@ def test_bookmark_of_a_finding_opens_its_worst_value(pair, tmp_path):
         await driver.press("M")
         await named(driver, "culprit")
         (bookmark,) = Bookmarks(file).read()
-        worst = screen.table.finding.worst  # its error is 0.5 in every step: which is worst is the processor's rounding
+        # the error is 0.5 in every step; rounding of the processor decides which is worst
+        worst = screen.table.finding.worst
         assert bookmark.link.startswith(f"target/{SITE}@{worst.step}.0[")
         assert bookmark.link.endswith(f",{worst.index[0]}]")
         assert bookmark.runs == (str(pair / "base"), str(pair / "target"))

@@ -30,7 +30,7 @@ def base(tmp_path_factory):
 
 
 class Browser(Driver):
-    """What the browse screen shows."""
+    """Test driver of the browse screen."""
 
     @property
     def record(self):
@@ -425,7 +425,7 @@ def test_tensor_pane_reads_nothing_while_the_cursor_moves(base, monkeypatch):
         before = len(read)
         monkeypatch.setattr(
             browse_base, "REST_S", 600
-        )  # however slow the machine, the keys come before the cursor rests
+        )  # however slow the machine, the keys are pressed before the cursor has rested
         for _ in range(4):
             await d.pilot.press("j")
         assert len(read) == before
@@ -508,7 +508,7 @@ def test_live_tail_follows_an_open_run_until_a_step_is_chosen_or_it_closes(tmp_p
         run.put("model.norm:out", np.ones((1, 4), np.float32))
 
     async def until(d, condition):
-        for _ in range(6000):  # a bound only
+        for _ in range(6000):  # upper bound
             await d.settle()
             if condition():
                 return

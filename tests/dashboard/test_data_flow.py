@@ -75,14 +75,14 @@ def test_values_that_are_equal_by_accident_show_nothing():
     assert function_of(ones + ones, [ones, zeros]) is None
     assert function_of(values, [zeros, ones, values * 2]) is None
     assert function_of(np.arange(128).reshape(8, 16), [np.arange(128)]) is None
-    tiny = np.full((8, 16), 1e-12, np.float32)  # rounds away: which of such values was added cannot be told
+    tiny = np.full((8, 16), 1e-12, np.float32)  # below the resolution of float32: which value was added is undetermined
     changed = values + tiny
     changed[0, 0] += 1
     assert function_of(changed, [values, tiny]) is None
 
 
 class Block(nn.Module):
-    """Fused queries and keys, softmax, a residual, and a concatenation with the first value."""
+    """Block with fused queries and keys, softmax, a residual, and a concatenation with the first value."""
 
     def __init__(self):
         super().__init__()
@@ -199,7 +199,7 @@ def test_statistics_show_no_function_and_the_order_is_said_to_be_inferred(tmp_pa
     found = flows_of(RunSource.open(tmp_path / "stats").module_graph(0, 0))
     assert {each[2] for each in found} == {"", FUNCTION}
     assert {each for each in found if not each[2]} == {each for each in WANTED if not each[2]}
-    assert ("block.o", "block.norm", FUNCTION) in found  # the residual itself cannot be inferred
+    assert ("block.o", "block.norm", FUNCTION) in found  # the residual alone cannot be inferred
     assert ("embed", "block.norm", FUNCTION) not in found
 
 

@@ -52,7 +52,7 @@ def spoil(values):
 
 
 def spoiling(step):
-    """A bug that shows in one of the steps, which come in order."""
+    """Return a function that damages the values of one step; it is called once per step, in order."""
     steps = itertools.count()
     return lambda values: values * 1.5 if next(steps) == step else values
 
@@ -61,7 +61,7 @@ SHARDED = "model.layers.2.mlp.gate_proj:out"
 
 
 def spoil_both(values):
-    """More on the second of two ranks."""
+    """Damage values on both ranks, more on the second."""
     values = values.copy()
     values[:, 3] += 4
     values[:, -3] += 9
@@ -80,7 +80,7 @@ def runs(tmp_path_factory):
 
 
 class Viewer(Driver):
-    """What the diff screen shows."""
+    """Test driver of the diff screen."""
 
     def text(self, widget):
         return str(self.screen.query_one(widget).render())
@@ -121,7 +121,7 @@ def test_diff_screen_opens_at_the_culprit_with_the_answer(runs):
         screen = driver.screen
         assert screen.table.finding.site == SITE
         assert all(f.verdict.is_bad for f in screen.table.findings)
-        shown = " ".join(driver.screen.pair.text.split())  # long lines are broken between words
+        shown = " ".join(driver.screen.pair.text.split())  # long lines are wrapped at word boundaries
         for fact in screen.source.answer:
             assert " ".join(fact.text.split()) in shown
         answer = driver.text("#answer").splitlines()
@@ -141,13 +141,13 @@ def test_layer_of_the_finding_is_in_sight_on_a_low_terminal(runs):
 
         assert driver.screen.strip.cursor == 0
         assert shows_layer()
-        await driver.press("d", "g")  # the first finding of everything
+        await driver.press("d", "g")  # the first of all findings
         assert not shows_layer()
         await driver.press("f")
         assert shows_layer()
         await driver.pilot.resize_terminal(80, 9)
         assert shows_layer()
-        await driver.press("shift+tab", "j")  # the cursor is followed where it is moved
+        await driver.press("shift+tab", "j")  # moving the cursor ends the follow mode
         assert any(line.startswith(">") for line in driver.lines("#layers"))
 
     check(test, app_of(runs), size=(80, 10))
@@ -185,7 +185,7 @@ def test_report_continues_its_lines_behind_the_labels(runs):
 
 
 def test_finding_pane_has_the_answer_only_while_the_bar_cuts_it(runs, monkeypatch):
-    """Findings that are ready before the bar has been laid out, and a terminal that changes its size."""
+    """Findings that arrive before the bar has been laid out, and a terminal that is resized."""
 
     def load_findings(self, source, query):
         worker = SimpleNamespace(is_cancelled=False)
@@ -372,7 +372,7 @@ def test_i_key_shows_the_report_without_findings(runs):
         shown = driver.app.screen.query_one("#help-text").render().plain
         assert "coverage  100 sites matched" in shown
         assert "judged    " in shown
-        words = " ".join(shown.split())  # long lines are broken between words
+        words = " ".join(shown.split())  # long lines are wrapped at word boundaries
         for fact in driver.screen.source.answer:
             assert " ".join(fact.text.split()) in words
         driver.app.simulate_key("i")
@@ -493,7 +493,7 @@ def test_diff_screen_exits_with_the_error_of_the_comparison(tmp_path):
 
 
 def glyph(driver):
-    """Of the finding under the cursor."""
+    """Return the glyph of the finding under the cursor."""
     return next(line for line in driver.lines("#findings") if line.startswith(("> ", "› "))).split()[1]
 
 
@@ -609,7 +609,7 @@ def test_diff_screen_unfolds_a_layer_into_modules_and_these_into_sites(runs):
         num = strip.num_rows
         await driver.press("right")
         assert "▾mlp" in line()
-        assert line()[34:] == cells  # the worst of what is in it, folded or not
+        assert line()[34:] == cells  # the maximum of its members, folded or not
         while "down_proj" not in line():
             await driver.press("j")
         if strip.order is None:
@@ -630,7 +630,7 @@ def test_diff_screen_unfolds_a_layer_into_modules_and_these_into_sites(runs):
 
 @pytest.fixture(scope="module")
 def many_steps(tmp_path_factory):
-    """200 steps, of which step 137 alone differs."""
+    """200 steps; only step 137 differs."""
     root, tables = tmp_path_factory.mktemp("many"), weights(layers=2)
     prompts, steps = {"0": list(range(3, 97)) * 3}, range(60, 259)
     prompts["0"] = prompts["0"][:259]
@@ -706,7 +706,7 @@ def test_diff_screen_opens_at_a_link(runs):
 
 
 def test_link_of_a_report_opens_its_value(runs, capsys):
-    """From the link of a cause to the value in the terminal, by `show` and on the screen."""
+    """Open the link of a cause in the terminal, by `show` and on the screen."""
     with open_run(runs / "base") as baseline, open_run(runs / "damaged") as target:
         comparison = compare_open_runs(baseline, target)
         link = parse_permalink(diff_view(comparison.report, (baseline, target)).causes[0].link)

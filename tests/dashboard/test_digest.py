@@ -39,7 +39,7 @@ def test_histogram_agrees_with_numpy_over_many_blocks(monkeypatch):
     array = np.random.default_rng(1).standard_normal((300, 40)).astype(np.float32)
     counts, edges = np.histogram(array.astype(np.float64), bins=32)
     found = digest(array).histogram
-    # A value on an edge may fall to either side of it: the edges are not rounded alike.
+    # A value on a bin edge may fall to either side, because the edges are rounded differently.
     assert np.abs(np.array(found.counts) - counts).sum() <= 4
     assert [found.edges(i)[0] for i in range(32)] == pytest.approx(edges[:-1])
 

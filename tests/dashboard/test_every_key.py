@@ -1,4 +1,4 @@
-"""Every key of every screen: it starts its action, and the screen changes or says why not."""
+"""Every key of every screen: each triggers its action, and the screen changes or shows why it does not."""
 
 import asyncio
 
@@ -84,12 +84,12 @@ BEFORE = {
     "bookmarks": {"up": ["j"], "page_up": ["G"], "first": ["G"]},
     "columns": {"up": ["j"], "page_up": ["G"], "first": ["G"], "usual_columns": ["space"]},
 }
-"""Screen -> id of an action -> keys after which it has an effect."""
+"""Screen -> action id -> keys to press before the action has an effect."""
 UNCHANGED = {
     "cells": {"open_cell", "palette"},
     "live": {"up", "down", "page_up", "page_down", "first", "last"},  # nothing to scroll
 }
-"""Actions whose effect shows elsewhere than in the next frame."""
+"""Actions whose effect is not visible in the next frame."""
 SPECS = {
     "browse": KEYS,
     "diff": DIFF_KEYS,
@@ -112,7 +112,7 @@ def root(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def quick(no_rest, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)  # where e writes its files
+    monkeypatch.chdir(tmp_path)  # the folder of exported files
 
 
 def app_of(kind, root, file):
@@ -128,7 +128,7 @@ def app_of(kind, root, file):
 
 
 async def begin(kind, driver):
-    """Go to the screen, in the middle of what it shows."""
+    """Go to the screen, and to the middle of its content."""
     await driver.settle()
     if kind == "browse":
         await driver.press("full_stop", "greater_than_sign", "j")
@@ -150,7 +150,7 @@ async def begin(kind, driver):
         await driver.press("m")
         await quiet(driver)
     elif kind == "modules":
-        await driver.press("full_stop", "T")  # of step 1, in which a value is not finite
+        await driver.press("full_stop", "T")  # step 1 has a non-finite value
         await quiet(driver)
     elif kind == "help":
         await driver.press("question_mark")

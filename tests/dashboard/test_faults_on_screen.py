@@ -1,4 +1,4 @@
-"""Runs that vanish, change or hold odd tensors while they are shown, and terminals of every size and kind."""
+"""Runs that vanish, change or have unusual tensors while they are shown, and terminals of every size and kind."""
 
 import asyncio
 import os
@@ -55,7 +55,7 @@ def check(app, test, size=(110, 36)):
 
 
 async def press(driver, *keys):
-    """Each key, and what it starts; screens that open are used, too."""
+    """Press the keys one by one, and the keys of every screen that opens."""
     for key in keys:
         driver.app.simulate_key(key)
         for _ in range(500):
@@ -162,7 +162,7 @@ def test_runs_that_are_deleted_after_a_comparison_leave_its_result(tmp_path):
         findings = driver.screen.table.num_rows
         shutil.rmtree(root / "target")
         await press(driver, "d", "b", "v", "v", "v", "v", "c", "escape", "a", "i", "escape", "d")
-        await press(driver, "x")  # swapping judges the measurements again, and reads nothing
+        await press(driver, "x")  # swapping reuses the measurements and reads nothing
         assert driver.screen.source.report.baseline.name == "target"
         await press(driver, "x", "r")
         assert "comparison failed, showing the previous one: " in said(driver)
@@ -257,7 +257,7 @@ def test_a_storm_of_resizes_leaves_the_screen_in_order(tmp_path):
 
 @pytest.mark.parametrize("name", TERMINALS)
 def test_view_works_in_terminals_of_every_kind(name, terminal, tmp_path, monkeypatch):
-    """As over ssh, without OSC 52: what is copied is also written in the last line."""
+    """As over ssh, without OSC 52: copied text is also shown in the last line."""
     run, (fd, start) = toy_run(tmp_path / "base"), terminal
     process = start("view", str(run), "--theme", "ansi", environment={"TERM": name})
     read_until(fd, b"embed_tokens:out", process)

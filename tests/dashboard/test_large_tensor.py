@@ -1,4 +1,4 @@
-"""A tensor of 2 GiB on the screen: what is visible is read, and memory stays far below the size of the tensor."""
+"""A tensor of 2 GiB on the screen: only visible values are read, and memory stays far below the size of the tensor."""
 
 import subprocess
 import sys
@@ -10,7 +10,7 @@ from factories import RunFactory
 
 ROWS, COLUMNS = 32_768, 16_384
 MEMORY = 1 << 30
-"""Bytes of its own that the process may have: half of the tensor. Mapped files are not among them."""
+"""Limit of the process's own memory, in bytes: half of the tensor. Mapped files do not count."""
 
 BROWSE = """
 import asyncio, resource, sys

@@ -1,4 +1,4 @@
-"""Answers of workers in another order than asked, before the first layout, or while others are still waited for."""
+"""Results of workers that arrive out of order, before the first layout, or while others are pending."""
 
 import asyncio
 
@@ -45,7 +45,7 @@ def pair(tmp_path_factory):
 
 
 class Held:
-    """A screen, and the workers that a test lets answer."""
+    """Test driver of a screen whose workers wait until the test releases them."""
 
     def __init__(self, app, pilot, threads):
         self.app, self.pilot, self.threads = app, pilot, threads
@@ -55,7 +55,7 @@ class Held:
         return self.app.screen
 
     async def press(self, *keys):
-        """Press keys, and wait until they have been handled; their workers have begun then."""
+        """Press keys and wait until they are handled; their workers have started by then."""
         for key in keys:
             self.app.simulate_key(key)
             await self.pilot.pause()
@@ -69,14 +69,14 @@ class Held:
             await self.pilot.pause()
 
     async def until(self, condition):
-        for _ in range(6000):  # a bound only
+        for _ in range(6000):  # upper bound
             if condition():
                 return
             await self.pilot.pause()
         pytest.fail("the screen never met the condition")
 
     async def settle(self):
-        """Let everything answer, and what is asked then."""
+        """Release all workers, including those that start meanwhile."""
 
         def is_quiet():
             self.threads.answer_all()
@@ -86,7 +86,7 @@ class Held:
         await self.pilot.pause()
 
     async def answer_all(self, *, but):
-        """Let all answer but those of a name, and what is asked then."""
+        """Release all workers except those named ``but``, including those that start meanwhile."""
         quiet = 0
         while quiet < 3:
             quiet = 0 if self.threads.answer_all(but=but) else quiet + 1
@@ -123,7 +123,7 @@ def test_of_two_comparisons_the_one_asked_last_is_shown(pair, monkeypatch):
     async def test(held):
         await held.settle()
         before = held.screen.source
-        await held.press("r", "x")  # read again, then swap what is at hand
+        await held.press("r", "x")  # read both runs again, then swap the current comparison
         assert held.threads.count("load") == 2
         await held.answer(("load", 1))
         await held.answer_all(but="load")
@@ -359,7 +359,7 @@ def test_map_that_is_there_before_the_layout_begins_at_the_value_under_the_curso
     async def test(held):
         await open_tensor(held)
         screen = held.screen
-        assert not screen.map.size.width  # never shown yet
+        assert not screen.map.size.width  # never shown before
         screen.map.set_map(value_map(screen.values))
         screen.map.show_place(39, 299)
         await held.press("m")

@@ -1,4 +1,4 @@
-"""Live runs: appended lines are read; an earlier step is shown and replayed, on the screen and on the page."""
+"""Live runs: incremental reading, and pausing and replay of earlier steps, on the screen and on the page."""
 
 import asyncio
 import json
@@ -37,7 +37,7 @@ def append(path, *lines):
 
 
 def unclosed(path):
-    """A run whose recorder was killed."""
+    """Create a run whose recorder was killed."""
     file = lines_of(path)
     file.write_bytes(b"".join(line for line in file.read_bytes().splitlines(True) if b'"close"' not in line))
     return path
@@ -49,7 +49,7 @@ def step_of(step, **counts):
 
 @pytest.fixture
 def run(tmp_path):
-    """Six steps of two records each; the fourth has a NaN; a latency that rises; nobody closed it."""
+    """Six steps of two records each, with a NaN in the fourth and an increasing latency; the run is not closed."""
     with RunFactory(tmp_path / "live") as made:
         for step in range(6):
             made.step()
@@ -185,7 +185,7 @@ def test_live_run_keeps_the_latest_steps_and_the_sums_of_all(tmp_path, monkeypat
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3), st.integers(0, 2)), min_size=1, max_size=12))
 def test_view_at_a_step_has_what_was_recorded_until_then(tmp_path_factory, steps):
-    """Lines of steps in any order: the view of a step is that of the lines of this and of earlier steps."""
+    """With the lines of steps in any order, the view at a step equals the view of the lines up to that step."""
     root = tmp_path_factory.mktemp("live")
     with RunFactory(root / "run") as run:
         run.step()
@@ -214,7 +214,7 @@ def test_live_series_are_the_records_of_each_step_and_the_metrics(run):
     view = LiveRun(run).read()
     series = {each.name: [point.value for point in each.points] for each in live_series(view).series}
     assert series["records"] == [2.0] * 6
-    later = replace(view, points=view.points[2:])  # of a long run the first steps are no longer kept
+    later = replace(view, points=view.points[2:])  # the first steps of a long run are evicted
     assert [point.step for point in live_series(later).series[0].points] == [3, 4, 5]
     assert series["latency_s"] == [0.25 * (step + 1) for step in range(6)]
     assert {fact.label: fact.text for fact in live_facts(view)} == {
@@ -274,7 +274,7 @@ def test_live_screen_follows_pauses_steps_back_and_replays(run, monkeypatch):
         assert "a:out step 3" not in shown(app)
         append(run, {"type": "record", "site": "a:out", "step": 6}, step_of(6))
         await until(driver.pilot, lambda: screen._view.num_steps == 7)
-        assert "last step 2" in shown(app)  # paused: what comes does not move it
+        assert "last step 2" in shown(app)  # paused: new steps do not move the view
         await driver.press("space")
         assert "last step 6" in shown(app)
         await driver.press("right_square_bracket")
@@ -338,7 +338,7 @@ WATCH = """() => {
   const all = { characterData: true, childList: true, subtree: true };
   new MutationObserver(() => window.shown.push(status.textContent)).observe(status, all);
 }"""
-"""Keeps every text of the line that names the step."""
+"""Records every text of the element that names the step."""
 
 
 def test_page_live_pauses_steps_back_and_replays(chromium, run):
@@ -359,7 +359,7 @@ def test_page_live_pauses_steps_back_and_replays(chromium, run):
         check_accessibility(page)
         page.evaluate(WATCH)
         page.get_by_role("button", name="Replay").click()
-        page.wait_for_selector("button:text-is('Pause')")  # the replay has reached what is recorded now
+        page.wait_for_selector("button:text-is('Pause')")  # the replay has caught up with the recording
         shown = list(dict.fromkeys(page.evaluate("window.shown")))
         replayed = [text for text in shown if text.startswith("replay") and text != "replay at step 2"]
         assert replayed == [f"replay at step {i}" for i in (3, 4, 5, 6)]

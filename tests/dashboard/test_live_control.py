@@ -147,7 +147,7 @@ def test_read_only_sessions_reach_no_changing_route(tmp_path, monkeypatch):
                 if method not in ("GET", "HEAD") and (path, method) not in allowed:
                     response = client.request(method, path, json={"command": "on", "seconds": 60})
                     assert (response.status_code, response.json()) == (403, {"error": "this session is read-only"})
-                elif not path.endswith("/live"):  # a stream
+                elif not path.endswith("/live"):  # a stream never ends
                     client.request(method, path, params={"site": "a:out", "step": "0"}, follow_redirects=False)
         client.cookies.set(login.cookie, login.by_link(token))
         assert client.get("/api/control").status_code == 403
@@ -244,7 +244,7 @@ def test_view_switches_capture_and_follows_the_run(job):
             for _ in range(2):
                 source = screen.source
                 await until(lambda source=source: screen.source is not source)
-            assert "invalid command 'x': expected on, off" in bar()  # growth of the run does not hide it
+            assert "invalid command 'x': expected on, off" in bar()  # growth of the run does not hide the message
             await driver.press("j")
             assert "expected on, off" not in bar()
 

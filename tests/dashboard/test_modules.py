@@ -126,7 +126,7 @@ def test_data_flows_from_an_output_to_the_input_that_holds_its_bytes(tmp_path):
 
 
 def tree(*flows):
-    """A model of two layers with two modules each, in which ``flows`` lead from one path to another."""
+    """Build a graph of two layers with two modules each; ``flows`` are (producer path, consumer path)."""
     paths = ("", "a", "a.x", "a.y", "b", "b.x", "b.y", "c")
     parents = [paths.index(path.rpartition(".")[0]) if path else None for path in paths]
     nodes = [
@@ -142,7 +142,7 @@ def test_flow_lines_lead_to_visible_modules_and_never_cross_in_a_lane():
     rows = visible_modules(graph, ())
     assert rows == list(range(8))
     found = {(lane.producer, lane.consumers) for lane in flow_lanes(graph, rows)}
-    assert found == {(2, (3, 5)), (5, (6,)), (6, (7,))}  # b.x stands for b, and b.y is in b
+    assert found == {(2, (3, 5)), (5, (6,)), (6, (7,))}  # b.x represents b, and b.y is part of b
     gutter = FlowGutter(flow_lanes(graph, rows))
     assert [gutter.text(row) for row in range(8)] == ["  ", "  ", "╭─", "├→", "│ ", "├→", "├→", "╰→"]
     rows = visible_modules(graph, (1, 4))
@@ -155,15 +155,15 @@ def test_inferred_lines_are_dashed_and_give_way_to_what_is_shown():
     graph = tree(("a.x", "b.x", FUNCTION), ("a.x", "b", FUNCTION), ("a.x", "c", FUNCTION), ("a.y", "c"))
     rows = visible_modules(graph, ())
     found = {(lane.producer, lane.consumers, lane.is_inferred) for lane in flow_lanes(graph, rows)}
-    assert found == {(2, (5, 7), True), (3, (7,), False)}  # b.x stands for b
+    assert found == {(2, (5, 7), True), (3, (7,), False)}  # b.x represents b
     gutter = FlowGutter(flow_lanes(graph, rows))
     assert [gutter.text(row) for row in range(8)] == ["   ", "   ", "╭──", "┊╭─", "┊│ ", "├┼⇢", "┊│ ", "╰┴→"]
     folded = flow_lanes(graph, visible_modules(graph, (1, 4)))
     found = {(lane.producer, lane.consumers, lane.is_inferred) for lane in folded}
-    assert found == {(1, (2,), True), (1, (3,), False)}  # of a both are in: the shown one counts
+    assert found == {(1, (2,), True), (1, (3,), False)}  # a has both kinds: the proven one takes precedence
     graph = tree(("a.x", "b.x", FUNCTION), ("a.x", "b"))
     found = {(lane.producer, lane.consumers, lane.is_inferred) for lane in flow_lanes(graph, rows)}
-    assert found == {(2, (5,), True), (2, (4,), False)}  # nothing shown is left out for what is inferred
+    assert found == {(2, (5,), True), (2, (4,), False)}  # a proven flow is not dropped in favor of an inferred one
 
 
 HOW = st.sampled_from(["", "add", FUNCTION])

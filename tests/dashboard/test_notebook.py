@@ -1,4 +1,4 @@
-"""What a notebook shows of runs, records and reports: small tables without markup from files."""
+"""Notebook output of runs, records and reports: small tables without markup from files."""
 
 from html.parser import HTMLParser
 

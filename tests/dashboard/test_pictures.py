@@ -1,4 +1,4 @@
-"""What the screen looks like, byte for byte; `pytest --snapshot-update` accepts a changed picture."""
+"""Screenshots, compared byte for byte; `pytest --snapshot-update` accepts changed ones."""
 
 import asyncio
 from pathlib import Path
@@ -16,7 +16,7 @@ from tapscope.dashboard.diff_source import DiffSource
 from tapscope.sources import open_run
 
 TEXTUAL = "8.2.8"
-"""The version the pictures were drawn with; another one may draw the same screen with other bytes."""
+"""Version of Textual that drew the screenshots; another version may draw the same screen with other bytes."""
 
 SIZES = {"small": (60, 24), "medium": (100, 30), "large": (160, 40)}
 
@@ -39,7 +39,7 @@ def pressing(*keys):
         for key in (None, *keys):
             if key is not None:
                 await pilot.press(key)
-            for _ in range(6000):  # a bound only
+            for _ in range(6000):  # upper bound
                 await pilot.pause()
                 if all(getattr(screen, "settled", True) for screen in pilot.app.screen_stack):
                     break
@@ -47,7 +47,7 @@ def pressing(*keys):
             else:
                 pytest.fail(f"the screen still waits for an answer after {key or 'its start'}")
         for field in pilot.app.screen.query(Input):
-            field.cursor_blink = False  # a slow machine takes the picture while the cursor is hidden
+            field.cursor_blink = False  # otherwise a slow machine may draw the screen while the cursor is hidden
         await pilot.pause()
 
     return before
@@ -93,7 +93,7 @@ def test_help_screen(snap_compare, base):
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    """fp32 against bf16 with one damaged token, whose values are on a grid: processors differ in the last digits."""
+    """fp32 against bf16 with one damaged token. Values are on a grid, because processors differ in the last digits."""
 
     def on_a_grid(values):
         return (values * 4096).round() / 4096
@@ -112,7 +112,7 @@ def pair(tmp_path_factory):
 
 
 def diff_picture(snap_compare, pair, monkeypatch, size, *keys, **options):
-    monkeypatch.chdir(pair)  # the command in the answer then holds no path of this machine
+    monkeypatch.chdir(pair)  # so that the command in the answer has no machine-specific path
 
     def open_source(way, progress):
         return DiffSource.open((Path("base"), Path("target")), CompareOptions(), progress)

@@ -1,4 +1,4 @@
-"""Another tolerance and swapped sides: the report is that of a new comparison, without measuring anything twice."""
+"""Another tolerance and swapped sides: the report equals that of a new comparison, without measuring anything twice."""
 
 import tempfile
 from pathlib import Path

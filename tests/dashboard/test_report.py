@@ -1,4 +1,4 @@
-"""Reports as files: HTML, Markdown and JUnit XML, of ordinary and of hostile runs."""
+"""Report files: HTML, Markdown and JUnit XML, of ordinary and of hostile runs."""
 
 import dataclasses
 import json
@@ -49,7 +49,7 @@ def compared(root):
 
 
 class Page(HTMLParser):
-    """Elements, attributes and text of a page; the data of its heat map."""
+    """Parser for elements, attributes and text of a page, and for the data of its heat map."""
 
     def __init__(self, text):
         super().__init__(convert_charrefs=True)
@@ -100,7 +100,7 @@ def test_html_report_loads_nothing(compared):
 
 
 def replaced(view, text):
-    """The view with every name and sentence replaced."""
+    """Return the view with every name and sentence replaced by ``text``."""
     if isinstance(view, str):
         return text
     if isinstance(view, tuple):
@@ -205,7 +205,7 @@ def test_diff_writes_every_report_file(root, tmp_path, monkeypatch, capsys):
     assert code == 1
     printed = capsys.readouterr().out
     assert main(words) == 1
-    assert capsys.readouterr().out == printed  # the files are in addition to the text
+    assert capsys.readouterr().out == printed  # the files are written in addition to the text
     assert sorted(file.name for file in tmp_path.iterdir()) == ["a.html", "a.md", "a.xml"]
     assert "down\\_proj" in (tmp_path / "a.md").read_text()
     suite = ElementTree.parse(tmp_path / "a.xml").getroot()

@@ -26,7 +26,7 @@ def test_report_heat_map_is_read_and_followed_by_keyboard(chromium, report):
     with page_of(chromium, (report / "diff.html").as_uri(), offline=True) as page:
         canvas = page.locator("canvas")
         canvas.focus()
-        reading = page.locator(".heat-reading")  # it begins at the cause
+        reading = page.locator(".heat-reading")  # the cursor starts at the cause
         assert reading.inner_text().startswith("layer 2 · step 0 · error ÷ floor ")
         page.keyboard.press("Enter")
         assert page.locator("#filter").input_value() == ".2."

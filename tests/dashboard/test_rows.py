@@ -70,7 +70,7 @@ def test_row_map_places_packed_rows_in_order(lengths):
 
 
 def test_rows_of_a_draft_tree_are_told_apart_by_their_branch(tmp_path, capsys):
-    """Two siblings at one position and visit, of which the second is wrong, in another order in the target."""
+    """Two siblings at one position and visit; the second is wrong, and the target has another order."""
     siblings = {0x2F19AC03: (8, 0.5), 0x1B: (9, 4.0)}
     for name, branches in (("base", [0x2F19AC03, 0x1B]), ("target", [0x1B, 0x2F19AC03])):
         with RunFactory(tmp_path / name) as run:

@@ -1,4 +1,4 @@
-"""The heat map of one run in the terminal: what its cells say, and the record that a cell opens."""
+"""Heat map of one run in the terminal: the content of cells, and the record that a cell opens."""
 
 import asyncio
 import math
@@ -95,7 +95,7 @@ def test_run_map_opens_the_record_with_the_largest_measure(run):
         await press(driver, "enter")
         record = driver.app.screen.table.record
         assert (record.key.site, record.key.step) == (BAD, 1)
-        await press(driver, "m", "full_stop", "full_stop", "full_stop")  # step 2, in which all values are finite
+        await press(driver, "m", "full_stop", "full_stop", "full_stop")  # step 2 has only finite values
         await press(driver, *["j"] * 8, "enter")
         record = driver.app.screen.table.record
         assert (record.key.site, record.key.step) == ("lm_head:out", 2)
@@ -144,7 +144,7 @@ def test_run_map_joins_steps_that_do_not_fit_by_their_maximum(tmp_path):
     async def steps(driver):
         shown = lines(driver)
         assert "300 steps in" in shown[-2]
-        assert next(line for line in shown if "layer 0" in line).count("%") == 2  # the row's mark, and one cell
+        assert next(line for line in shown if "layer 0" in line).count("%") == 2  # the row's glyph, and one cell
         await driver.press("colon", *"171", "enter", "plus", "plus", "plus")
         assert "layers × steps 152-189 of 300" in str(driver.app.screen.active.border_title)
         await driver.press("m")

@@ -1,4 +1,4 @@
-"""One view model: random runs show the same numbers in `diff`, `--json`, HTML, the web API and both screens."""
+"""One view model: for random runs, `diff`, `--json`, HTML, the web API and both screens show the same numbers."""
 
 import asyncio
 import io
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("no_rest")
 
 
 class Cells(HTMLParser):
-    """Rows of the findings table: lists of the strings in their cells."""
+    """Parser for the rows of the findings table, as lists of cell texts."""
 
     def __init__(self, text):
         super().__init__()
@@ -66,7 +66,7 @@ def printed(*words):
 
 
 def served(root):
-    """The view of the comparison as the web API answers it, and its pages of findings."""
+    """Return the view of the comparison from the web API, and its pages of findings."""
     login = Login()
     with TestClient(create_app(Roots([root]), login), base_url="http://127.0.0.1") as client:
         client.get(f"/login?token={login.link}")
@@ -81,7 +81,7 @@ def served(root):
 
 
 async def rows_on_screen(root):
-    """Every line of the list of findings, and the answer, as the terminal shows them."""
+    """Return every row of the finding table and the answer as the terminal shows them."""
 
     def open_source(way, progress):
         return DiffSource.open((root / "base", root / "target"), way.of(CompareOptions()), progress)
@@ -112,7 +112,7 @@ def test_every_front_end_shows_the_same_numbers(pair):
     assert len(view["findings"]) == len(raw) == len(html) == len(screen)
     for finding, on_screen in zip(sorted(view["findings"], key=lambda f: f["order"]), screen, strict=True):
         line, site = raw[finding["site"]], finding["site"]
-        # raw numbers: the web API has those of --json
+        # raw numbers: the web API returns those of --json
         assert finding["verdict"] == line["verdict"]
         assert finding["ratio"]["value"] in (line["ratio"], None)
         if line["metrics"]:
@@ -120,7 +120,7 @@ def test_every_front_end_shows_the_same_numbers(pair):
                 assert finding[name]["value"] in (line["metrics"][name], None), name
         if finding["max_abs"]["value"] is not None:
             assert finding["max_abs"]["text"] == formatting.number(line["metrics"]["max_abs"])
-        # formatted numbers: report, screen and API have the same strings
+        # formatted numbers: report, screen and API show the same strings
         shown = [finding[name]["text"] for name in ("ratio", "max_abs", "rel_l2")]
         assert html[site][2:5] == shown
         assert re.split(r"\s{2,}", on_screen)[1:4] == shown, on_screen
@@ -153,7 +153,7 @@ def test_show_and_the_web_have_the_same_statistics(pair):
 
 @contextmanager
 def session(root):
-    """A client that is logged in, and the ids of the runs below ``root``."""
+    """Return a logged-in client, and the ids of the runs below ``root``."""
     login = Login()
     with TestClient(create_app(Roots([root]), login), base_url="http://127.0.0.1") as client:
         client.get(f"/login?token={login.link}")
@@ -230,5 +230,5 @@ def test_live_views_have_the_numbers_of_info_and_of_the_finished_run(pair, metri
 
 
 def client_series(page):
-    """Series of the metrics alone."""
+    """Return the series of the metrics only."""
     return [each for each in page["series"] if each["name"] not in ("records", "dropped")]

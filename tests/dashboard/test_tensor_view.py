@@ -1,4 +1,4 @@
-"""All values of a tensor and of a pair: what the view model reads, and every key of the screen."""
+"""All values of a tensor and of a pair: reading by the view model, and every key of the screen."""
 
 import asyncio
 import gc
@@ -211,7 +211,7 @@ def test_pair_tile_has_both_sides_and_their_difference(pair_table):
 
 
 def pair_of(tmp_path, steps, change):
-    """The table of a site with these values step by step, which ``change`` changes in the target."""
+    """Create the table of a site from one array per step; ``change`` modifies the arrays of the target."""
     for name in ("base", "target"):
         with RunFactory(tmp_path / name) as run:
             for values in steps:
@@ -285,7 +285,7 @@ def test_token_strip_is_in_order_of_positions_or_of_errors(pair_table):
     assert [(request, int(position)) for request, position in places] == sorted(
         (request, int(position)) for request, position in places
     )
-    assert "#" in by_position.rows[0].label  # the id of its token
+    assert "#" in by_position.rows[0].label  # the token id
     by_error = token_strip(pair_table, "error")
     errors = [each.error.value for each in by_error.rows]
     assert errors == sorted(errors, reverse=True)
@@ -597,7 +597,7 @@ def test_tensor_screen_shows_the_whole_tensor_and_opens_a_cell(tmp_path):
         run.put("a:out", values)
 
     async def steps(d):
-        assert d.place == (290, 490)  # the one value that is not finite
+        assert d.place == (290, 490)  # the only non-finite value
         await d.press("g", "home", "m")
         assert d.screen.map.display
         lines = d.screen.map.render().plain.splitlines()

@@ -1,4 +1,4 @@
-"""The web page: its login, its guards and its data over a real socket, and every page in Chromium."""
+"""Web page: login, access control and data over a real socket, and every page in Chromium."""
 
 import gzip
 import hashlib
@@ -343,7 +343,7 @@ def test_web_places_hold_the_errors_of_the_layers_by_token(server):
     assert [row["label"] for row in grid["rows"]] == [row["label"] for row in view["layers"]["rows"]]
     layer = next(row for row in grid["rows"] if row["label"] == "layer 2")
     assert layer["is_cause"]
-    assert layer["glyphs"][0] in "123456789"  # its first row was scaled in every step
+    assert layer["glyphs"][0] in "123456789"  # the first row was scaled in every step
     at = grid["rows"].index(layer)
     level = client.json(f"/api/diffs/{job}/level?axis=token&at={at}", cookie=cookie)
     (mlp,) = [row for row in level["grid"]["rows"] if row["label"] == "mlp"]
@@ -445,12 +445,12 @@ def test_integers_and_masks_count_in_no_line_of_several_sites(tmp_path):
     layers = layer_grid(grid)
     assert [(row.label, layers.cell(i, 0).glyph, layers.cell(i, 0).text) for i, row in enumerate(layers.rows)] == [
         ("layer 0", "1", "1.0e+00"),
-        ("layer 1", "%", "1.0e+01"),  # of a mask, values that are not finite count
+        ("layer 1", "%", "1.0e+01"),  # non-finite values of a mask count
         ("layer 2", "9", "1.0e+02"),
-        ("ids", "4", "7.0e+00"),  # it has nothing else
+        ("ids", "4", "7.0e+00"),  # the row has no other sites
     ]
     assert grid.rows[grid.largest(layers.rows[2].orders)[0]].name == "layers.2.mlp:out"
-    assert grid.cell(*grid.largest([0])).text == "5.0e+03"  # a site alone shows its own
+    assert grid.cell(*grid.largest([0])).text == "5.0e+03"  # a single site shows its own measure
     zeros = layer_grid(magnitudes_of(source, measure="zeros"))
     assert zeros.cell(0, 0).text == "1"  # position 0
 
@@ -595,7 +595,7 @@ def test_page_diff_from_the_list_of_runs_to_a_value(chromium, server):
         assert SITE in page.locator("section[aria-label=Values]").inner_text()
         assert page.url.rpartition("#")[2].isdecimal()
         page.reload()
-        page.wait_for_selector("table.tile")  # the address opens the same finding
+        page.wait_for_selector("table.tile")  # the address opens the finding
         cause = int(page.url.rpartition("#")[2])
         page.keyboard.press("b")
         page.wait_for_function(f"Number(location.hash.slice(1)) > {cause}")
@@ -659,7 +659,7 @@ def test_page_heat_map_is_by_token_too(chromium, server):
 
 def expect(locator):
     driver = pytest.importorskip("playwright.sync_api")
-    driver.expect.set_options(timeout=30_000)  # as every other wait for a page
+    driver.expect.set_options(timeout=30_000)  # same timeout as other waits for a page
     return driver.expect(locator)
 
 
@@ -672,10 +672,10 @@ def test_page_diff_opens_a_layer_into_modules_and_these_into_sites(chromium, ser
     assert inside["path"] == "model.layers.2"
     mlp = inside["names"].index("model.layers.2.mlp")
     with logged_in(chromium, server, page_paths(server)["diff"], bypass_csp=True) as page:
-        heat = page.locator("section[aria-label='Heat map']")  # the values of a site have one, too
+        heat = page.locator("section[aria-label='Heat map']")  # the values of a site have a heat map, too
         trail, reading = page.locator("nav.trail"), heat.locator(".heat-reading")
         heat.locator("canvas").focus()
-        assert reading.inner_text().startswith("layer 2 · step ")  # which holds the cause
+        assert reading.inner_text().startswith("layer 2 · step ")  # the layer of the cause
         page.keyboard.press("Enter")
         expect(trail).to_have_text("layers › layer 2")
         expect(reading).to_contain_text("mlp · step ")
@@ -687,7 +687,7 @@ def test_page_diff_opens_a_layer_into_modules_and_these_into_sites(chromium, ser
         check_accessibility(page)
         page.keyboard.press("Backspace")
         expect(trail).to_have_text("layers › layer 2")
-        expect(reading).to_contain_text("mlp · step ")  # where the cursor was
+        expect(reading).to_contain_text("mlp · step ")  # the cursor's previous step
         page.keyboard.press("Enter")
         expect(trail).to_have_text("layers › layer 2 › mlp")
         page.keyboard.press("Enter")
@@ -707,7 +707,7 @@ def test_page_diff_opens_a_layer_into_modules_and_these_into_sites(chromium, ser
 
 @pytest.fixture(scope="module")
 def long_server(tmp_path_factory):
-    """1100 steps, of which the last differs."""
+    """1100 steps; only the last differs."""
     root = tmp_path_factory.mktemp("long")
     for name in ("base", "target"):
         with RunFactory(root / name) as run:
@@ -728,7 +728,7 @@ ZOOMED = [
     ("run", "layers", "layer 1", "1097-1099", "1098-1099"),
     ("run", "sites", "model.layers.1:out", "1097-1099", "1098-1099"),
 ]
-"""With the last column of all steps, and that of the half of them."""
+"""Page, level, row, label of the last column with all steps, and with half of the steps."""
 
 
 @pytest.mark.parametrize(
@@ -747,10 +747,10 @@ def test_page_heat_map_is_zoomed_to_single_steps(chromium, long_server, kind, le
         page.keyboard.press("End")
         expect(reading).to_contain_text(f"{label} · step {last} · ")
         page.keyboard.press("+")
-        expect(range_shown).to_contain_text(f"to {half}")  # the first answer has come; columns may still be joined
+        expect(range_shown).to_contain_text(f"to {half}")  # the first response has arrived; columns may still be joined
         page.keyboard.press("+")
         expect(range_shown).to_contain_text("to 1099")
-        expect(range_shown).not_to_contain_text("joined")  # read by single steps from the server
+        expect(range_shown).not_to_contain_text("joined")  # single steps were fetched from the server
         page.keyboard.press("End")
         expect(reading).to_contain_text(f"{label} · step 1099 · ")
         worst = reading.inner_text()
@@ -759,7 +759,7 @@ def test_page_heat_map_is_zoomed_to_single_steps(chromium, long_server, kind, le
         assert worst.rpartition(" · ")[2] != reading.inner_text().rpartition(" · ")[2]
         page.keyboard.press("Home")
         first = int(re.search(r"step (\d+) ", reading.inner_text())[1])
-        page.keyboard.press("ArrowLeft")  # beyond what is shown
+        page.keyboard.press("ArrowLeft")  # moves past the visible columns
         expect(reading).to_contain_text(f"{label} · step {first - 1} · ")
         for _ in range(12):
             if page.get_by_role("button", name="Zoom out").is_disabled():
@@ -855,7 +855,7 @@ def test_pages_show_the_module_graph(chromium, server):
 
 
 def _how(graph, visible, producer, consumer):
-    """What the page says of the flows between two rows: the functions that values show, or that they are inferred."""
+    """Return the page's description of the flows between two rows: proven functions, or inferred."""
     rows = {}
     for i in range(len(graph.nodes)):
         rows[i] = visible.index(i) if i in visible else rows[graph.nodes[i].parent]
@@ -929,7 +929,7 @@ def test_page_run_leads_to_a_tensor(chromium, server):
         page.wait_for_selector("table.tile")
         page.fill("input[aria-label='row, column']", "[3, 0]")
         page.click("text=Go")
-        page.wait_for_selector("p.mono:has-text('[3] · 0:3')")  # token ids: integers, one a row
+        page.wait_for_selector("p.mono:has-text('[3] · 0:3')")  # token ids are integers, one per row
         assert page.url.endswith("#[3]")
 
 
@@ -948,7 +948,7 @@ def test_page_tensor_moves_a_cursor_and_keeps_its_place_in_the_address(chromium,
         page.wait_for_selector("text=None after this value.")
         page.wait_for_selector("text=max |x| by channel")
         page.wait_for_selector(".chart-reading:has-text('step 2 · rank 0: ')")
-        page.reload()  # the address opens the same value
+        page.reload()  # the address opens the value
         page.wait_for_selector("p.mono:has-text('[4,63] ·')")
 
 
@@ -964,26 +964,26 @@ def test_page_tensor_map_leads_to_the_largest_value_of_a_cell(chromium, server):
 
 
 class HeldRequests:
-    """Requests of a page that are answered when a test says so, in the order that it says."""
+    """Holds the requests of a page until the test releases them, in any order."""
 
     def __init__(self, page, pattern):
         self._page, self._routes = page, []
         page.route(re.compile(pattern), lambda route: self._routes.append(route))
 
     def wait(self, num):
-        """Until so many are held."""
-        for _ in range(6000):  # a bound only
+        """Wait until ``num`` requests are held."""
+        for _ in range(6000):  # upper bound
             if len(self._routes) >= num:
                 return
             self._page.wait_for_timeout(5)
         raise AssertionError(f"{len(self._routes)} of {num} requests")
 
     def answer(self, which=0):
-        """Let one be answered, and the page take the answer."""
+        """Release one request and wait until the page has handled the response."""
         route = self._routes.pop(which)
         with self._page.expect_event("requestfinished", lambda request: request.url == route.request.url):
             route.continue_()
-        self._page.evaluate("fetch('/api/runs').then((found) => found.text())")  # a later answer has come
+        self._page.evaluate("fetch('/api/runs').then((found) => found.text())")  # a later request has completed
         self._page.evaluate("new Promise(requestAnimationFrame)")
 
 
@@ -1081,7 +1081,7 @@ def test_page_live_shows_finished_steps(chromium, server):
 
 @pytest.fixture(scope="module")
 def many(tmp_path_factory):
-    """A run of 80 layers with NaN from step 1 on, one without records, and one that cannot be read."""
+    """A run of 80 layers with NaN from step 1 on, a run without records, and an unreadable run."""
     root = tmp_path_factory.mktemp("many")
     with RunFactory(root / "broken") as run:
         run.step()
@@ -1120,7 +1120,7 @@ def test_page_of_a_large_run_begins_with_layers_and_names_the_first_nan(chromium
         expect(page.locator("button[aria-pressed=true]")).to_have_text("layers")
         expect(page.locator(".heat-reading")).to_have_text("layer 70 · step 1 · |max| 1.0e+00, not finite")
         canvas = page.locator(".scroll:has(canvas)")
-        assert canvas.evaluate("each => each.scrollTop") > 0  # the map is scrolled to the cursor
+        assert canvas.evaluate("each => each.scrollTop") > 0  # the map has scrolled to the cursor
         page.click("p.bad a")
         page.wait_for_selector("td.here")
         expect(page.locator("td.here")).to_have_text("nan")
@@ -1195,7 +1195,7 @@ SHOWN = {"runs": "table", "run": "canvas", "tensor": "table.tile", "diff": "arti
 
 
 def page_paths(server):
-    """Address of each page."""
+    """Return the address of every page."""
     known = ids(server)
     return {
         "runs": "/",

@@ -1,4 +1,4 @@
-"""The web server and its pages when clients are slow, connections break, runs vanish or the server is restarted."""
+"""Web server and pages with slow clients, broken connections, vanishing runs, and restarts of the server."""
 
 import http.client
 import resource
@@ -44,7 +44,7 @@ def test_half_closed_event_streams_are_given_up(tmp_path):
         client = Client(url)
         cookie = session(client, link)
         path = f"/api/runs/{run_id(client, cookie)}/live"
-        for _ in range(70):  # more than may be open at a time
+        for _ in range(70):  # more than the limit of open streams
             stream = http.client.HTTPConnection(client.host, int(client.port), timeout=20)
             stream.request("GET", path, headers={"cookie": cookie})
             stream.sock.shutdown(socket.SHUT_WR)
@@ -137,7 +137,7 @@ def test_a_page_whose_session_has_ended_leads_to_the_login(chromium, tmp_path):
 
 
 def large_run(path):
-    """A closed run with as many records as make an index worth it, and without one."""
+    """Create a closed run that is just large enough for an index, but has none."""
     with RunFactory(path) as run:
         run.step()
         run.put("site-0:out", numpy.ones((2, 2), numpy.float32))
@@ -151,7 +151,7 @@ def large_run(path):
 
 @pytest.mark.soak
 def test_a_full_disk_costs_the_index_alone(tmp_path):
-    """A server that cannot write keeps no index; runs and comparisons work."""
+    """A server that cannot write creates no index; runs and comparisons still work."""
     for name in ("free", "full"):
         large_run(tmp_path / "runs" / name)
     with serving(tmp_path / "runs") as (url, link, process):
@@ -167,7 +167,7 @@ def test_a_full_disk_costs_the_index_alone(tmp_path):
 
 
 def test_readers_that_never_read_delay_nobody(tmp_path):
-    """Event streams and large answers whose clients do not take them wait in the sockets of those clients."""
+    """Event streams and large responses that clients do not read stay in the sockets of those clients."""
     toy_run(tmp_path / "runs" / "run")
     with serving(tmp_path / "runs") as (url, link, _), ExitStack() as stack:
         client = Client(url)
@@ -178,7 +178,7 @@ def test_readers_that_never_read_delay_nobody(tmp_path):
             slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
             slow.connect((client.host, int(client.port)))
             head = f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nCookie: {cookie}\r\n\r\n"
-            slow.sendall(head.encode() * 20)  # twenty answers in a row, and nobody reads the first
+            slow.sendall(head.encode() * 20)  # twenty responses in a row; the client does not read the first one
         begun = time.monotonic()
         assert client(known, cookie=cookie)[0] == 200
         assert time.monotonic() - begun < 5
