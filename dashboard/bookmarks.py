@@ -35,7 +35,7 @@ class _File:
 
 
 def bookmarks_path() -> Path:
-    """``tapscope/bookmarks.json`` in the user's state directory."""
+    """Return the path ``tapscope/bookmarks.json`` in the user's state directory."""
     return state_path("bookmarks.json")
 
 

@@ -86,7 +86,7 @@ class ModuleCounts:
     __hash__ = None  # type: ignore[assignment]
 
     def of(self, module: SiteNode) -> tuple[int, int]:
-        """Return the number of records in the module's subtree, and the number of those with an anomaly."""
+        """Return the number of records, and of records with an anomaly, in the module's subtree."""
         first, stop = (module.first, module.stop)
         return int(self.records[stop] - self.records[first]), int(self.anomalies[stop] - self.anomalies[first])
 
@@ -250,7 +250,7 @@ class RunSource:
 
     def module_graph(self, step: int, rank: int) -> "ModuleGraph":
         """Return the graph of the modules that fired in one step on one rank."""
-        from tapscope.dashboard.model.module_graph import run_graph  # slow to import
+        from tapscope.dashboard.model.module_graph import run_graph  # this module is slow to import
 
         return run_graph(self.run, self.records(Query(step, rank)))
 
@@ -314,7 +314,7 @@ class RunSource:
         ]
         ledger = run.ledger()
         if may_grow(run.path):
-            ledger = _as_far_as_it_goes(ledger)
+            ledger = _without_steps_in_progress(ledger)
         words = [
             *(["OPEN"] if ledger.open_ranks or not run.ranks else []),
             *([] if ledger.complete else ["INCOMPLETE"]),
@@ -324,11 +324,11 @@ class RunSource:
         return Header(run.name, tuple(fact for fact in facts if fact), state, missing)
 
 
-def _as_far_as_it_goes(ledger: Ledger) -> Ledger:
+def _without_steps_in_progress(ledger: Ledger) -> Ledger:
     """Return ``ledger`` without the last unfinished step of each open rank: that step is still in progress."""
     last = {rank: max(s for r, s in ledger.unfinished_steps if r == rank) for rank, _ in ledger.unfinished_steps}
-    going_on = {(rank, step) for rank, step in last.items() if rank in ledger.open_ranks}
-    return replace(ledger, unfinished_steps=[each for each in ledger.unfinished_steps if each not in going_on])
+    in_progress = {(rank, step) for rank, step in last.items() if rank in ledger.open_ranks}
+    return replace(ledger, unfinished_steps=[each for each in ledger.unfinished_steps if each not in in_progress])
 
 
 def _sizes(path: Path) -> dict[str, int]:

@@ -19,7 +19,7 @@ class _File(msgspec.Struct, frozen=True):
 
 
 def columns_path() -> Path:
-    """``tapscope/columns.json`` in the user's state directory."""
+    """Return the path ``tapscope/columns.json`` in the user's state directory."""
     return state_path("columns.json")
 
 

@@ -26,21 +26,21 @@ class CompareSettings:
     def of(self, options: CompareOptions) -> CompareOptions:
         """Return ``options`` with these changes applied. Raises ConfigError."""
         if self.swapped:
-            options = _turned(options)
+            options = _swapped_options(options)
         if self.tolerance is None:
             return options
         rtol, atol = (None, None) if self.tolerance == "floor" else self.tolerance
         return structs.replace(options, rtol=rtol, atol=atol)
 
 
-def _turned(options: CompareOptions) -> CompareOptions:
+def _swapped_options(options: CompareOptions) -> CompareOptions:
     """Swap baseline and target in all options. The noise run is dropped: it describes the baseline only."""
 
-    def turn(entries: tuple[_Sided, ...]) -> tuple[_Sided, ...]:
+    def swap(entries: tuple[_Sided, ...]) -> tuple[_Sided, ...]:
         return tuple(structs.replace(entry, side=_OTHER_SIDE.get(entry.side, entry.side)) for entry in entries)
 
-    mapping = structs.replace(options.mapping, rename=turn(options.mapping.rename), dims=turn(options.mapping.dims))
-    own: dict[str, Any] = {"dims": turn(options.dims), "mesh": turn(options.mesh), "mapping": mapping}
+    mapping = structs.replace(options.mapping, rename=swap(options.mapping.rename), dims=swap(options.mapping.dims))
+    own: dict[str, Any] = {"dims": swap(options.dims), "mesh": swap(options.mesh), "mapping": mapping}
     return structs.replace(options, **own, steps=options.steps_of(1), shift_steps=-options.shift_steps, noise_run=None)
 
 

@@ -296,7 +296,7 @@ class DiffSource:
         open_runs = [h.name for h in (report.baseline, report.target) if h.is_open]
         facts = [
             counts(report),
-            _standard(report.options),
+            _judging_options(report.options),
             " → ".join(dict.fromkeys(h.precision for h in (report.baseline, report.target) if h.dtype)),
             plural(len(self.steps), "step"),
             f"still open: {', '.join(open_runs)}" if open_runs else "",
@@ -311,7 +311,7 @@ def _sites_only(progress: Callable[[int, int], None] | None) -> Callable[[int, i
     return None if progress is None else lambda num, total, *_: progress(num, total)
 
 
-def _standard(options: CompareOptions) -> str:
+def _judging_options(options: CompareOptions) -> str:
     """Describe the options that change verdicts: tolerances, noise run, rules. Empty for the rounding model alone."""
     words = [f"{name} {value:g}" for name in ("rtol", "atol") if (value := getattr(options, name))]
     words += ["exact"] if options.tolerance == (0.0, 0.0) else []
@@ -320,15 +320,15 @@ def _standard(options: CompareOptions) -> str:
     return " ".join(words + ([plural(num_rules, "rule")] if num_rules else []))
 
 
-def _or_inf(error: float) -> float:
+def _nan_to_inf(error: float) -> float:
     """Map nan to inf, so that values that are non-finite in one run only sort first."""
     return math.inf if math.isnan(error) else error
 
 
 _WORST_FIRST: dict[str, Callable[[Finding], float]] = {
     "by error ÷ floor": lambda finding: -finding.ratio,
-    "by max |Δ|": lambda finding: -_or_inf(metric_of("max_abs", -1.0)(finding)),
-    "by rel l2": lambda finding: -_or_inf(metric_of("rel_l2", -1.0)(finding)),
-    "by cosine": lambda finding: -_or_inf(-metric_of("cosine", math.inf)(finding)),
+    "by max |Δ|": lambda finding: -_nan_to_inf(metric_of("max_abs", -1.0)(finding)),
+    "by rel l2": lambda finding: -_nan_to_inf(metric_of("rel_l2", -1.0)(finding)),
+    "by cosine": lambda finding: -_nan_to_inf(-metric_of("cosine", math.inf)(finding)),
     "by equal": share_equal,
 }

@@ -106,7 +106,7 @@ def value_lines(seen: TokenView, width: int) -> list[Text]:
         return Text(f"{word:<9}" + "".join(f" {cell:>{wide}}" for cell in row[start : start + shown]), style=style)
 
     names = ("baseline", "target", "Δ")
-    said = f"step {int(seen.steps[seen.worst])}, row {seen.labels[seen.worst]}"
+    heading = f"step {int(seen.steps[seen.worst])}, row {seen.labels[seen.worst]}"
     differs = seen.max_abs[seen.worst] or seen.errors[seen.worst]
-    said += ", the one with the largest error" if differs else ": no row differs"
-    return [Text(said, style=DIM), line("column", columns, DIM), *map(line, names, cells)]
+    heading += ", the one with the largest error" if differs else ": no row differs"
+    return [Text(heading, style=DIM), line("column", columns, DIM), *map(line, names, cells)]

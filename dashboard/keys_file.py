@@ -8,7 +8,7 @@ from tapscope.core.errors import ConfigError
 
 
 def keys_path() -> Path:
-    """``tapscope/keys.toml`` in the user's configuration directory."""
+    """Return the path ``tapscope/keys.toml`` in the user's configuration directory."""
     return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "tapscope" / "keys.toml"
 
 

@@ -87,7 +87,7 @@ class LiveRun:
     """Reader of a growing run; each call of :meth:`read` parses only the appended lines.
 
     The recorder also publishes the lines on a ZMQ PUB socket, after writing them, and drops them for a slow subscriber.
-    The file has them no later, drops none, and works for runs recorded on another host, so it is the only source.
+    The file has the lines no later, drops none of them, and works for runs recorded on another host.
     """
 
     def __init__(self, path: Path) -> None:

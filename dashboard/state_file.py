@@ -22,7 +22,7 @@ Content = TypeVar("Content", bound=HasSchema)
 
 
 def state_path(name: str) -> Path:
-    """``tapscope/NAME`` in the user's state directory."""
+    """Return the path ``tapscope/NAME`` in the user's state directory."""
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "tapscope" / name
 
 

@@ -36,7 +36,7 @@ LIGHT = Theme(
 )
 _ODD = "ansi_yellow"
 ANSI = replace(BUILTIN_THEMES["ansi-dark"], name="tapscope-ansi", accent=_ODD, warning=_ODD, error=_ODD)
-"""Textual's theme for 16-color terminals, with yellow instead of its green accent, because green suggests success."""
+"""Textual's theme for 16-color terminals with a yellow accent, because its green accent would suggest success."""
 NAMES = {"dark": DARK.name, "light": LIGHT.name, "ansi": ANSI.name}
 """Value of ``--theme`` -> name of the theme."""
 

@@ -169,7 +169,7 @@ class BenchTable:
         )
 
     def commit(self, name: str) -> CommitView:
-        """Return the commit called ``name``, or the only one that starts with it. Raises DataError."""
+        """Return the commit called ``name``, or the only one with that prefix. Raises DataError."""
         matches = [view for view in self.commits if view.commit.startswith(name)] if name else []
         exact = [view for view in matches if view.commit == name]
         if len(exact or matches) == 1:
@@ -271,7 +271,7 @@ def _is_hash(text: str) -> bool:
 
 
 def _full_names(commits: set[str]) -> dict[str, str]:
-    """Map every commit to its full hash: a short hash maps to the longer hash that it is an unambiguous prefix of."""
+    """Map every commit to its full hash: a short hash maps to the longer hash of which it is an unambiguous prefix."""
     full_names = {}
     for commit in commits:
         longer = [each for each in commits if _is_hash(commit) and len(each) > len(commit) and each.startswith(commit)]

@@ -68,7 +68,7 @@ class BenchResult:
     commit: str
     """Empty if the file does not contain a commit."""
     date: str
-    """ISO 8601; empty if the file does not contain it."""
+    """ISO 8601; empty if the file does not contain a date."""
     branch: str
     run: str
     """Id of the CI run."""

@@ -98,9 +98,9 @@ class _Flows:
         self._origins: dict[str, list[tuple[str, str]]] = {}
         """Hash -> (site, function) of the outputs that first produced these bytes; an empty function means equal bytes.
         """
-        self._open: dict[str, dict[str, list[FlowValue]]] = {}
+        self._unclaimed: dict[str, dict[str, list[FlowValue]]] = {}
         """Module -> child module -> the child's latest outputs that no later child has received."""
-        self._given: dict[str, list[FlowValue]] = {}
+        self._inputs: dict[str, list[FlowValue]] = {}
         """Module -> inputs of its latest call."""
         self._latest: deque[FlowValue] = deque(maxlen=_WINDOW)
         self._of_shape: dict[tuple[int, ...], deque[FlowValue]] = {}
@@ -115,62 +115,63 @@ class _Flows:
         for (path, received), group in groupby(ports, key=lambda value: (value.path, is_input(value.site))):
             firings = list(group)
             if received:
-                yield from self._received(path, firings)
+                yield from self._take_inputs(path, firings)
             else:
-                self._returned(path, firings)
+                self._take_outputs(path, firings)
 
-    def _received(self, path: str, values: list[FlowValue]) -> Iterator[Flow]:
-        self._open.pop(path, None)
-        self._given[path] = values
+    def _take_inputs(self, path: str, values: list[FlowValue]) -> Iterator[Flow]:
+        self._unclaimed.pop(path, None)
+        self._inputs[path] = values
         for value in values:
             if value.hash not in self._origins:
-                shown = self._shown(value)
-                if shown:
-                    self._origins[value.hash] = shown
+                origins = self._proven_origins(value)
+                if origins:
+                    self._origins[value.hash] = origins
         unknown = [value for value in values if value.hash not in self._origins and _is_float(value)]
         # if the origin of another input is known, these may be masks
         if len(unknown) == len([value for value in values if _is_float(value)]):
-            before = self._before(path)
+            sources = self._inferred_origins(path)
             for value in unknown:
-                self._origins[value.hash] = [(site, FUNCTION) for site in before]
+                self._origins[value.hash] = [(site, FUNCTION) for site in sources]
         for value in values:
             self._remember(value)
             for site, through in self._origins.get(value.hash, ()):
-                self._take(path, site)
+                self._claim(path, site)
                 producer = module_of(site)
                 if path and producer and not contains(path, site) and not contains(producer, value.site):
                     yield Flow(site, value.site, through)
 
-    def _returned(self, path: str, values: list[FlowValue]) -> None:
+    def _take_outputs(self, path: str, values: list[FlowValue]) -> None:
         for value in values:
             self._origins.setdefault(value.hash, [(value.site, "")])
             self._remember(value)
-        for around, inner in _around(path):
-            self._open.setdefault(around, {})[inner] = [value for value in values if _is_float(value)]
+        for ancestor, child in _ancestors(path):
+            self._unclaimed.setdefault(ancestor, {})[child] = [value for value in values if _is_float(value)]
 
-    def _take(self, path: str, site: str) -> None:
+    def _claim(self, path: str, site: str) -> None:
         """Remove a received output from the candidates for inference in later modules."""
-        for around, inner in _around(path):
-            for module, outputs in self._open.get(around, {}).items():
-                if module != inner:
+        for ancestor, child in _ancestors(path):
+            for module, outputs in self._unclaimed.get(ancestor, {}).items():
+                if module != child:
                     outputs[:] = [each for each in outputs if (site, "") not in self._origins.get(each.hash, ())]
 
-    def _before(self, path: str) -> list[str]:
+    def _inferred_origins(self, path: str) -> list[str]:
         """Return the sites of the outputs that a module may have received through an unrecorded function."""
-        for around, inner in _around(path):
-            fired = [each for name, outputs in self._open.get(around, {}).items() if name != inner for each in outputs]
+        for ancestor, child in _ancestors(path):
+            unclaimed = self._unclaimed.get(ancestor, {})
+            fired = [each for name, outputs in unclaimed.items() if name != child for each in outputs]
             if fired:
-                return list(dict.fromkeys(self._first(each) for each in fired))
-            given = [each for each in self._given.get(around, ()) if _is_float(each)]
+                return list(dict.fromkeys(self._first_site(each) for each in fired))
+            given = [each for each in self._inputs.get(ancestor, ()) if _is_float(each)]
             if given:
                 return list(dict.fromkeys(site for each in given for site, _ in self._origins.get(each.hash, ())))
         return []
 
-    def _first(self, value: FlowValue) -> str:
+    def _first_site(self, value: FlowValue) -> str:
         """Return the site of the first output with the same bytes."""
         return next((site for site, through in self._origins.get(value.hash, ()) if not through), value.site)
 
-    def _shown(self, value: FlowValue) -> list[tuple[str, str]]:
+    def _proven_origins(self, value: FlowValue) -> list[tuple[str, str]]:
         """Return the origins of the arguments of the function that the values of an input prove; empty if there is no
         proof."""
         if self._num_proofs >= MAX_PROOFS or not _is_float(value) or value.read is None:
@@ -180,20 +181,20 @@ class _Flows:
         try:
             array = value.read()
             self._arrays = {each.hash: self._read(each) for each in earlier}
-            shown = function_of(array, list(self._arrays.values()))
-            if shown is None and is_evidence(array):
-                shown = next(((PERMUTE, (i,)) for i, each in enumerate(earlier) if _is_permuted(each, value)), None)
+            proof = function_of(array, list(self._arrays.values()))
+            if proof is None and is_evidence(array):
+                proof = next(((PERMUTE, (i,)) for i, each in enumerate(earlier) if _is_permuted(each, value)), None)
         except TapscopeError:  # the run is damaged; other screens report it
             return []
-        if shown is None:
+        if proof is None:
             return []
-        name, arguments = shown
+        name, arguments = proof
         origins = [each for i in arguments for each in self._origins.get(earlier[i].hash, ())]
-        return list(dict.fromkeys((site, FUNCTION if how == FUNCTION else name) for site, how in origins))
+        return list(dict.fromkeys((site, FUNCTION if through == FUNCTION else name) for site, through in origins))
 
     def _earlier(self, value: FlowValue) -> list[FlowValue]:
-        """Candidate sources of an input: the inputs of the enclosing modules, and the window."""
-        given = (each for around, _ in _around(value.path) for each in self._given.get(around, ()))
+        """Return the candidate sources of an input: the inputs of the enclosing modules, and the window."""
+        given = (each for ancestor, _ in _ancestors(value.path) for each in self._inputs.get(ancestor, ()))
         kept = (each for each in given if each.read is not None and _is_float(each))
         by_hash = {each.hash: each for each in [*kept, *self._of_shape.get(value.shape, ()), *self._latest]}
         return [each for each in by_hash.values() if each.hash != value.hash]
@@ -226,9 +227,9 @@ def _is_float(value: FlowValue) -> bool:
     return value.dtype.startswith(("float", "bfloat"))
 
 
-def _around(path: str) -> Iterator[tuple[str, str]]:
+def _ancestors(path: str) -> Iterator[tuple[str, str]]:
     """Yield (ancestor, its child on the path) from the innermost ancestor to the root."""
     while path:
-        around = path.rpartition(".")[0]
-        yield around, path
-        path = around
+        ancestor = path.rpartition(".")[0]
+        yield ancestor, path
+        path = ancestor

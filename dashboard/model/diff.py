@@ -55,7 +55,7 @@ class VerdictCount:
 
 @dataclass(frozen=True, slots=True)
 class CauseView:
-    """A divergence: the module that adds an error, and the findings downstream of it."""
+    """A divergence: the module that adds an error, and its downstream findings."""
 
     number: int
     """Number of the cause, starting at 1."""
@@ -214,7 +214,7 @@ def causes(report: Report, runs: tuple[Run, Run] | None = None) -> tuple[CauseVi
 def downstream_of(report: Report) -> dict[int, tuple[int, ...]]:
     """Return order of a cause -> orders of its downstream findings.
 
-    A downstream finding belongs to the last cause before it in execution order; those before all causes, to the first.
+    A downstream finding belongs to the last preceding cause in execution order, or to the first cause if none precedes.
     """
     orders = sorted({divergence.finding.order for divergence in report.divergences})
     by_cause: dict[int, list[int]] = {order: [] for order in orders}

@@ -50,7 +50,7 @@ def flow_lanes(graph: ModuleGraph, visible: Sequence[int]) -> list[FlowLane]:
     flows: dict[tuple[int, bool], dict[int, None]] = {}
     for (producer, consumer), is_inferred in sorted(_visible_flows(graph, visible).items()):
         flows.setdefault((producer, is_inferred), {})[consumer] = None
-    lines = [FlowLane(producer, tuple(consumers), 0, how) for (producer, how), consumers in flows.items()]
+    lines = [FlowLane(row, tuple(consumers), 0, is_inferred) for (row, is_inferred), consumers in flows.items()]
     lines.sort(key=lambda line: line.last - line.first)
     taken: list[list[tuple[int, int]]] = []
     lanes = []
@@ -76,7 +76,7 @@ def _visible_flows(graph: ModuleGraph, visible: Sequence[int]) -> dict[tuple[int
     for each in graph.flows:
         pair = rows[each.producer], rows[each.consumer]
         flows[pair] = flows.get(pair, True) and each.is_inferred
-    around = {row: _around(graph, visible, row_of, row) for row in {row for flow in flows for row in flow}}
+    around = {row: _ancestor_rows(graph, visible, row_of, row) for row in {row for flow in flows for row in flow}}
     repeated: dict[tuple[int, int], bool] = {}
     for (producer, consumer), is_inferred in flows.items():
         for above in around[consumer]:
@@ -89,7 +89,7 @@ def _visible_flows(graph: ModuleGraph, visible: Sequence[int]) -> dict[tuple[int
     }
 
 
-def _around(graph: ModuleGraph, visible: Sequence[int], row_of: dict[int, int], row: int) -> set[int]:
+def _ancestor_rows(graph: ModuleGraph, visible: Sequence[int], row_of: dict[int, int], row: int) -> set[int]:
     """Return the rows of all ancestors of a row's module."""
     rows, parent = set[int](), graph.nodes[visible[row]].parent
     while parent is not None:

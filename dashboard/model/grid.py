@@ -107,7 +107,7 @@ class Cell:
 
     @property
     def text(self) -> str:
-        """error ÷ floor as all front ends show it; ``-`` if it is not a number."""
+        """Text of error ÷ floor for all front ends; ``-`` if not a number."""
         is_measured = math.isfinite(self.ratio) and (self.ratio > 0.0 or self.verdict is not Verdict.CLOSE)
         return share(self.ratio) if is_measured and self.verdict is not None else "-"
 

@@ -132,7 +132,7 @@ def live_facts(view: LiveView) -> tuple[Fact, ...]:
 
 
 def live_series(view: LiveView) -> SiteSeries:
-    """Return series of records and drops per step, and of all metrics; queue, latency and KV cache come first."""
+    """Return series of records and drops per step, and of all metrics; queue, latency and KV cache are listed first."""
     added: tuple[tuple[str, Callable[[LivePoint], int]], ...] = (
         ("records", lambda point: point.num_records),
         ("dropped", lambda point: point.num_dropped),

@@ -161,7 +161,7 @@ def _measured_grid(
     integers = set(site_of[is_whole].tolist()) if measure in _MAGNITUDES else set()
     is_aside = [i in integers or "mask" in name.lower() for i, name in zip(in_order.tolist(), names, strict=True)]
     scale = LevelScale.of(tops if all(is_aside) else tops[~np.array(is_aside, bool)])
-    aside = frozenset(name for name, apart in zip(names, is_aside, strict=True) if apart)
+    aside = frozenset(name for name, is_ignored in zip(names, is_aside, strict=True) if is_ignored)
     rows = _rows(names, codes.any(1))
     return MagnitudeGrid(rows, columns, tops, codes, measure=measure, scale=scale, aside=aside)
 

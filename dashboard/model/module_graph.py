@@ -34,7 +34,7 @@ class ModuleNode:
     name: str
     """``q_proj``, ``layers.3``, or ``(root)``."""
     cls: str
-    """Class of the module; empty where it was not recorded."""
+    """Class of the module; empty if not recorded."""
     depth: int
     """Number of ancestors."""
     parent: int | None
@@ -228,8 +228,8 @@ def _flows(flows: Iterable[Flow], number: Mapping[str, int]) -> tuple[DataFlow, 
     by_pair: dict[tuple[int, int], DataFlow] = {}
     for flow in flows:
         source, target = module_of(flow.producer), module_of(flow.consumer)
-        apart = not f"{source}.".startswith(f"{target}.") and not f"{target}.".startswith(f"{source}.")
-        if is_output(flow.producer) and is_input(flow.consumer) and source and target and apart:
+        are_disjoint = not f"{source}.".startswith(f"{target}.") and not f"{target}.".startswith(f"{source}.")
+        if is_output(flow.producer) and is_input(flow.consumer) and source and target and are_disjoint:
             pair = number[source], number[target]
             known = by_pair.get(pair)
             if known is None or _strength(flow.through) < _strength(known.through):

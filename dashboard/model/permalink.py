@@ -23,8 +23,10 @@ class Permalink:
     """Index along every axis of the recorded tensor; None for the whole tensor."""
 
     def __str__(self) -> str:
-        """The link as text; unsafe characters are percent-encoded, as are ``/`` and ``%`` in the run's name and ``%``
-        in the site."""
+        """Return the link as text, with unsafe characters percent-encoded.
+
+        ``%`` is encoded too, and ``/`` in the name of the run.
+        """
         index = "" if self.index is None else f"[{','.join(map(str, self.index))}]"
         return f"{_encoded(self.run, '/%')}/{_encoded(self.site, '%')}@{self.step}.{self.rank}{index}"
 
@@ -43,7 +45,7 @@ def parse_permalink(text: str) -> Permalink:
 
 
 def _encoded(text: str, reserved: str) -> str:
-    """Percent-encode the characters in ``reserved``, and those that a terminal would interpret."""
+    """Percent-encode the characters in ``reserved``, and characters that a terminal would interpret."""
     return "".join(
         quote(char, safe="", errors="replace") if char in reserved or printable(char) != char else char for char in text
     )

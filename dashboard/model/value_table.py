@@ -1,6 +1,6 @@
 """Values of a recorded tensor, or of both sides of a finding, as a 2-D table that is read on demand.
 
-Rows are token rows if those are known; otherwise the last axis longer than 1 is the width, and the axes before it are
+Rows are token rows if known; otherwise the last axis longer than 1 is the width, and the axes before it are
 flattened to rows. Methods read only the requested rectangle, except :attr:`ValueTable.row_errors`.
 """
 
@@ -140,38 +140,38 @@ class ValueTable(ABC):
 
 
 class EmptyValueTable(ValueTable):
-    """Table without values, which a hidden screen holds so that it does not keep a run in memory."""
+    """Table without values, a placeholder on a hidden screen that must not keep a run in memory."""
 
     num_rows = num_columns = 0
     dtypes = ("", "")
     is_pair = False
 
     def chunk(self, row: int, num_rows: int, columns: slice = slice(None)) -> tuple[Array, Array]:
-        """[0, 0]"""
+        """Return two arrays of shape [0, 0]."""
         return np.empty((0, 0)), np.empty((0, 0))
 
     def label(self, row: int) -> str:
-        """Empty."""
+        """Return an empty string."""
         return ""
 
     def step(self, row: int) -> int:
-        """-1"""
+        """Return -1."""
         return -1
 
     def index(self, row: int, column: int) -> tuple[int, ...]:
-        """Empty."""
+        """Return an empty tuple."""
         return ()
 
     def place(self, index: Sequence[int]) -> tuple[int, int]:
-        """Every index is outside."""
+        """Raise ConfigError: every index is outside the table."""
         return self._row_column(index)
 
     def link(self, row: int, column: int) -> str:
-        """Empty."""
+        """Return an empty string."""
         return ""
 
     def place_of(self, at: Permalink) -> tuple[int, int]:
-        """Every element is outside."""
+        """Raise ConfigError: every element is outside the table."""
         return self._row_column(at.index or ())
 
 

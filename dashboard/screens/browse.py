@@ -65,13 +65,13 @@ class BrowseScreen(BrowseBaseScreen):
 
     def action_step(self, direction: int) -> None:
         """Show another step with the cursor on the same site."""
-        self._turn("step", direction)
+        self._change("step", direction)
 
     def action_rank(self, direction: int) -> None:
         """Show another rank with the cursor on the same site."""
-        self._turn("rank", direction)
+        self._change("rank", direction)
 
-    def _turn(self, what: str, direction: int) -> None:
+    def _change(self, what: str, direction: int) -> None:
         source, query = self.source, self.query_now
         if source is None or query is None:
             return

@@ -168,7 +168,7 @@ class BrowseBaseScreen(LiveTailScreen):
         if not self.accept(message) or source is None:
             return
         records = message.records
-        self.table.empty_text = "" if records else self._teach(source, query)
+        self.table.empty_text = "" if records else self._empty_text(source, query)
         self.table.set_records(records, "" if query.find else query.path, _cursor(records, self._target))
         self._draw_title(source, query)
         if self._keeps_sentence and not self._sentence:
@@ -258,7 +258,7 @@ class BrowseBaseScreen(LiveTailScreen):
         amount = f"{count(self.table.num_rows)} of {plural(total, 'record')} · {query.order}"
         self.table.set_heading(f"{what} · {step}{rank}", amount)
 
-    def _teach(self, source: RunSource, query: Query) -> str:
+    def _empty_text(self, source: RunSource, query: Query) -> str:
         run = source.run.path
         if not source.run.records:
             return (

@@ -200,7 +200,7 @@ class DiffBaseScreen(DiffWorkersScreen):
     def _take_findings(self, message: messages.FindingsReady) -> None:
         if not self.accept(message):
             return
-        self.table.empty_text = self._teach()
+        self.table.empty_text = self._empty_text()
         wanted = self._target.order if self._target else -1
         self.table.set_findings(message.findings, wanted, self.query_now.step, fold=self.query_now.folds)
         self._draw_title()
@@ -284,7 +284,7 @@ class DiffBaseScreen(DiffWorkersScreen):
         amount = f"{count(self.table.num_rows)} of {plural(len(source.report.findings), 'finding')} · {query.order}"
         self.table.set_title(" · ".join(words), amount)
 
-    def _teach(self) -> str:
+    def _empty_text(self) -> str:
         query, source = self.query_now, self.source
         if query.find:
             return f'No site matches "{query.find}" here. Press esc to end the search.'

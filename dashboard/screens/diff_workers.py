@@ -16,7 +16,7 @@ from tapscope.dashboard.model.finding import link_of
 from tapscope.dashboard.model.permalink import Permalink
 from tapscope.dashboard.screens.keymap_screen import KeymapScreen
 
-_TELL_S = 0.25
+_PROGRESS_INTERVAL_S = 0.25
 
 Progress = Callable[[int, int], None]
 Open = Callable[[CompareSettings, Progress], DiffSource]
@@ -38,13 +38,13 @@ class DiffWorkersScreen(KeymapScreen):
             self.post_message(messages.OpenFailed(error))
 
     def _progress_reporter(self, message: Callable[[int, int], Message]) -> Progress:
-        """Return a progress callback that posts ``message`` at most every ``_TELL_S`` seconds."""
-        told = monotonic()
+        """Return a progress callback that posts ``message`` at most every ``_PROGRESS_INTERVAL_S`` seconds."""
+        last_post = monotonic()
 
         def progress(done: int, total: int) -> None:
-            nonlocal told
-            if monotonic() - told > _TELL_S:
-                told = monotonic()
+            nonlocal last_post
+            if monotonic() - last_post > _PROGRESS_INTERVAL_S:
+                last_post = monotonic()
                 self.post_message(message(done, total))
 
         return progress

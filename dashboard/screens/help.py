@@ -50,7 +50,7 @@ def help_text(specs: Sequence[KeySpec], pane: str, words: str = BROWSE_WORDS) ->
     return text.append(words.strip("\n"))
 
 
-def _hanging(line: Text, console: Console, width: int, indent: int) -> Iterator[Text]:
+def _wrap_with_indent(line: Text, console: Console, width: int, indent: int) -> Iterator[Text]:
     """Wrap a line at word boundaries if it exceeds ``width``; continuation lines are indented by ``indent``."""
     if line.cell_len <= width:
         yield line
@@ -85,7 +85,7 @@ class TextScreen(ModalScreen[None]):
         lines: Iterable[Text] = self._text.split(allow_blank=True)
         if self._indent is not None:
             width = max(self.app.size.width - _AROUND_TEXT, 2 * self._indent)
-            lines = [part for line in lines for part in _hanging(line, self.app.console, width, self._indent)]
+            lines = [part for line in lines for part in _wrap_with_indent(line, self.app.console, width, self._indent)]
         return Text("\n").join(map(literal, lines))
 
     def on_resize(self) -> None:

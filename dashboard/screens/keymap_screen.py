@@ -58,7 +58,7 @@ class KeymapScreen(WorkerScreen):
     """Store of bookmarks; None if bookmarks are disabled."""
     columns: ColumnChoice
     """The user's choice of columns."""
-    _take: Callable[[str], str]
+    _handle_line: Callable[[str], str]
     """Handler of the input line; returns an error message, or an empty string on success."""
 
     @cached_property
@@ -147,13 +147,13 @@ class KeymapScreen(WorkerScreen):
     def open_line(self, placeholder: str, value: str, take: Callable[[str], str]) -> None:
         """Prompt for a line of input; ``take`` handles it and returns an error message if it is invalid."""
         line = self.query_one("#line", Input)
-        line.placeholder, line.value, self._take = placeholder, value, take
+        line.placeholder, line.value, self._handle_line = placeholder, value, take
         line.add_class("-open")
         line.focus()
 
     @on(Input.Submitted, "#line")
     def _line_submitted(self, event: Input.Submitted) -> None:
-        problem = self._take(event.value.strip())
+        problem = self._handle_line(event.value.strip())
         if problem:
             self.say(problem)
         else:

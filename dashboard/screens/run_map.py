@@ -155,7 +155,7 @@ class RunMapScreen(DetailScreen):
 
     def action_step(self, direction: int) -> None:
         """Show the next or previous step, or all steps."""
-        self.step = _turned(self._source.steps, self.step, direction)
+        self.step = _next_or_all(self._source.steps, self.step, direction)
         self._show_step()
 
     def action_rank(self, direction: int) -> None:
@@ -163,7 +163,7 @@ class RunMapScreen(DetailScreen):
         if len(self._source.ranks) < 2:
             self.say("There is only one rank.")
             return
-        self.rank = _turned(self._source.ranks, self.rank, direction)
+        self.rank = _next_or_all(self._source.ranks, self.rank, direction)
         self._read()
 
     def action_go(self) -> None:
@@ -217,7 +217,7 @@ class RunMapScreen(DetailScreen):
         return str(self._permalink() or "")
 
 
-def _turned(numbers: Sequence[int], now: int | None, direction: int) -> int | None:
+def _next_or_all(numbers: Sequence[int], now: int | None, direction: int) -> int | None:
     """Return the next of ``numbers``, cyclically; None, which stands for all, follows the last one."""
     every = (None, *numbers)
     return every[((every.index(now) if now in every else 0) + direction) % len(every)]

@@ -73,7 +73,7 @@ class TensorWorkersScreen(DetailScreen):
     def load_place(
         self, table: ValueTable, search: Callable[[ValueTable], tuple[int, int] | None], nothing: str
     ) -> None:
-        """Run a search over the values; ``nothing`` is the message if there is no match."""
+        """Run a search over the values; ``nothing`` is the message for a search without a match."""
         self._answer(lambda: PlaceFound(search(table), nothing))
 
     def _answer(self, compute: Callable[[], Answer]) -> None:

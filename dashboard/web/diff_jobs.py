@@ -69,7 +69,7 @@ class DiffPage:
 
 @dataclass(frozen=True, slots=True)
 class PlacePage:
-    """Heat maps of layers by rank and token, without those of a single column."""
+    """Heat maps of layers by rank and by token; a heat map with a single column is left out."""
 
     layers: tuple[PackedGrid, ...]
 

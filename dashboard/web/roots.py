@@ -85,7 +85,7 @@ class Roots:
             folders = [root] if _is_run(root) else sorted(root.iterdir(), key=_modified, reverse=True)
             for folder in folders:
                 if folder.is_dir() and not (folder.is_symlink() and folder != root) and _is_run(folder):
-                    paths[_id(folder)] = _shown(folder)
+                    paths[_id(folder)] = _display_path(folder)
         self._known = paths
         return paths
 
@@ -170,7 +170,7 @@ class Roots:
         return source.table(record)
 
 
-def _shown(path: Path) -> Path:
+def _display_path(path: Path) -> Path:
     """Return the path relative to the working directory if possible, so that commands on the page can be pasted."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) and path != Path.cwd() else path
 

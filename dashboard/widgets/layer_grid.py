@@ -21,7 +21,7 @@ _LABEL, _NARROW_LABEL, _SITE_LABEL = 12, 8, 32
 _AROUND = 5
 """Number of cells in a line besides label and columns: glyph, two spaces, and the culprit's mark."""
 _WIDE = 24
-"""Minimum width in which labels keep their full length, unless shortening them makes all steps fit."""
+"""Minimum width for full-length labels, which are also shortened if not all columns fit next to them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +176,7 @@ class LayerGrid(RowList):
     def unfold(self, unfolded: bool) -> str:
         """Unfold or fold the line under the cursor; folding a folded line folds its parent.
 
-        Returns a message if there is nothing to unfold or fold, else an empty string.
+        Returns a message if the line cannot be unfolded or folded, else an empty string.
         """
         line = self._line
         if line is None:

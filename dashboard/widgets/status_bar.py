@@ -56,9 +56,9 @@ def _reason(header: Header, room: int) -> str:
     """Return the first site that differs and the missing data, as far as both fit."""
     if not header.difference:
         return middle(header.missing[0], room)
-    said, reason = f"{header.difference}; on partial data: ", header.missing[0]
-    left = room - len(said)
-    return said + middle(reason, left) if left >= min(len(reason), 20) else middle(header.difference, room)
+    prefix, reason = f"{header.difference}; on partial data: ", header.missing[0]
+    left = room - len(prefix)
+    return prefix + middle(reason, left) if left >= min(len(reason), 20) else middle(header.difference, room)
 
 
 class KeyBar(Static):
