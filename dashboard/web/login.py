@@ -68,7 +68,7 @@ class Login:
 
     @property
     def hint(self) -> str:
-        """Instruction how to log in."""
+        """Instructions for logging in."""
         if self.needs_password:
             return "enter the password"
         if self._is_used:
