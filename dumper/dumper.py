@@ -58,7 +58,8 @@ class Dumper(DumpAPI, StepAPI):
 
         ``model`` is one module, a mapping of names to modules, a list of the virtual pipeline stages of one model
         (Megatron's model chunks), or None for explicit values only. ``settings`` are fields of :class:`DumperConfig`.
-        ``force`` replaces an existing run at ``out``. ``info`` describes this rank if torch.distributed does not.
+        ``force`` replaces an existing run at ``out``. ``info`` describes this rank if the host knows better than
+        torch.distributed.
         """
         self._models = ModelRegistry(model)
         self._config = (config or DumperConfig()).updated(settings)
@@ -108,7 +109,7 @@ class Dumper(DumpAPI, StepAPI):
     def close(self) -> None:
         """Remove the taps, flush pending records and log what is missing from the run.
 
-        With ``strict`` backpressure, raises RecorderError if any record was lost.
+        With ``strict`` backpressure, raises RecorderError if the recorder did not acknowledge everything.
         """
         lost = self._close()
         if lost and self.config.backpressure == "strict":
@@ -261,7 +262,8 @@ class Dumper(DumpAPI, StepAPI):
     def release(self, past: int | None = None, reason: str = "requested by the program") -> ReleaseResult:
         """Write the last ``past`` steps of the flight recorder (None: all) and the rest of the open step to disk.
 
-        Raises ConfigError if the flight recorder is off (``flight_recorder_steps``) or a budget is exhausted.
+        Raises ConfigError if the flight recorder is off (``flight_recorder_steps``), or if a budget or low disk space
+        has stopped capture.
         """
         return self._require("release()").collector.retention.release(past, reason)
 

@@ -3,7 +3,8 @@
 * sparse: ``indices`` (or ``crow_indices`` and ``col_indices``, ...), ``values`` and ``shape``;
 * MKL-DNN layout: ``dense``;
 * quantized by torch: ``int_repr``, ``scale``, ``zero_point``, and ``axis`` if quantized per channel;
-* nested: ``values`` and ``sizes`` if strided and contiguous; if jagged, the tensors of ``__tensor_flatten__``;
+* nested, strided: ``values`` and ``sizes``, or the components by index if not contiguous;
+* nested, jagged: the tensors of ``__tensor_flatten__``;
 * any class with ``__tensor_flatten__``: the inner tensors by name, without leading underscores;
 * DTensor: this rank's shard, with its placements;
 * a dtype that records cannot name (``float4_e2m1fn_x2``): ``bytes`` and ``dtype``.

@@ -42,7 +42,7 @@ class SendQueue:
         self.in_flight_bytes = 0
         """Number of bytes reserved, queued or sent, and not yet acknowledged."""
         self.num_abandoned = 0
-        """Number of records counted as sent that :meth:`abandon` discarded, or that arrived after it."""
+        """Number of records counted as sent but unacknowledged at :meth:`abandon`, plus those released later."""
         self._num_records = 0  # records queued or sent, and not yet acknowledged
         self._num_sent = 0  # batches sent and not yet acknowledged
         self._stalled = False
@@ -60,7 +60,7 @@ class SendQueue:
     # ---- the forward's thread
 
     def reserve(self, nbytes: int) -> PayloadSlot | None:
-        """Reserve memory for a payload, waiting for space if configured; return None if the queue stays full."""
+        """Reserve memory for a payload, waiting for space if configured; return None if the queue is full or dead."""
         with self._mutex:
             if not self._admits(nbytes):
                 return None
@@ -141,7 +141,7 @@ class SendQueue:
     def wait_until(self, condition: Callable[[], bool]) -> bool:
         """Wait for ``condition`` with the timeout of a full queue; return whether it became true.
 
-        The caller must hold :attr:`lock`. Also returns True if the queue is dead.
+        The caller must hold :attr:`lock`. With a timeout, also returns True once the queue is dead.
         """
         if self._block_timeout_s is None:
             return condition()

@@ -30,7 +30,7 @@ from tapscope.run_format.ledger import encode_line
 _log = logging.getLogger("tapscope")
 _PAUSE_S = 0.002  # polling interval for acknowledgments while closing
 _SLEEP_S = 0.5  # maximum sleep, for events that do not wake the sender
-_SILENCE_S = 10.0  # a live local recorder that sends no message for this long is given up
+_SILENCE_S = 10.0  # a recorder that sends no message for this long is given up, even if its process is alive
 _PING_S = 1.0  # silence after which a rank on another host checks the connection
 _LAST_MESSAGE_MS = 100  # maximum delivery time of the last messages of a recorder that has exited
 _CAN_RECEIVE = int(zmq.POLLIN)

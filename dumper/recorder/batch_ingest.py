@@ -35,7 +35,7 @@ class BatchIngest:
         return writer
 
     def write(self, rank: RankConnection, message: Message) -> int:
-        """Write a batch and publish its lines; return the number of payload bytes. Raises OSError."""
+        """Write a batch and publish its lines; return the payload bytes. Raises OSError if writing fails."""
         lines, payloads, shared, packed = rank.unpacked(message)
         started = time.monotonic()
         written = rank.writer.batch(lines, payloads, shared, message["sharing_step"], packed)

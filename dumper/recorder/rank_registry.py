@@ -106,7 +106,7 @@ class RankRegistry:
     # ---- leaving
 
     def heartbeat(self, leave: Callable[[RankConnection, str, str, Message | None], None]) -> None:
-        """Send a heartbeat to every rank; call ``leave`` for ranks whose process died or that are silent for 30 s."""
+        """Send a heartbeat to every rank; call ``leave`` for a dead local rank or a remote rank silent for 30 s."""
         for rank in self.present():
             if rank.local and not is_alive(rank.pid):
                 leave(rank, "died", f"process {rank.pid} of rank {rank.rank} died", None)

@@ -270,7 +270,10 @@ def _levels(config: DumperConfig) -> set[Keep]:
 
 
 def _suggestion(glob: str, ports: Mapping[str, Sequence[str]]) -> str:
-    """Suggest corrections of a ``glob`` without a match: a completed glob, ports of its modules, or similar modules."""
+    """Suggest corrections of a ``glob`` without a match: a completed glob, ports of its modules, or modules near it.
+
+    The latter are the children of its innermost existing module, or the layers, see :func:`.describe_modules`.
+    """
     if (completed_glob := _completed_glob(glob)) and any(
         Glob(completed_glob.rpartition(":")[0] + ":*").matches(f"{path}:out") for path in ports
     ):

@@ -108,7 +108,7 @@ class AttachedModel:
 
     @property
     def values_are_final(self) -> bool:
-        """Whether the model never overwrites values that a hook has seen, see :mod:`tapscope.core.observe`."""
+        """Whether the model promises not to overwrite values that a hook has seen, see :mod:`tapscope.core.observe`."""
         return bool(getattr(self._model(), "tap_values_final", False))
 
     @property

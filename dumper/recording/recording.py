@@ -223,7 +223,7 @@ class Recording:
     def next_run(self, name: str | None) -> Path:
         """Return the path of the next run, called ``name`` or numbered; ends the current iteration.
 
-        Raises StepError inside a step and RecorderError if no run is open.
+        Raises StepError inside a step or in a recording without a run, and RecorderError if opening the run failed.
         """
         if (client := self.client) is None:
             raise StepError("reset(): no run is open; capture in memory needs none")

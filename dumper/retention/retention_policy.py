@@ -173,7 +173,7 @@ class RetentionPolicy:
     def release(self, past: int | None, reason: str) -> ReleaseResult:
         """Send the newest ``past`` steps (None: all held steps), and the rest of the open step as it arrives.
 
-        Raises ConfigError if the flight recorder is off, or a budget is exhausted.
+        Raises ConfigError if the flight recorder is off, or a budget or low disk space has stopped capture.
         """
         if self._flight is None:
             raise ConfigError("no flight recorder is on; configure flight_recorder_steps first")

@@ -88,7 +88,10 @@ class OpenStep:
         return frozenset(run.request for run in self.info.rows)
 
     def claim_occurrence(self, what: tuple[Any, ...], wanted: int | None = None) -> int:
-        """Reserve an occurrence for a firing identified by ``what``: ``wanted`` if it is free, otherwise a free one."""
+        """Reserve an occurrence for a firing identified by ``what``, and return its number.
+
+        That is ``wanted`` (default: the number of occurrences in use) if it is free, otherwise the largest one plus 1.
+        """
         taken = self.firings.setdefault(what, set())
         number = len(taken) if wanted is None else wanted
         if number in taken:

@@ -49,7 +49,9 @@ _WORDS = {
 
 
 def compare_bits(first: Run, second: Run) -> list[Unequal]:
-    """Return the records that are not bit-equal in two runs of the same steps, by step and rank in execution order.
+    """Return the records that are not bit-equal in two runs of the same steps.
+
+    They are ordered by step, then rank, then as in the first run.
 
     ::
 

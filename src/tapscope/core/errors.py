@@ -137,7 +137,7 @@ class OutOfMemoryError(TapscopeError, MemoryError):
 
 
 class LiveError(TapscopeError):
-    """Communication with a live process or server failed."""
+    """A live process or server failed, refused or did not answer."""
 
     exit_code = 4
 

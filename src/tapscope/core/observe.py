@@ -71,7 +71,7 @@ class StepInfo(Struct, frozen=True, kw_only=True):
     row_sets: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Named subsets of slots, e.g. ``{"logits": (6, 11)}``: the rows whose logits are computed."""
     seeds: Mapping[str, int] = field(default_factory=dict)
-    """Request id -> seed, for requests whose next token is sampled in this step."""
+    """Request id -> seed, for requests whose next token is drawn at random (not greedily) in this step."""
     micro: int = 0
     """Microbatch of the firings in this step; an observer that groups several calls into one step may override it."""
     drafts: Mapping[str, int] = field(default_factory=dict)

@@ -43,7 +43,7 @@ class RowReader:
     ends: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Generated id -> (next position, last step), for requests without an id."""
     num_ambiguous: int = 0
-    """Number of spans that could continue more than one request; the first candidate was chosen."""
+    """Number of spans that could continue several equally recent requests; the first candidate was chosen."""
 
     def read(self, step: int, phase: str, given: Arguments, shard: tuple[int, int] = (0, 1)) -> StepInfo | None:
         """Return the step, or None if its rows cannot be inferred.

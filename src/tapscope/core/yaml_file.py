@@ -10,7 +10,7 @@ from tapscope.core.errors import ConfigError
 from tapscope.core.regular_files import reading
 
 MAX_BYTES = 256 * 1024
-"""Maximum file size."""
+"""Maximum file size in bytes."""
 MAX_DEPTH = 12
 """Maximum nesting depth."""
 

@@ -70,7 +70,7 @@ class Expression:
 
     @property
     def is_condition(self) -> bool:
-        """True for a comparison that references names, as opposed to a computation that happens to be truthy."""
+        """True for a boolean expression that references names, as opposed to a number that happens to be truthy."""
         return bool(self.names) and is_condition(self._tree)
 
     def bound(self, values: Mapping[str, Any]) -> "Expression":

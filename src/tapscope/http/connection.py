@@ -14,7 +14,7 @@ class ConnectionLimits:
     """Connection limits and deadlines of one server."""
 
     max_connections: int
-    """Maximum number of open connections. Beyond it, the oldest connection with an incomplete request is closed."""
+    """Maximum number of open connections. Beyond it, the oldest connection without a complete request is closed."""
     request_s: float = 10.0
     """Deadline in seconds for receiving a whole request (headers and body); extended according to ``min_rate``."""
     min_rate: float = 10_000.0
@@ -30,13 +30,13 @@ class BoundedConnection(H11Protocol):
 
     limits: ClassVar[ConnectionLimits]
     unanswered: "ClassVar[dict[BoundedConnection, None]]"
-    """Connections that wait for a complete request, oldest first."""
+    """Connections without a complete request, idle ones included, oldest first."""
     _deadline: asyncio.TimerHandle | None = None
     _is_refused = False
     _num_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Accept the connection; at the limit, close the oldest connection with an incomplete request.
+        """Accept the connection; at the limit, close the oldest one without a complete request (idle or partial).
 
         If there is no such connection, the new one is refused with 503.
         """

@@ -55,8 +55,9 @@ def remove_empty_run(path: Path) -> None:
 def clear_run(path: Path, *, force: bool) -> None:
     """Make ``path`` available for a new run.
 
-    With ``force``, the files of an existing run are removed, but no foreign files, see :func:`remove_run`. Otherwise
-    raises RunExistsError if there is a run.
+    With ``force``, the files of an existing run are removed, but no foreign files, see :func:`remove_run`. Raises
+    RunExistsError if there is a run and ``force`` is False, and in any case if ``path`` is a file or a directory with
+    files that are not a run.
     """
     if check_free(path, force=force):
         _remove_parts(path)

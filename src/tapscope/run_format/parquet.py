@@ -1,7 +1,7 @@
 """Parquet: records as typed columns, one table per compaction of a rank (columns: docs/reference/run-format.md).
 
-Missing fields and non-finite numbers are null. A record that the columns cannot represent exactly keeps its JSON line
-in the column ``line``.
+Missing fields and non-finite numbers are null; the counts give the number of non-finite elements. A record
+that the columns cannot represent exactly keeps its JSON line in the column ``line``.
 """
 
 import io

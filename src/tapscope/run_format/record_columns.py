@@ -133,5 +133,5 @@ def joined_numbers(stats: Iterable[Any]) -> tuple[bytes, bytes]:
 
 
 def _fit(counts: tuple[int, ...], sums: tuple[float, ...]) -> bool:
-    """Return whether the columns can store these numbers: a count may exceed 64 bits, a sum may be None or an int."""
+    """Return whether all counts fit in int64 and all sums are floats; a minimum may be None, a sum an int."""
     return max(counts) < _INT64 and {*map(type, sums)} == {float}
