@@ -68,7 +68,10 @@ class LinesCopy(Protocol):
 
 
 class PendingLines:
-    """Records of one CUDA graph replay, formatted once their statistics have been copied from the device."""
+    """Records of one CUDA graph replay or of rows of statistics that a device computes.
+
+    They are formatted once the statistics have been copied from the device.
+    """
 
     __slots__ = (
         "_amend",

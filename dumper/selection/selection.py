@@ -74,7 +74,7 @@ class Selection:
         self._triggers = [(CompiledRule.of(Rule(each.site, "stats")), each) for each in config.triggers]
         self._decisions: dict[str, SiteDecision] = {}
         self._shared: dict[tuple[Any, ...], SiteDecision] = {}
-        """Decisions shared by all sites that match the same rules."""
+        """Decisions shared by all sites that match the same rules, where no filter, trigger or ``when`` applies."""
         self._kinds: dict[str, bool] = {}
 
     def of_model(self, name: str) -> "Selection":
