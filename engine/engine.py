@@ -187,7 +187,7 @@ class Engine:
     def prepare(self, request: Request) -> "Future[Any] | None":
         """Start compiling the request's grammar; return a future to await before :meth:`submit`, or None.
 
-        Also validates the request and raises the same errors as :meth:`submit`.
+        Also validates the request: raises the errors of :meth:`submit`, except those of the grammar.
         """
         self._check(request)
         return self._grammars.prepare(request.params)

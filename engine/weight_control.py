@@ -141,7 +141,7 @@ class WeightControl:
         return joined_digests([[_shard(shard) for shard in rank] for rank in ranks])
 
     def release_memory(self, tags: Sequence[str] | None) -> list[str]:
-        """Release the memory of ``tags`` (None: all) on every rank; return all tags released so far.
+        """Release the memory of ``tags`` (None: all) on every rank; return all tags that are now released.
 
         Raises UsageError for an unknown tag, and while requests are live, except for requests that wait in a paused
         engine.

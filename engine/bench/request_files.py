@@ -68,7 +68,7 @@ def openai_items(
     """Read ``count`` request bodies (None: all) from ``path``, repeating them if the file has fewer.
 
     Each line is the body of a completion or chat completion, or a line in the format of OpenAI's Batch API, with the
-    field ``body``. Requests without ``max_tokens`` generate ``num_output`` tokens. Raises DataError.
+    field ``body``. Bodies without a maximum number of tokens generate ``num_output``. Raises DataError.
     """
     items = [_openai_item(where, line, tokenizer, num_output) for where, line in _lines(path)]
     return items if count is None else list(islice(cycle(items), count))

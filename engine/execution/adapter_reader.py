@@ -77,7 +77,7 @@ class AdapterReader:
     def _stack(
         self, weights: AdapterWeights, given: str, owner: tuple[str, Experts], name: str, adapter: PeftAdapter
     ) -> AdapterMatrices:
-        """Read an adapter of a whole stack: A [experts * rank, ins], B [outs, rank * experts], experts innermost."""
+        """Read an adapter of a whole stack: A [experts * rank, ins] and B [outs, rank * experts], expert innermost."""
         path, experts = owner
         target, count = self._targets[f"{path}.{name}"], experts.config.num_experts
         module = f"{given.replace(_WRAPPED, '')}.{name}"

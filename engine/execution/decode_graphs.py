@@ -107,7 +107,7 @@ class DecodeGraphs:
         self._tapped: dict[str, dict[int, CapturedGraph | None]] = {}  # by tap set in LRU order, then rows
         self._pool: Any = None
         self._stream: Any = stream
-        self._without_memory: set[int] = set()  # buckets whose capture ran out of memory
+        self._without_memory: set[int] = set()  # buckets whose capture ran out of memory: not captured again
         self._in_use = threading.Lock()
         self._is_released = False
         names = "chosen", "aux_hidden_states"  # attributes of routers, and of decoders for EAGLE-3

@@ -118,7 +118,7 @@ class DraftRunner(ModelRunner):
     hidden_states: HiddenStore | None = None
     """Hidden states of the target, which a head reads; None for a draft model."""
     chains: DraftChains | None = None
-    """Draft chains on the device, for a head with CUDA graphs; otherwise None."""
+    """Draft chains on the device, for a head with CUDA graphs and without draft trees; otherwise None."""
 
     def recapture_graphs(self) -> None:
         """See :meth:`.ModelRunner.recapture_graphs`."""

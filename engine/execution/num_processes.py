@@ -26,7 +26,7 @@ def check_num_processes(config: EngineConfig) -> None:
 
 
 def shared_cores(config: EngineConfig) -> str:
-    """Return a warning if more ranks compute on the CPU than it has cores; otherwise an empty string."""
+    """Return a warning if more spawned ranks compute on the CPU than it has cores; otherwise an empty string."""
     needed, cores = config.dp * config.tp, num_cores()
     if config.launch != "spawn" or needed <= cores:
         return ""

@@ -71,7 +71,7 @@ def shared_fields(reader: ConfigReader, family: Family) -> Fields:
 
 
 def rope_fields(rope: Rope, shared: Fields) -> Fields:
-    """Return ``rope`` as the rotary embedding, and the number of positions that it supports."""
+    """Return ``rope``, for all layers or those with full attention, and the number of positions that it supports."""
     return {"rope": rope, "max_positions": rope.reach(shared["max_positions"])}
 
 

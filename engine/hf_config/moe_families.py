@@ -260,7 +260,10 @@ def _kimi_linear(reader: ConfigReader, shared: Fields) -> Fields:
 
 
 def _sparse_names(reader: ConfigReader) -> ConfigReader:
-    """Drop ``layer_types`` if all layers have indexed attention; raises CheckpointError otherwise."""
+    """Drop ``layer_types`` of indexed attention, which is full attention to selected keys.
+
+    Raises CheckpointError for other layer types.
+    """
     kinds = reader.get("layer_types")
     names = {"indexed_attention", "deepseek_sparse_attention"}  # the latter is the name before transformers 5.23
     if isinstance(kinds, list) and not names.issuperset(kinds):

@@ -243,7 +243,10 @@ class Experts(CheckpointModule):
             self.kept[name] = replace(one, layout=one.layout.to(device))
 
     def quantize_inputs(self, scheme: ActivationScheme, static: Mapping[str, Sequence[float]]) -> None:
-        """Quantize the inputs of experts with quantized weights; ``static``: the input scales of a static scheme."""
+        """Quantize the inputs of experts with quantized weights.
+
+        ``static``: for a static scheme, the input scale of each matrix, by stack.
+        """
         for name, dims in (("gate_up_proj", "pair h"), ("down_proj", "pair h[tp]")):
             quantizer = InputQuantizer(scheme, dims).to(self.gate_up_proj.device)
             if scheme.is_static:

@@ -128,7 +128,7 @@ class LoraTarget:
             self.scaling[slot] = self.factors[slot] = adapter.scaling
 
     def update(self, input: Tensor, rows: AdapterRows) -> Tensor | None:
-        """Return the LoRA update [n, outs] of the adapted rows [n, ins]; None if no adapter adapts this layer."""
+        """Return the LoRA update [n, outs] of the adapted rows [n, ins]; None if no active adapter adapts it."""
         rank = max(self.ranks[slot] for slot in rows.active) if self.ranks else 0
         if rank == 0 or self.down is None or self.up is None or self.scaling is None:
             return None

@@ -248,7 +248,7 @@ class CausalLM(nn.Module):
     shared_weights: ClassVar[Mapping[str, str]] = {}
     """Like ``tied_weights``, for layers that share weights."""
     skipped_prefixes: ClassVar[tuple[str, ...]] = ()
-    """Prefixes of checkpoint tensors to ignore because the model has no such modules."""
+    """Prefixes of checkpoint tensors to ignore because the model has no such tensors."""
     tap_values_final: ClassVar[bool] = True
     """Whether no layer modifies, in place, a value that a hook has received, see :mod:`tapscope.core.observe`."""
     checkpoint_prefixes: ClassVar[Mapping[str, str]] = {}

@@ -315,7 +315,7 @@ def _match_rms(states: Tensor, reference: Tensor) -> Tensor:
 class SharedKeysCausalLM(MoeCausalLM):
     """Causal LM whose last layers read keys and values cached by earlier layers.
 
-    Checkpoints may still contain key and value weights for these layers; they are skipped.
+    Checkpoints may still contain key and value projections and norms of these layers; they are skipped.
     """
 
     decoder_prefix: ClassVar[str] = "model."

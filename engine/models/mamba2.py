@@ -108,7 +108,7 @@ class Mamba2Mixer(RecurrentLayer, CheckpointModule):
         return scan_rows(c, b, x, decay, matrix)
 
     def _parts(self, rows: Tensor, step: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Tensor]:
-        """Return the scan inputs (c, b, x, decay) and D * x, from convolved channels and steps, [n, ...] each."""
+        """Return scan inputs (c, b, x, decay) and D * x, from convolved [n, channels] and time steps [n, heads]."""
         mamba = self.mamba
         wide = functional.silu(rows).float()
         x, b, c = torch.split(wide, [part.count for part in self.conv1d.parts], dim=-1)

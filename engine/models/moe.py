@@ -35,7 +35,7 @@ class SparseMoeBlock(nn.Module):
 
 
 class Qwen2MoeSparseMoeBlock(nn.Module):
-    """Routed experts plus a shared expert, scaled by sigmoid(shared_expert_gate(x)).
+    """Routed experts plus sigmoid(shared_expert_gate(x)) times the output of a shared expert.
 
     Counterpart of transformers' class of the same name.
     """

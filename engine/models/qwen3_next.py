@@ -1,4 +1,4 @@
-"""Qwen3-Next with Hugging Face's module names: gated delta nets or gated attention per layer, with experts."""
+"""Qwen3-Next with Hugging Face's module names: mostly gated delta nets, else gated attention, and experts."""
 
 from collections.abc import Iterator
 from typing import ClassVar
@@ -25,7 +25,7 @@ from tapscope.engine.models.moe import MoeCausalLM, Qwen2MoeSparseMoeBlock
 
 
 class Qwen3NextAttention(SelfAttention):
-    """Attention with a sigmoid output gate per head, which ``q_proj`` computes along with the query."""
+    """Attention whose output is multiplied by sigmoid(gate); ``q_proj`` computes query and gate, head by head."""
 
     norm_class = GemmaRMSNorm
 

@@ -75,7 +75,7 @@ class Request:
     priority: int = 0
     """Requests of higher priority are scheduled first, subject to aging (:attr:`EngineConfig.priority_aging_steps`)."""
     parent: str = ""
-    """Common id of several generations of one HTTP request; the scheduler alternates between parents. Empty: none."""
+    """Common id of the generations of one submitted request; the scheduler alternates between parents. Empty: none."""
     pooling: str | None = None
     """``last`` or ``mean``: compute an embedding of the prompt (:mod:`tapscope.engine.requests.pooling`)."""
     cache_salt: str = ""
@@ -228,7 +228,7 @@ class Request:
 
     @property
     def cache_key(self) -> tuple[Any, ...]:
-        """Prefix of the radix cache keys: requests share cached prefixes if salt, adapter and experts are equal."""
+        """Start of the first page's radix cache key: requests share prefixes if salt, adapter and experts are equal."""
         if self.adapter_id or self.experts:
             return ((self.cache_salt, self.adapter_id, self.experts),)
         return (self.cache_salt,) if self.cache_salt else ()

@@ -171,7 +171,7 @@ class EngineService:
             self._owners[name] = owner
 
     def _note_prepared(self, name: str) -> None:
-        """Record that the grammar of a request is compiled and wake the service. Called in any thread."""
+        """Record that compiling a request's grammar has ended and wake the service. Called in any thread."""
         self._prepared.append(name)
         with suppress(OSError):  # the service has ended
             self._wake.send(b"\0")

@@ -165,8 +165,8 @@ class Scheduler:
     ) -> StepPlan:
         """Plan the next step and discard uncommitted plans. Requires :attr:`has_work`.
 
-        ``drafts``: request id -> draft tokens that may follow the known ones. Drafts are verified if rows and pages
-        allow it without delaying other requests.
+        ``drafts``: request id -> draft tokens that may follow the known ones. As many drafts are verified as rows and
+        pages allow without delaying other requests.
         """
         failed, self._discarded = self._discarded + self._planned, []
         for request, _ in chain.from_iterable(failed):

@@ -75,8 +75,9 @@ class StateGroup:
     def allocate(self, request: Request, num_drafts: int = 0) -> tuple[int, ...]:
         """Return (slot to read, slot to write) for the request's next step; -1 reads the initial state.
 
-        With ``num_drafts``, one slot for the state after each draft follows. While a draft model runs
-        (``state.is_drafting``), each of its steps writes to one draft slot instead of the request's own slot.
+        With ``num_drafts``, the slot to write receives the state before the first draft, and one slot for the state
+        after each draft follows. While a draft model runs (``state.is_drafting``), each of its steps writes to one
+        draft slot instead of the request's own slot.
         """
         state = request.state
         read = state.slot if state.checkpoint is None else state.checkpoint.page

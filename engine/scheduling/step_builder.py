@@ -15,7 +15,7 @@ from tapscope.engine.scheduling.radix_cache import Key, RadixNode
 NO_DRAFTS = Drafts(())
 _PENDING_ROW = (PENDING,)
 _NO_UPDATES: dict[str, Any] = {"pages": (), "windowed_pages": ()}
-"""Return value of :func:`page_updates` if no page table has changed, without ``page_start``."""
+"""Equivalent of the result of :func:`page_updates` if no page table has changed."""
 
 
 class StepBuilder:
@@ -160,7 +160,7 @@ def _mark_sent(request: Request) -> None:
 
 
 def page_updates(kv_cache_manager: KVCacheManager, request: Request) -> dict[str, Any]:
-    """Return the page table entries added since the last plan, as keyword arguments of ScheduledRequest."""
+    """Return the page table entries changed since they were last sent, as keyword arguments of ScheduledRequest."""
     first, *others = [
         (request.table(group.index).num_sent_pages, group.new_entries(request)) for group in kv_cache_manager.groups
     ]

@@ -197,7 +197,7 @@ Deviation deviation_of(const std::vector<Strip>& strips, int64_t rows, double sh
 
 }  // namespace ts
 
-// Errors and quantiles are left at 0 in a section without differences.
+// Quantiles, element, gain, gain_sd and peak are left at 0 in a section without differences.
 void ts_overviews(const double* floats, const int64_t* integers, const double* at_worst, int64_t rows,
                   const int64_t* bounds, int64_t sections, double* errors, void* results) {
     using namespace ts;

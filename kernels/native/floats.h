@@ -37,7 +37,7 @@ struct Extremes {
     }
 };
 
-// Handles a block with non-finite values or with squares that overflow float32: masked, in double.
+// Handles a block with non-finite values or with squares that overflow or underflow float32: masked, in double.
 template <class F>
 TS_INLINE void careful_block(const uint8_t* bytes, int64_t n, Summary* out) {
     using Bits = typename F::Bits;

@@ -21,7 +21,8 @@ struct Spread {  // one multiplication and one shift; 16-bit numbers must not be
     }
 };
 
-// Sums over the 16-bit pieces of one block: each piece is below 2^15 in magnitude, so the sums fit 32 bits.
+// Sums over the 16-bit pieces of one block and, modulo 2^32, over their squares. Each piece is at most 2^15 in
+// magnitude, so the sum of pieces fits 32 bits.
 struct Pieces {
     int32_t low = 0;
     uint32_t high = 0;

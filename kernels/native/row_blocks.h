@@ -51,8 +51,8 @@ struct ChannelFound {  // Channel in channels.py
     double gain, noise;
 };
 
-// Finds the channel with the largest gain relative to its noise, of at least two. Returns false and leaves `out`
-// unspecified if the sums are not all finite.
+// Finds the channel with the largest gain relative to its noise, among at least two channels. The noise is infinite if
+// too few rows contribute to the channel. Returns false and leaves `out` unspecified if the sums are not all finite.
 bool find_channel(const double* sums, int64_t width, ChannelFound* out);
 
 }  // namespace ts

@@ -38,8 +38,8 @@ def compiled_ahead(device: torch.device, rank: int = 0, size: int = 1) -> Iterat
     """Context manager: compile the kernels launched inside in parallel, see :func:`.compile_ahead.compiled_ahead`.
 
     Yields None, and launches run as usual, if ``device`` is unsupported or this Triton cannot compile in threads.
-    All ranks must launch the same kernels. An exception inside the context ends it early and is logged; the remaining
-    kernels are compiled at their first launch.
+    The other ranks are expected to launch the same kernels. An exception inside the context ends it early and is
+    logged; the remaining kernels are compiled at their first launch.
     """
     if device.type != "cuda" or why_not(device) is not None:
         yield None

@@ -301,7 +301,7 @@ def shared_memory(device: torch.device) -> int:
 
 @functools.lru_cache(maxsize=64)
 def has_small_shared_memory(device: torch.device) -> bool:
-    """Return whether shared memory per program is small: 99 KiB on compute capability 8.6, 8.9 and 12.0, 163 on 8.0."""
+    """Return whether a program has little shared memory: 99 KiB on compute capability 8.6, 8.9, 12.0; 8.0 has 163."""
     return shared_memory(device) < 160 << 10
 
 

@@ -366,7 +366,7 @@ def _first_visible(length, window):
 
 @triton.jit
 def _split_range(begin, length, split, splits, SPLIT_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the positions [low, high) of this split, aligned to BLOCK_N; [begin, length) are attended to."""
+    """Return the positions [low, high) of this split; ``low`` is a multiple of BLOCK_N. [begin, length) are visible."""
     aligned = begin // BLOCK_N * BLOCK_N
     if SPLIT_SIZE > 0:
         low = tl.maximum(split * SPLIT_SIZE, aligned)
@@ -413,7 +413,7 @@ def _decode_kernel(
     BLOCK_N: tl.constexpr, IS_SPLIT: tl.constexpr, SPLIT_SIZE: tl.constexpr, IS_FP8: tl.constexpr,
     IS_SCALED: tl.constexpr, IS_CAPPED: tl.constexpr, IS_LATENT: tl.constexpr, IS_OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Attend to one split of one request's sequence, for BLOCK_M heads of a key/value head and up to ROWS rows."""
+    """Attend to one split, for BLOCK_M heads of a key/value head in one row, or all its heads in up to ROWS rows."""
     wait_for_previous(IS_OVERLAPPED)
     BLOCKS: tl.constexpr = (GROUP + BLOCK_M - 1) // BLOCK_M
     dtype: tl.constexpr = tl.float16 if IS_FP8 else query.dtype.element_ty
@@ -552,7 +552,7 @@ def _accumulate_splits(
     row_max = tl.load(states + 2 * (first + split), mask=split < splits, other=float("-inf"))
     factor = tl.exp2(row_max - base)
     denom += tl.sum(factor * tl.load(states + 2 * (first + split) + 1, mask=split < splits, other=0.0), 0)
-    mask = (row_max > float("-inf"))[:, None] & (e < WIDTH)  # a split without positions has not stored a sum
+    mask = (row_max > float("-inf"))[:, None] & (e < WIDTH)  # the sum of a split without positions is ignored
     sums = tl.load(partial + (first + split)[:, None] * WIDTH + e, mask=mask, other=0.0)
     return denom, acc + tl.sum(factor[:, None] * sums, 0)
 

@@ -127,11 +127,11 @@ def paged_prefill(
     Returns [tokens, heads, value dim] in the query's dtype, written to ``out`` if given. ``keys``, ``values``,
     ``page_table`` [requests, max pages] and ``lengths`` [requests] are as in
     :func:`tapscope.kernels.triton.paged_decode.paged_decode`; lengths include the rows of this step. ``starts``
-    [requests + 1] int32 holds the first row of each request, then the total number of rows; rows from there on are not
-    written. A request may have zero rows. Key and value dims are at most 256. ``num_prompts`` is the number of requests
-    that own most of the rows (all if None); it only affects speed. With ``is_batch_invariant``, the launch does not
-    depend on the number of rows, so a row's bits do not depend on the batch. Raises UsageError for inconsistent
-    tensors.
+    [requests + 1] int32 holds the first row of each request, then the end of the last request's rows; other rows are
+    not written. A request may have zero rows. Key and value dims are at most 256. ``num_prompts`` is the number of
+    requests that own most of the rows (all if None); it only affects speed. With ``is_batch_invariant``, the launch
+    does not depend on the number of rows, so a row's bits do not depend on the batch. Raises UsageError for
+    inconsistent tensors.
     """
     _check(query, keys, values, page_table, starts, lengths, sinks)
     (tokens, heads, dim), (_, page_size, kv_heads, width) = query.shape, values.shape

@@ -368,7 +368,7 @@ def _finite_mask(
 
 @triton.jit
 def value_of(bits, IS_FLOAT: tl.constexpr, IS_SIGNED: tl.constexpr, BITS: tl.constexpr, MANTISSA: tl.constexpr):
-    """Convert the bits of an element (int32 or int64) to float32 if that is exact for its type, else to float64."""
+    """Convert the bits of an element (int32 or int64) to float32 for floats of up to 32 bits, else to float64."""
     if IS_FLOAT:
         if BITS == 64:
             return bits.to(tl.float64, bitcast=True)
