@@ -88,7 +88,7 @@ def test_verdict_names_a_user_bug_and_refuses_cases_that_prove_nothing(
     code, lines = bench(capsys, "--bugs", tmp_path)
     scores = {line["name"]: line["score"] for line in lines if line["type"] == "case"}
     assert scores == {"good": "named", "idle": "faulty", "raises": "faulty"}
-    assert code == 1, "a faulty case is no success"
+    assert code == 1, "a faulty case is not a success"
 
 
 def test_verdict_cause_is_right_wrong_or_not_stated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

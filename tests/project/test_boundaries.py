@@ -56,9 +56,9 @@ def _sources() -> list[Path]:
 
 def test_files_named_in_docs_and_comments_exist() -> None:
     places = ("*.md", "docs/**/*.md", "kernels/native/*.h", "kernels/native/*.cpp")
-    texts = _sources() + [file for place in places for file in ROOT.glob(place)]
-    texts.remove(ROOT / "CHANGELOG.md")  # names files that may no longer exist
-    named = {(file.name, name) for file in texts for name in NAMED.findall(file.read_text())}
+    files = _sources() + [file for place in places for file in ROOT.glob(place)]
+    files.remove(ROOT / "CHANGELOG.md")  # names files that may no longer exist
+    named = {(file.name, name) for file in files for name in NAMED.findall(file.read_text())}
     assert len(named) > 50
     assert {
         (file, name) for file, name in named if not any((ROOT / where / name).is_file() for where in (".", "tests"))

@@ -221,7 +221,7 @@ XML_CALLS = [
     ToolCallArguments(1, "{}"),
 ]
 TYPED = Tools(definitions=(TOOL,), choice="auto")
-TEXTS: list[tuple[Callable[[], Parser], str, list[Delta]]] = [
+REPLIES: list[tuple[Callable[[], Parser], str, list[Delta]]] = [
     (
         HermesParser,
         HERMES,
@@ -368,7 +368,7 @@ def cut(text: str, places: Sequence[int]) -> list[str]:
     return [text[begin:end] for begin, end in zip([0, *ends], [*ends, len(text)], strict=True)]
 
 
-@pytest.mark.parametrize(("make", "text", "expected"), TEXTS, ids=[text[:20].strip() for _, text, _ in TEXTS])
+@pytest.mark.parametrize(("make", "text", "expected"), REPLIES, ids=[text[:20].strip() for _, text, _ in REPLIES])
 @settings(max_examples=25)
 @given(places=st.lists(st.integers(0, 400), max_size=8))
 def test_reply_is_independent_of_chunking(

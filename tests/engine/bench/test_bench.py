@@ -61,7 +61,7 @@ def test_random_items_have_requested_lengths_and_are_seeded(path: Path) -> None:
     assert all(len(item.prompt) == item.num_prompt for item in items)
     assert {item.num_prompt for item in items} <= set(range(10, 31))
     assert min(item.num_prompt for item in items) < 15 < 25 < max(item.num_prompt for item in items)
-    assert not {0, 1} & {token for item in items for token in item.prompt}, "special tokens are no plain text"
+    assert not {0, 1} & {token for item in items for token in item.prompt}, "special tokens are not plain text"
     words = random_items(PromptGenerator(3, None, as_text=False), 2, **wanted)
     assert all(len(item.prompt.split()) == item.num_prompt for item in words)
 
@@ -76,12 +76,13 @@ def test_shared_prefix_items_share_prefixes_by_group(path: Path) -> None:
 
 
 def test_sharegpt_items_read_and_filter_conversations(tmp_path: Path) -> None:
-    def talk(*texts: str) -> dict[str, Any]:
-        return {"conversations": [{"from": "human", "value": text} for text in texts]}
+    def conversation(*turns: str) -> dict[str, Any]:
+        return {"conversations": [{"from": "human", "value": text} for text in turns]}
 
     question, reply = "one two three four five", "a b c d e f"
     file = tmp_path / "talks.json"
-    file.write_text(json.dumps([talk(question, reply), talk("hi", reply), talk("alone"), talk("w " * 99, reply)]))
+    conversations = [(question, reply), ("hi", reply), ("alone",), ("w " * 99, reply)]
+    file.write_text(json.dumps([conversation(*turns) for turns in conversations]))
     wanted: dict[str, Any] = {"tokenizer": None, "seed": 0, "num_output": None, "max_tokens": 50}
     items, skipped = sharegpt_items(file, 3, **wanted)
     assert [(item.prompt, item.num_prompt, item.num_output) for item in items] == [(question, 5, 6)] * 3

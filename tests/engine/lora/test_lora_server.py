@@ -67,17 +67,17 @@ def test_chat_apis_select_an_adapter(client: openai.OpenAI, url: str) -> None:
 
     messages: list[dict[str, str]] = [{"role": "user", "content": "hello"}]
     options: dict[str, object] = {"messages": messages, "max_tokens": 6, "temperature": 0}
-    texts = []
+    outputs = []
     for model in ("tiny", "tiny:a"):
         chat = client.chat.completions.create(model=model, **options, extra_body={"ignore_eos": True})
         streamed = client.chat.completions.create(model=model, **options, stream=True, extra_body={"ignore_eos": True})
         text = chat.choices[0].message.content
         assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed) == text
-        texts.append(text)
+        outputs.append(text)
         assert client.responses.create(model=model, input="hello", max_output_tokens=6, temperature=0).model == model
         with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as other:
             assert other.messages.create(model=model, max_tokens=6, messages=messages).model == model
-    assert texts[0] != texts[1]
+    assert outputs[0] != outputs[1]
 
 
 def test_models_route_lists_adapters(client: openai.OpenAI, path: Path) -> None:
@@ -109,7 +109,7 @@ def test_adapters_are_loaded_and_unloaded_under_load(client: openai.OpenAI, url:
     expected = {name: _generate(url, **({"lora_path": name} if name else {})).json()["text"] for name in ("", "a")}
     with ThreadPoolExecutor(6) as pool:
         names = ["", "a"] * 10
-        texts = [
+        replies = [
             pool.submit(lambda n=name: _generate(url, **({"lora_path": n} if n else {})).json()["text"])
             for name in names
         ]
@@ -124,7 +124,7 @@ def test_adapters_are_loaded_and_unloaded_under_load(client: openai.OpenAI, url:
             assert _generate(url, lora_path="b").json()["text"] not in expected.values()
             unloaded = post(f"{route}/unload_lora_adapter", lora_name="b").json()
             assert (unloaded["success"], unloaded["num_live"]) == (True, 0)
-        assert [text.result() for text in texts] == [expected[name] for name in names]
+        assert [text.result() for text in replies] == [expected[name] for name in names]
     refused = post("/unload_lora_adapter", lora_name="b")
     assert (refused.status_code, refused.json()["error"]["message"]) == (
         400,

@@ -77,7 +77,7 @@ def test_decode_steps_that_do_not_copy_flags_read_them_for_token_0(llm: LLM, mon
 
     monkeypatch.setattr(SampledStep, "__call__", without_flags)
     llm.generate(PROMPTS, SamplingParams(max_new_tokens=3, allowed_token_ids=(0, 1), ignore_eos=True))
-    assert 0 in [token for tokens in flags_read for token in tokens]  # token 0 from finite logits is no NaN
+    assert 0 in [token for tokens in flags_read for token in tokens]  # finite logits: not counted as NaN
     assert llm.engine.state()["corrupted_requests"] == 0
     llm.model.model.norm.weight.data.fill_(float("nan"))
     llm.generate(PROMPTS, max_new_tokens=3, ignore_eos=True)

@@ -505,30 +505,30 @@ def test_completions_accept_strings_ids_and_lists(client: openai.OpenAI, path: P
         assert [choice.text for choice in with_echo.choices] == [text + choice.text for text, choice in pairs]
     assert client.completions.create(prompt="one two three ", max_tokens=5, **GREEDY).choices[0].text == "four five"
     streamed = client.completions.create(prompt=["one ", "Hello"], max_tokens=3, stream=True, **GREEDY)
-    texts = {0: "", 1: ""}
+    by_index = {0: "", 1: ""}
     for chunk in streamed:
-        texts[chunk.choices[0].index] += chunk.choices[0].text
-    assert texts == {0: "two three four ", 1: " there!"}
+        by_index[chunk.choices[0].index] += chunk.choices[0].text
+    assert by_index == {0: "two three four ", 1: " there!"}
 
 
 def test_embeddings_are_pooled_normalized_hidden_states(client: openai.OpenAI, path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(path).model
     tokenizer = AutoTokenizer.from_pretrained(path)
-    texts = ["one two three ", "import json", "a b c d e f g " * 60]
-    client.completions.create(prompt=texts[2], max_tokens=1, **GREEDY)  # from now on the prompt is in the prefix cache
+    prompts = ["one two three ", "import json", "a b c d e f g " * 60]
+    client.completions.create(prompt=prompts[2], max_tokens=1, **GREEDY)  # puts the prompt into the prefix cache
     for pooling in ("last", "mean"):
-        made = client.embeddings.create(model="tiny", input=texts, extra_body={"pooling": pooling})
+        made = client.embeddings.create(model="tiny", input=prompts, extra_body={"pooling": pooling})
         assert made.pooling == pooling
-        assert made.usage.prompt_tokens == sum(len(tokenizer.encode(text)) for text in texts)
-        for text, item in zip(texts, made.data, strict=True):
+        assert made.usage.prompt_tokens == sum(len(tokenizer.encode(text)) for text in prompts)
+        for text, item in zip(prompts, made.data, strict=True):
             with torch.no_grad():
                 states = model(torch.tensor([tokenizer.encode(text)])).last_hidden_state[0]
             pooled = states[-1] if pooling == "last" else states.mean(0)
             expected = torch.nn.functional.normalize(pooled, dim=0)
             torch.testing.assert_close(torch.tensor(item.embedding), expected, atol=1e-5, rtol=1e-4)
-    ids = tokenizer.encode(texts[0])
+    ids = tokenizer.encode(prompts[0])
     plain = client.embeddings.create(model="tiny", input=ids, encoding_format="float").data[0].embedding
-    coded = client.embeddings.create(model="tiny", input=texts[0], encoding_format="base64").data[0].embedding
+    coded = client.embeddings.create(model="tiny", input=prompts[0], encoding_format="base64").data[0].embedding
     assert np.frombuffer(base64.b64decode(coded), "<f4") == pytest.approx(plain, abs=1e-6)
     short = client.embeddings.create(model="tiny", input=ids, encoding_format="float", dimensions=8).data[0].embedding
     assert short == pytest.approx(np.array(plain[:8]) / np.linalg.norm(plain[:8]), abs=1e-6)

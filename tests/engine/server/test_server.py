@@ -79,10 +79,10 @@ def test_generate_returns_sglangs_answer(served: Served, path: Path) -> None:
 
 
 def test_generate_returns_batches_in_order(served: Served) -> None:
-    texts = ["import json", "def", "class A:"]
-    body = served.generate(text=texts, sampling_params=GREEDY).raise_for_status().json()
+    prompts = ["import json", "def", "class A:"]
+    body = served.generate(text=prompts, sampling_params=GREEDY).raise_for_status().json()
     assert [answer["meta_info"]["id"] for answer in body] == ["0", "1", "2"]
-    counts = [len(served.llm.tokenizer.encode(text)) for text in texts]
+    counts = [len(served.llm.tokenizer.encode(text)) for text in prompts]
     assert [answer["meta_info"]["prompt_tokens"] for answer in body] == counts
 
 

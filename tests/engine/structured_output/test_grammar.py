@@ -59,12 +59,12 @@ def _params(seed: int, **constraint: str) -> SamplingParams:
 def test_json_schema_constrains_output_in_any_batch(llm: LLM) -> None:
     params = [_params(seed, json_schema=SCHEMA) for seed in range(4)] + [SamplingParams(max_new_tokens=30)]
     generations = llm.generate([[5, 6]] * 5, params)
-    texts = []
+    outputs = []
     for generation in generations[:4]:
         assert generation.finish_reason == "stop"
         Item.model_validate_json(generation.text)
-        texts.append(generation.text)
-    assert len(set(texts)) == 4
+        outputs.append(generation.text)
+    assert len(set(outputs)) == 4
     free = llm.generate([[5, 6]], SamplingParams(max_new_tokens=30))[0]
     assert generations[4].token_ids == free.token_ids
     assert llm.generate([[5, 6]], params[3])[0].token_ids == generations[3].token_ids
@@ -92,8 +92,8 @@ def test_json_schema_true_allows_any_value(llm: LLM) -> None:
 
 def test_grammar_constrains_output_in_lark_form(llm: LLM) -> None:
     lark = 'start: "(" start ")" | NUMBER\nNUMBER: /[0-9]{1,3}/'
-    texts = [g.text for g in llm.generate([[5]] * 4, [_params(seed, grammar=lark) for seed in range(4)])]
-    for text in texts:
+    outputs = [g.text for g in llm.generate([[5]] * 4, [_params(seed, grammar=lark) for seed in range(4)])]
+    for text in outputs:
         depth = text.count("(")
         assert re.fullmatch(r"\(" * depth + r"\d{1,3}" + r"\)" * depth, text)
 

@@ -225,8 +225,8 @@ def test_structural_tag_constrains_output(llm: LLM) -> None:
         SamplingParams(max_new_tokens=80, temperature=1.5, seed=seed, structural_tag=kv_format, logit_bias=likes)
         for seed in range(4)
     ]
-    texts = [generation.text for generation in llm.generate([[5, 6]] * 4, params)]
-    calls = [call for text in texts for call in re.findall(r"<f>(.*?)</f>", text, re.DOTALL)]
+    outputs = [generation.text for generation in llm.generate([[5, 6]] * 4, params)]
+    calls = [call for text in outputs for call in re.findall(r"<f>(.*?)</f>", text, re.DOTALL)]
     assert len(calls) >= 4
     assert all(isinstance(json.loads(call)["a"], int) for call in calls)
-    assert all(text.startswith("<f>") for text in texts)
+    assert all(text.startswith("<f>") for text in outputs)
