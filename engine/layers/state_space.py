@@ -38,7 +38,7 @@ def scan_rows(c: Tensor, b: Tensor, x: Tensor, decay: Tensor, state: Tensor) -> 
 
 
 def _block(c: Tensor, b: Tensor, x: Tensor, decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute one block, [heads, rows, ...] and the state before it -> [heads, rows, features] and the new state."""
+    """Compute one block: [heads, rows, ...], state [heads, state, features] -> [heads, rows, features], new state."""
     total, rows = decay.cumsum(-1), decay.shape[1]
     later = torch.ones(rows, rows, dtype=torch.bool, device=decay.device).triu_(1)
     between = torch.exp((total.unsqueeze(2) - total.unsqueeze(1)).masked_fill(later, -torch.inf))
