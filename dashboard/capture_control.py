@@ -29,7 +29,7 @@ class CaptureState:
 
 
 class CaptureControl:
-    """Capture switches of one live job. Other settings, such as paths or triggers, cannot be changed here."""
+    """Capture switches of one live job. Other settings, such as paths, triggers or commands, cannot be changed here."""
 
     def __init__(self, request: ControlRequest) -> None:
         self._request = request

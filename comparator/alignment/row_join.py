@@ -73,7 +73,7 @@ def join_rows(left: KeyedRows, right: KeyedRows, num_pairs: int) -> list[RowJoin
 
 
 def counts_of(left: KeyedRows, right: KeyedRows, joins: Sequence[RowJoin]) -> RowCounts:
-    """Return the row counts of a join: compared, forked, unaligned, and absent from the other side."""
+    """Return the row counts of the joins: compared, forked, unaligned, and absent from the other side."""
     met = sum(len(join.pairs) for join in joins if join.pairs is not None)
     absent = len(left.keys) + len(right.keys) - 2 * met
     forked, unaligned = max(left.num_forked, right.num_forked), left.num_unaligned + right.num_unaligned

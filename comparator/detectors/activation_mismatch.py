@@ -108,8 +108,8 @@ class Table(Struct, frozen=True):
 
 
 def rounding_of(values: Array, dtype: str, terms: Array) -> Array:
-    """Return the error of rounding each of ``values`` to a dtype, after a float32 kernel that adds ``terms`` of these
-    sizes."""
+    """Return the size of one rounding of each of ``values``: the step of the dtype there, plus the error of a float32
+    kernel that adds ``terms`` of these sizes."""
     exponents = np.frexp(values)[1] - 1
     steps = np.maximum(dtypes.epsilon(dtype) * np.exp2(exponents), dtypes.smallest(dtype))
     rounding: Array = steps + _KERNEL * terms

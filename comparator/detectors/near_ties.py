@@ -192,7 +192,7 @@ def _same_rule(
 
 
 def _choices(preparer: PairPreparer, result: PairResult, scored: PairResult) -> tuple[Array, Array] | None:
-    """Return (choices [rows, k], scores [rows, width]) of the baseline for the rows of both sites.
+    """Return (choices [rows, k], scores [rows, width]) of the baseline for the rows that both sites have.
 
     Returns None if the choices are not indices into the scores.
     """

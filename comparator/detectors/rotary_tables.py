@@ -72,8 +72,8 @@ def _passes_by_size(finding: Finding) -> bool:
 
 
 def _excesses(both: Sequence[PairResult], preparer: PairPreparer) -> list[_Excess]:
-    """Return the worst elements of the cosines and the sines; empty if the sites are not such tables, or positions are
-    unknown."""
+    """Return the worst elements of the cosines and the sines; empty if the baseline's values are not such tables, or
+    positions are unknown."""
     if not all(_may_be_table(one) for one in both):
         return []
     ready, position = [preparer.prepare(one.pair) for one in both], preparer.row_map.pair_position
@@ -119,7 +119,10 @@ def _is_table(cosine: Array, sine: Array, epsilon: float) -> bool:
 
 
 def _worst(part: chunks.Chunk, inherited: Array, names: Sequence[str]) -> _Excess:
-    """Return the worst element of a chunk, given the error that each element inherits from its angle."""
+    """Return the worst element of a chunk, given the error that each element inherits from its angle.
+
+    A cosine inherits the error of the angle times its sine, and a sine that error times its cosine.
+    """
     one, two = (side.astype(np.float64) for side in (part.baseline, part.target))
     size = np.maximum(np.abs(one), np.abs(two))
     power = np.exp2(np.frexp(size)[1] - 1)

@@ -1,4 +1,4 @@
-"""Activations: the target applies a different function (:mod:`..functions`) to the same input."""
+"""Activations: the target applies a different function to the same input (:mod:`..detectors.activation_functions`)."""
 
 from collections.abc import Iterable, Iterator
 

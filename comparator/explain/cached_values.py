@@ -293,7 +293,7 @@ def with_channels(values: Array, channels: Array, new: Any) -> Array:
 
 
 def _sources(part: Array, new: Array) -> Array:
-    """Return for each channel the channel of ``part`` nearest to it, as [channels]."""
+    """Return for each channel of ``new`` the nearest channel of ``part``, as [channels]."""
     one, two = (x.reshape(-1, x.shape[2]) for x in (part, new))
     distance = (one**2).sum(axis=0)[None, :] - 2.0 * (two.T @ one)
     nearest: Array = distance.argmin(axis=1)

@@ -81,7 +81,7 @@ class SiteContext:
         return frozenset(requests)
 
     def related_sites(self) -> Iterator[RelatedSite]:
-        """Yield sites with the same rows: the culprit's inputs, then other sites of its layer, nearest first.
+        """Yield sites with the same rows and width: the culprit's inputs, then other sites of its layer, nearest first.
 
         For a gradient, only other gradients.
         """

@@ -77,7 +77,7 @@ UNOBSERVED_ELEMENT_CONDITION = LARGEST_OF_MILLION
 """Condition of one element if the operation was not captured: a product with another activation scales an element by at
 most the largest of a million normal values (derived)."""
 CHANNEL_CONDITION = 4.0
-"""Factor on the systematic error of a module's output channel relative to that of its inputs (fitted)."""
+"""Systematic error of a module's output channel relative to that of its inputs (fitted)."""
 MULTIPLICATIVE_CONDITION = 2.0
 """Additional factor for a function that was not captured in a module with parameters of its own: a state space model
 multiplies its step, its decay and both gates, all computed from one row, where attention multiplies two (derived)."""

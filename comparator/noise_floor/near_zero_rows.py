@@ -26,8 +26,8 @@ from tapscope.kernels.native.aggregate import SMALL_ROW
 Array = np.ndarray[Any, Any]
 
 UNMATCHED = (1.0, *(1.0 / SMALL_ROW,) * (len(QUANTILES) - 1))
-"""Factor of an uncompared norm, at :data:`~.error_distribution.QUANTILES`: the norm scales rows below the fraction of
-the typical row that errors are relative to, up to that size."""
+"""Factor of an uncompared norm, at :data:`~.error_distribution.QUANTILES`: the norm scales rows smaller than
+``SMALL_ROW`` times the typical row, relative to which their errors are measured, up to the typical row's size."""
 
 
 def unmatched_norms(everything: Sequence[PairResult], norms: Collection[str]) -> frozenset[str]:

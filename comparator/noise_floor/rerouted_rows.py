@@ -1,5 +1,5 @@
 """Rerouted rows: token rows routed to other experts at a near tie are excluded in their block, but propagate their
-errors."""
+errors to all sites downstream of the block."""
 
 from collections.abc import Mapping
 from functools import cached_property

@@ -148,8 +148,8 @@ class MultiplicativeModule(Effect[float]):
 
 
 class SingleTermRows(Effect[float]):
-    """Rows of the gradient of expert weights with a single term, for an expert that one token chose. Such a row may
-    differ as much as a single element."""
+    """Rows of the gradient of expert weights, which may have a single term, for an expert that one token chose. Such a
+    row may differ as much as a single element."""
 
     name = "single_term_rows"
     unit = Unit.FACTOR

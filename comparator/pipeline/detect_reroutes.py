@@ -54,7 +54,7 @@ class ScreenedRuns(Struct, frozen=True):
 
 
 def detect_reroutes(measured: MeasuredRuns) -> ScreenedRuns:
-    """Check every mismatch of discrete values, and every gradient of a cast copy that only one run computed."""
+    """Check every mismatch of discrete values, and every gradient that belongs to a cast copy in one run only."""
     screened = ScreenedRuns(measured, measured.results, {})
     evidence = screened.detect(Stage.SCREEN, screened.evidence)
     return structs.replace(screened, results=evidence.pairs, changes=evidence.changes)

@@ -93,8 +93,8 @@ class Finding(Struct, frozen=True, gc=False):
     role: str = ""
     """``producer``, ``downstream`` or empty."""
     judged_by: str = ""
-    """The deciding standard: rounding (the model), noise_run, rule REGEX=EXPR, tolerance, gradient_identity, equality,
-    or --allow-differ GLOB."""
+    """The deciding standard: rounding (the model), noise_run, rule REGEX=EXPR, tolerance, quantization, cast,
+    gradient_identity, equality, or --allow-differ GLOB."""
     floor_effects: tuple[FloorEffect, ...] = ()
     """The effects that make up the floor, if ``explain_floor`` selects the site; empty otherwise."""
     notes: tuple[str, ...] = ()

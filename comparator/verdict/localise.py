@@ -68,7 +68,8 @@ class Divergence(Struct, frozen=True):
     evidence: str
     """One sentence: which sites agree upstream, and which differ downstream."""
     is_certain: bool = True
-    """False if the evidence is incomplete, for example because no site before it was compared."""
+    """False if no site before this one was compared, if some of its inputs or calls could not be compared, or if a site
+    directly upstream was recorded but not compared."""
     explanation: Explanation | None = None
     """Result of the hypothesis tests; None if the values were not examined."""
     alternatives: tuple[str, ...] = ()

@@ -54,7 +54,7 @@ class CellView:
     target: str
     difference: str
     ulps: str
-    """Number of representable values of the coarser dtype between both sides; ``-`` for integers."""
+    """Number of steps of the coarser dtype (ULPs) between both sides; ``-`` for integers."""
     link: str
 
 

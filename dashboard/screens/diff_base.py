@@ -168,9 +168,9 @@ class DiffBaseScreen(DiffWorkersScreen):
         return source.link(finding) if finding is not None and source is not None else ""
 
     def open_link(self, at: Permalink) -> None:
-        """Show the finding that a permalink refers to, and its values if the link has an index.
+        """Show the finding that a permalink refers to, and its values if the link has an index and names the target.
 
-        If there is no finding for the site, show all findings.
+        If there is no finding for the site, show a message, with the cursor on the culprit.
         """
         source = self.source
         if source is None:

@@ -56,7 +56,7 @@ class LiveTailScreen(BrowseWorkersScreen):
             self.query_one(StatusBar).set_header(self.source.header)
 
     def follow(self, source: RunSource, seconds: float) -> None:
-        """Schedule the next check for growth if the run is followed; waits twice the time of the last reload."""
+        """Schedule the next check for growth if the run is followed; waits twice ``seconds``, at least FOLLOW_S."""
         was_following, self.following = self.following, self.following and source.is_open
         if was_following and not self.following:
             self.say_next("The run is complete.")

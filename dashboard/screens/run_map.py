@@ -36,7 +36,7 @@ class MagnitudesReady(Answer):
 
 
 class RunMapScreen(DetailScreen):
-    """Heat map of one run. Closes with the permalink of the chosen cell's record."""
+    """Heat map of one run. Closes with the permalink of the record with the largest measure on the cursor's line."""
 
     SPECS = MAP_KEYS
     BINDINGS = bindings(SPECS)

@@ -94,7 +94,7 @@ class Login:
             return self._open()
 
     def by_password(self, password: str) -> str:
-        """Open a session by password; return its id. Raises RequestRefused: 403, or 429 after too many attempts."""
+        """Open a session by password; return its id. Raises RequestRefused: 403, or 429 after too many wrong ones."""
         with self._attempt:
             now = self._clock()
             if len(self._failures) == ATTEMPTS and now - self._failures[0] < ATTEMPTS_S:

@@ -1,4 +1,4 @@
-"""Access to the runs below the given paths; the web page reads no other files."""
+"""Access to the runs below the given paths; the web page reads no other runs."""
 
 import json
 from collections import OrderedDict
@@ -176,7 +176,10 @@ def _display_path(path: Path) -> Path:
 
 
 def stamp_of(path: Path) -> tuple[int, int]:
-    """Return a stamp that changes when a run grows or is replaced: size and latest modification of its files."""
+    """Return a stamp that changes when a run grows or is replaced.
+
+    It is the total size and the latest modification time of the manifest and the records files.
+    """
     stats = [file.stat() for file in path.glob("rank-*/records*") if not file.is_symlink()]
     stats.append((path / MANIFEST).stat()) if (path / MANIFEST).exists() else None
     return sum(each.st_size for each in stats), max((each.st_mtime_ns for each in stats), default=0)

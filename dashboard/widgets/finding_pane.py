@@ -43,7 +43,8 @@ class FindingPane(TextPane):
     ) -> None:
         """Show another finding; a missing token view follows by :meth:`set_token_view`.
 
-        ``answer`` is shown on top if the answer bar cannot show it in full. ``note`` is a message about the values.
+        ``answer`` is shown above the measures if the answer bar cannot show it in full. ``note`` is a message about
+        the values.
         """
         self.finding, self._step, self._answer, self._note, self.token_view = finding, step, answer, note, token_view
         self.detail, self._detail_note = finding.detail if finding is not None else None, ""

@@ -254,7 +254,7 @@ class LayerGrid(RowList):
         return _NARROW_LABEL if gives_way else wanted
 
     def header(self, width: int) -> Text | None:
-        """Return the column labels; for bins, labels at regular intervals."""
+        """Return the column labels; for one-cell columns, at most every tenth label."""
         if not self._lines:
             return None
         columns, cell = self.columns(width - 2), self._cell(width - 2)
@@ -285,7 +285,7 @@ class LayerGrid(RowList):
         return f"layers × {self.axis}s {shown} of {len(every)}"
 
     def subtitle(self) -> str:
-        """Return the number of columns per bin, if columns are binned."""
+        """Return the number of steps, ranks or tokens and the number of columns that show them; empty if not binned."""
         if not self._lines or self.layer_rows is None:
             return ""
         shown, num = len(self.columns(self.room - 2)), self._span[1] - self._span[0]
@@ -331,7 +331,7 @@ class LayerGrid(RowList):
 
 
 def _axis(columns: Sequence[GridColumn], chosen: int | None) -> Text:
-    """Draw labels above one-cell columns, as many as fit without touching."""
+    """Label every tenth one-cell column, unless the label touches the previous one or exceeds the line."""
     cells = [" "] * len(columns)
     free = 0
     for i, each in enumerate(columns):

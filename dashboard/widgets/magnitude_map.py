@@ -59,7 +59,7 @@ class MagnitudeMap(LayerGrid):
         return f"{super().title()}{measure}"
 
     def subtitle(self) -> str:
-        """Return the note, and the number of steps per column if steps are binned."""
+        """Return the note, and the numbers of steps and of columns if steps are binned."""
         return " · ".join(filter(None, (self._note, super().subtitle())))
 
     def mark(self, verdict: Verdict) -> str:

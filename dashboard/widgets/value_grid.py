@@ -107,7 +107,7 @@ class ValueGrid(CellCursor):
         return super().render_lines(crop)
 
     def render_line(self, y: int) -> Strip:
-        """Render one line: row label and values, or column numbers; larger values are darker."""
+        """Render one line: row label and values, or column numbers; cells with larger differences are darker."""
         base, width = self.rich_style, self.size.width
         if self._drawn is None:
             self._drawn = self._lines()
@@ -138,7 +138,7 @@ class ValueGrid(CellCursor):
         return lines
 
     def _heat(self, share: float | None) -> Style:
-        """Return the style for a share of the largest visible value; bold for a non-finite value."""
+        """Return the style for one of :attr:`.Tile.shares`: darker for a larger difference, bold if not finite."""
         if share is None:
             return _HERE
         level = round(share * _LEVELS) if self.table.is_pair else 0
