@@ -299,9 +299,10 @@ class Dumper(DumpAPI, StepAPI):
     def all_taps(self) -> AbstractContextManager[Any]:
         """Context manager: place statistics taps on every input and output, without recording to the run.
 
-        For hosts that compile kernels at startup, including those that a later configuration will tap. Call it between
-        two steps.
+        For hosts that compile kernels at startup, including those that a later configuration will launch. Also compiles
+        the sketch kernels, which need no model. Call it between two steps.
         """
+        self._require("all_taps()").active.compile_kernels(sketches=True)
         return self.capture_output(
             mode="all", keep="stats", rules=(), filter=None, triggers=(), inject=(), console=False
         )

@@ -161,9 +161,11 @@ class ActiveConfig:
         config = config or self.config
         info, usage = self.info, self.expressions
         selection = Selection(config, rank=info.rank, coords=info.coords, requests=requests, usage=usage)
-        self._compile_kernels(config)
+        levels = _levels(config)
+        sketches = "sketch" in levels
+        if levels != {"full"}:  # also for "off": switching on statistics later then does not delay a step
+            self.compile_kernels(sketches=sketches or config.control is not None)
         self._collector.select(selection)
-        sketches = "sketch" in _levels(config)
         self._collector.capturer.sketcher.place(info.mesh, info.coords, is_wanted=sketches)
         if config.console:
             self._collector.counters.sink = ConsoleSink(self._collector.counters.sink, self.info.rank)
@@ -171,22 +173,15 @@ class ActiveConfig:
         if self.injection is not None:
             self.injection.place(config.inject if config.enabled else (), self._models.modules, self._collector)
         assert self.steps is not None
-        wanted = config.triggers or _levels(config) != {"off"}
+        wanted = config.triggers or levels != {"off"}
         may_keep = config.enabled and bool(wanted)
         latest = lambda: self.explicit_dump  # noqa: E731
         self.explicit_dump = ExplicitDump(self._collector, self.steps, selection, latest) if may_keep else None
 
-    def _compile_kernels(self, config: DumperConfig) -> None:
-        """Compile the kernels that taps may launch; full recording launches none.
-
-        Also compiles with ``keep="off"``, so that switching on statistics later does not delay a step.
-        """
-        levels, info = _levels(config), self.info
-        if levels != {"full"}:
-            sketches = "sketch" in levels
-            tap_kernels.compile_ahead(
-                self._models.modules, sketches=sketches, rank=info.rank, world_size=info.world_size
-            )
+    def compile_kernels(self, *, sketches: bool) -> None:
+        """Compile the statistics kernels that taps may launch, and with ``sketches`` the sketch kernels."""
+        info = self.info
+        tap_kernels.compile_ahead(self._models.modules, sketches=sketches, rank=info.rank, world_size=info.world_size)
 
     def put_config_event(self) -> None:
         """Write the active configuration into the run."""

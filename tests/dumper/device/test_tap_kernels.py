@@ -78,7 +78,10 @@ def test_types_without_kernels_are_left_out(launched: set[Any]) -> None:
 
 
 def test_kernels_are_compiled_for_levels_that_may_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Statistics can be enabled later; full values need no kernel, and sketches need their own kernels."""
+    """Statistics can be enabled later; full values need no kernel, and sketches need their own kernels.
+
+    A request over HTTP may enable sketches at any time, in a job of its own or in a host such as the engine.
+    """
     asked: list[bool] = []
     monkeypatch.setattr(tap_kernels, "compile_ahead", lambda models, *, sketches, **_: asked.append(sketches))
     with Dumper(nn.Linear(2, 2), tmp_path / "run", keep="full") as dumper:
@@ -87,6 +90,13 @@ def test_kernels_are_compiled_for_levels_that_may_come(tmp_path: Path, monkeypat
             dumper.configure(**config)
             assert asked.pop() is found
             assert asked == []
+        dumper.configure(rules=[])
+        assert asked.pop() is False
+        with dumper.all_taps():
+            assert True in asked
+    asked.clear()
+    with Dumper(nn.Linear(2, 2), tmp_path / "controlled", keep="off", control="127.0.0.1:0"):
+        assert asked == [True]
 
 
 def test_all_taps_are_in_place_and_record_nothing(tmp_path: Path) -> None:
