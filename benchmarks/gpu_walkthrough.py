@@ -168,8 +168,9 @@ def measure_switch(http: httpx.Client, run: Path) -> list[float]:
     off: dict[str, Any] = {"keep": "off", "rules": []}
     statistics: dict[str, Any] = {"keep": "off", "rules": ["*:out=stats"]}
     layers: dict[str, Any] = {"keep": "off", "rules": ["model.layers.?:out=full"]}
+    sketches: dict[str, Any] = {"keep": "off", "rules": ["*:out=sketch"]}
     found = []
-    for change in (statistics, off, statistics, off, layers, off):
+    for change in (statistics, off, statistics, off, layers, off, sketches, off):
         records = Journal(run)
         began = time.perf_counter()
         http.post("/dumper/configure", json=change).raise_for_status()
