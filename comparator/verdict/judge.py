@@ -28,7 +28,7 @@ from tapscope.run_format.index import SiteInfo
 from tapscope.run_format.sketch import LOW_FACTOR
 from tapscope.tensor_files.quantization import QuantizationFloor
 
-_OUTPUT_SETTINGS = tuple(
+_IGNORED_SETTINGS = tuple(
     f":in[{name}]"
     for name in (
         "use_cache",
@@ -37,10 +37,12 @@ _OUTPUT_SETTINGS = tuple(
         "output_hidden_states",
         "output_router_logits",
         "logits_to_keep",
+        "packed_seq",
     )
 )
-"""Arguments of transformers models that select which values a forward returns and caches, but do not affect the
-computation. `logits_to_keep` may contain row numbers, which depend on the other requests of the step."""
+"""Arguments that do not affect the value of any token row. Those of transformers select which values a forward returns
+and caches; `logits_to_keep` may contain row numbers, which depend on the other requests of the step. `packed_seq` of
+Megatron's rotary embedding says that the batch is packed, which is a layout."""
 _CAST_MARGIN = 1.01
 """Multiple of half a unit in the last place that a cast may cause: rows are summed in floating point."""
 ALLOWED = "allowed to differ"
@@ -250,7 +252,7 @@ class Judge:
     def _by_equality(self, result: PairResult, order: int, within: set[str]) -> Finding:
         if not result.num_unequal:
             return _finding(result, order, Verdict.SAME, judged_by="equality")
-        if result.site.endswith(_OUTPUT_SETTINGS):
+        if result.site.endswith(_IGNORED_SETTINGS):
             notes = ("an argument that selects what is returned, not what is computed",)
             test = "plain" if result.basis == "value" else "exact"
             return _finding(result, order, Verdict.CLOSE, test=test, judged_by="equality", notes=notes)
