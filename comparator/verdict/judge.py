@@ -253,7 +253,7 @@ class Judge:
         if not result.num_unequal:
             return _finding(result, order, Verdict.SAME, judged_by="equality")
         if result.site.endswith(_IGNORED_SETTINGS):
-            notes = ("an argument that selects what is returned, not what is computed",)
+            notes = ("an argument that does not affect the values of token rows",)
             test = "plain" if result.basis == "value" else "exact"
             return _finding(result, order, Verdict.CLOSE, test=test, judged_by="equality", notes=notes)
         if result.basis == "value":
