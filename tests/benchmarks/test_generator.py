@@ -46,6 +46,7 @@ def test_generator_cases_run_end_to_end_and_repeat(capsys: pytest.CaptureFixture
     assert without_time(again) == without_time(bug), "a case depends on its seed and number alone"
 
 
+@pytest.mark.soak
 def test_generator_case_with_two_ranks_in_16_bits(capsys: pytest.CaptureFixture[str]) -> None:
     code, lines = generated(capsys, "--generate", "6", "--cases", "12", "--only", "gen-6-8", "--only", "gen-6-9")
     assert (code, lines[0]["pair"], lines[0]["dtypes"]) == (0, "engine-engine/tp2", "float32-bfloat16")

@@ -440,6 +440,7 @@ def test_api_benchmarks_equals_the_command(folder, capsys):
         assert client("/api/benchmarks/compare?baseline=zzz&target=zzz", cookie=cookie)[0] == 404
 
 
+@pytest.mark.soak
 def test_report_of_100_configurations_and_200_commits_is_small(tmp_path):
     for i in range(200):
         item = nightly(sha(i), 1 + i % 28)

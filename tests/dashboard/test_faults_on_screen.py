@@ -10,6 +10,7 @@ import pytest
 from dashboard_driver import Driver
 from dashboard_runs import toy_run
 from factories import RunFactory
+from soak_cases import mostly_soak
 from terminal_driver import drain_until_exit, read_until
 from terminal_driver import terminal as terminal
 from toy_pair import toy_pair
@@ -205,7 +206,7 @@ def odd_pair(root):
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("kind", ["one", "pair"])
+@pytest.mark.parametrize("kind", mostly_soak(["one", "pair"], default=["pair"]))
 def test_every_view_of_odd_tensors_is_drawn(kind, tmp_path):
     root = odd_pair(tmp_path)
     views = {"one": ["v", "v", "v", "v"], "pair": ["v", "v", "v", "v", "v"]}[kind]

@@ -7,6 +7,7 @@ import pytest
 import torch
 from attention_net import Layer
 from compare_runs import diff
+from soak_cases import mostly_soak
 from torch import Tensor, nn
 from trainings import record_training
 
@@ -47,7 +48,10 @@ def golden(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(tmp_path_factory.mktemp("vanishing") / "golden")
 
 
-@pytest.mark.parametrize(("dtype", "fused"), [(torch.float32, True), (torch.bfloat16, False)])
+@pytest.mark.parametrize(
+    ("dtype", "fused"),
+    mostly_soak([(torch.float32, True), (torch.bfloat16, False)], default=[(torch.bfloat16, False)]),
+)
 def test_vanishing_gradients_adam_update_of_a_key_bias_is_noise(
     golden: Path, tmp_path: Path, dtype: torch.dtype, fused: bool
 ) -> None:

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from moe_checkpoints import make_moe
 from safetensors.torch import load_file, save_file
+from soak_cases import mostly_soak
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
@@ -321,7 +322,7 @@ MASKED = ("gemma3", "llama4")
 TREE: dict[str, Any] = {"speculative_eagle_topk": 3, "speculative_num_steps": 3, "speculative_num_draft_tokens": 10}
 
 
-@pytest.mark.parametrize("head", ["eagle", pytest.param("eagle3", marks=pytest.mark.soak), "deepseek_v3"])
+@pytest.mark.parametrize("head", mostly_soak(["eagle", "eagle3", "deepseek_v3"], default=["eagle"]))
 def test_draft_trees_give_the_plain_outputs(heads: Heads, head: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Accepted branches not stored at their positions are moved; with batches, chunks, preemption and prefix hits."""
     options = SMALL | {"num_pages": 20, "check_invariants": True}
