@@ -19,6 +19,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from _diff_schema import make_schema
+
 from tapscope.core.field_docs import field_docs
 
 DOCS = Path(__file__).resolve().parent
@@ -27,23 +29,25 @@ Row = list[str]
 
 
 def write() -> None:
-    """Write every page whose text has changed."""
+    """Write every file whose text has changed."""
     for name, text in pages().items():
-        file = DOCS / "reference" / name
+        file = DOCS / name
         if not file.exists() or file.read_text() != text:
             file.write_text(text)
 
 
 def pages() -> dict[str, str]:
-    """File name → text of every generated page."""
+    """Return the text of every generated file by its path below docs/."""
+    schema = make_schema()
     return {
-        "cli.md": _cli(),
-        "configuration.md": _configuration(),
-        "json.md": _json(),
-        "http.md": _http(),
-        "python.md": _python(),
-        "noise-floor-effects.md": _effects(),
-        "models.md": _models(),
+        "diff.schema.json": json.dumps(schema, indent=1, ensure_ascii=False) + "\n",
+        "reference/cli.md": _cli(),
+        "reference/configuration.md": _configuration(),
+        "reference/json.md": _json(schema),
+        "reference/http.md": _http(),
+        "reference/python.md": _python(),
+        "reference/noise-floor-effects.md": _effects(),
+        "reference/models.md": _models(),
     }
 
 
@@ -247,8 +251,7 @@ def _default(name: str, value: Any) -> str:
 # --- JSON report ---
 
 
-def _json() -> str:
-    schema = json.loads((DOCS / "diff.schema.json").read_text())
+def _json(schema: dict[str, Any]) -> str:
     defs: dict[str, Any] = schema["$defs"]
     lines = [name for name in ("header", "finding", "summary") if name in defs]
     order = [*lines, *(name for name in defs if name not in lines)]
@@ -539,6 +542,6 @@ def _signature(name: str, value: Any) -> str:
 
 if __name__ == "__main__":
     if "--check" in sys.argv:
-        stale = [n for n, text in pages().items() if (DOCS / "reference" / n).read_text() != text]
-        sys.exit(f"docs/reference is out of date ({', '.join(stale)}); run: python docs/_generate.py" if stale else 0)
+        stale = [name for name, text in pages().items() if (DOCS / name).read_text() != text]
+        sys.exit(f"docs/ is out of date ({', '.join(stale)}); run: python docs/_generate.py" if stale else 0)
     write()

@@ -4,6 +4,7 @@ import importlib.util
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -20,29 +21,32 @@ DOCS = ROOT / "docs"
 
 
 @pytest.fixture(scope="module")
-def generator() -> ModuleType:
+def generator() -> Iterator[ModuleType]:
+    """Load docs/_generate.py, whose folder is then on the path as in a call from the command line."""
     spec = importlib.util.spec_from_file_location("docs_generate", DOCS / "_generate.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(DOCS)
+        spec.loader.exec_module(module)
+        yield module
 
 
 def test_generated_pages_are_current(generator: ModuleType) -> None:
-    stale = [name for name, text in generator.pages().items() if (DOCS / "reference" / name).read_text() != text]
+    stale = [name for name, text in generator.pages().items() if (DOCS / name).read_text() != text]
     assert stale == [], "run: python docs/_generate.py"
 
 
 def test_generated_pages_have_every_verb_setting_and_route(generator: ModuleType) -> None:
     pages = generator.pages()
-    assert [verb for verb in VERBS if f"\n## tapscope {verb}\n" not in pages["cli.md"]] == []
+    assert [verb for verb in VERBS if f"\n## tapscope {verb}\n" not in pages["reference/cli.md"]] == []
     for cls in (EngineConfig, SamplingParams):
         names = [name for name, *_ in generator._settings(cls)]
         assert len(names) > 20
-        assert [name for name in names if f"| `{name}` |" not in pages["configuration.md"]] == []
+        assert [name for name in names if f"| `{name}` |" not in pages["reference/configuration.md"]] == []
     for route in ("POST /generate", "POST /v1/messages", "POST /dumper/configure", "GET /metrics"):
-        assert f"\n### {route}\n" in pages["http.md"]
+        assert f"\n### {route}\n" in pages["reference/http.md"]
 
 
 def test_every_setting_has_type_default_and_description(generator: ModuleType) -> None:
@@ -73,7 +77,11 @@ def test_troubleshooting_has_a_row_for_every_error() -> None:
 
 
 def test_options_that_pages_name_exist(generator: ModuleType) -> None:
-    known = set(re.findall(r"(?<![\w-])--[a-z][\w-]+", generator.pages()["cli.md"])) | {"--help", "--version", "--env"}
+    known = set(re.findall(r"(?<![\w-])--[a-z][\w-]+", generator.pages()["reference/cli.md"])) | {
+        "--help",
+        "--version",
+        "--env",
+    }
     for page in [ROOT / "README.md", *DOCS.rglob("*.md")]:
         if page.parent.name == "reference" or page.name == "findings.md":
             continue
