@@ -328,7 +328,7 @@ def full(folder: Path) -> Iterator[Row]:
 def http(folder: Path) -> Iterator[Row]:
     """Measure taps switched on over HTTP while a server decodes in CUDA graphs, started without a Triton cache."""
     os.environ["TRITON_CACHE_DIR"] = str(folder / "triton")
-    names = "statistics, first switch", "statistics, second switch", "ten layers in full, new graph", "sketches"
+    names = "statistics, first switch", "statistics, second switch", "ten layers in full", "sketches, first switch"
     for name, seconds in zip(names, gpu_walkthrough.switched(folder), strict=True):
         yield Row(f"taps over HTTP until the first record: {name}", seconds, "s", 1.0, True)
 

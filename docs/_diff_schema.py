@@ -20,15 +20,15 @@ _PLAIN = {str: "string", int: "integer", bool: "boolean"}
 _NUMBER = {"type": ["number", "null"]}
 _OBJECT = {"type": "object"}
 _ADAPTED: dict[type, tuple[tuple[str, ...], dict[str, Any]]] = {
-    Finding: ((), {"ratio": _NUMBER | {"description": "error / floor; above 1 is more than the floor."}}),
-    Place: ((), {"text": {"type": "string", "description": "The place in words."}}),
-    Explanation: ((), {"text": {"type": "string", "description": "The whole sentence; empty where nothing is clear."}}),
+    Finding: ((), {"ratio": _NUMBER | {"description": "error / floor; above 1, the error exceeds the floor."}}),
+    Place: ((), {"text": {"type": "string", "description": "The place as text."}}),
+    Explanation: ((), {"text": {"type": "string", "description": "The explanation; empty if no cause was found."}}),
     Ledger: ((), {"lost": {"type": "integer"}, "complete": {"type": "boolean"}}),
     Coverage: (
         ("ledgers",),
         {"ledger_baseline": {"$ref": "#/$defs/Ledger"}, "ledger_target": {"$ref": "#/$defs/Ledger"}},
     ),
-    Divergence: (("finding",), {"ratio": _NUMBER | {"description": "Of its finding."}}),
+    Divergence: (("finding",), {"ratio": _NUMBER | {"description": "Ratio of the finding: error / floor."}}),
 }
 """Class -> (fields that are not printed, printed members that are not fields)."""
 
@@ -37,13 +37,13 @@ def make_schema() -> dict[str, Any]:
     """Return the schema of one output line: a `header`, `finding` or `summary`."""
     defs: dict[str, Any] = {}
     _type(Ledger, defs)
-    odd = {
+    nonfinite = {
         "type": "object",
         "additionalProperties": {"enum": ["inf", "-inf", "nan"]},
-        "description": "Numbers of this line that are null because they are not finite, by their path.",
+        "description": "Path -> value of each number in this line that is null because it is not finite.",
     }
-    head = {"schema": {"const": "tapscope.diff/2"}, "nonfinite": odd}
-    both = {"anyOf": [_type(Divergence, defs), {"type": "null"}]}
+    head = {"schema": {"const": "tapscope.diff/2"}, "nonfinite": nonfinite}
+    first = {"anyOf": [_type(Divergence, defs), {"type": "null"}]}
     closest = _closed({"site": {"type": "string"}, "ratio": _NUMBER, "test": {"type": "string"}})
     bodies = {
         "header": {"baseline": _type(Header, defs), "target": _type(Header, defs), "options": _OBJECT},
@@ -52,7 +52,7 @@ def make_schema() -> dict[str, Any]:
             "exit_code": {"enum": [0, 1, 3]},
             "failed": {"type": "array", "items": {"enum": sorted(CONDITIONS)}},
             "num_findings": {"type": "object", "additionalProperties": {"type": "integer"}},
-            "first_divergence": both,
+            "first_divergence": first,
             "divergences": {"type": "array", "items": _type(Divergence, defs)},
             "max_ratio": {"anyOf": [closest, {"type": "null"}]},
             "coverage": _type(Coverage, defs),
@@ -86,11 +86,11 @@ def _properties(kind: Any, defs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _hints(kind: Any) -> dict[str, Any]:
-    """Return name -> type of fields and properties."""
+    """Return the types of the fields and properties of a class by name."""
     names = {"Detail": Detail, "Examined": PairResult}
     deprecated = deprecated_names_of(kind)
-    made = {n: one.fget for n, one in vars(kind).items() if isinstance(one, property) and n not in deprecated}
-    returned = {name: typing.get_type_hints(one, localns=names)["return"] for name, one in made.items()}
+    getters = {n: one.fget for n, one in vars(kind).items() if isinstance(one, property) and n not in deprecated}
+    returned = {name: typing.get_type_hints(one, localns=names)["return"] for name, one in getters.items()}
     return returned | typing.get_type_hints(kind, localns=names)
 
 

@@ -57,7 +57,7 @@ def _page(title: str, intro: str, parts: Iterable[str]) -> str:
 
 
 def _table(head: Row, rows: Iterable[Row]) -> str:
-    """A Markdown table; columns that are empty in every row are left out."""
+    """Return a Markdown table without the columns that are empty in every row."""
     body = [[_cell(cell) for cell in row] for row in rows]
     used = [i for i, _ in enumerate(head) if any(row[i] for row in body)]
     lines = [[head[i] for i in used], ["---"] * len(used), *([row[i] for i in used] for row in body)]
@@ -69,14 +69,14 @@ def _cell(text: str) -> str:
 
 
 def _prose(text: str | None) -> str:
-    """A docstring as Markdown: roles and double backquotes become code."""
+    """Convert a docstring to Markdown: roles and double backquotes become code."""
     text = inspect.cleandoc(text or "")
     text = re.sub(r":\w+:`~?\.?([^`]+)`", r"`\1`", text)
     return text.replace("``", "`")
 
 
 def _summary(text: str | None) -> str:
-    """The first paragraph of a docstring."""
+    """Return the first paragraph of a docstring."""
     return _prose(text).split("\n\n")[0]
 
 
@@ -108,7 +108,7 @@ def _verb(parser: argparse.ArgumentParser) -> str:
 
 
 def _described(text: str) -> str:
-    """Help text as Markdown: a run of example lines becomes one block."""
+    """Convert help text to Markdown: consecutive example lines become one code block."""
     lines: list[str] = []
     for is_code, run in _runs(text.splitlines()):
         lines += ["", "```text", *textwrap.dedent("\n".join(run)).splitlines(), "```", ""] if is_code else run
@@ -186,10 +186,10 @@ def _plain_settings(cls: type) -> str:
 
 
 def _settings(cls: type) -> Iterator[tuple[str, str, str, str]]:
-    """(name, type, default, meaning) of each field of a settings class."""
-    told = field_docs(cls)
+    """Yield (name, type, default, meaning) of each field of a settings class."""
+    descriptions = field_docs(cls)
     for name, kind, default in _fields(cls):
-        yield name, kind, _default(name, default), _prose(told.get(name))
+        yield name, kind, _default(name, default), _prose(descriptions.get(name))
 
 
 def _fields(cls: type) -> Iterator[tuple[str, str, Any]]:
@@ -207,7 +207,7 @@ def _fields(cls: type) -> Iterator[tuple[str, str, Any]]:
 
 
 def _type(kind: Any) -> str:
-    """A type as a user reads it: `integer ≥ 1 or none`."""
+    """Format a type for users: `integer ≥ 1 or none`."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin is typing.Annotated:
         bounds = [
@@ -278,7 +278,7 @@ def _json(schema: dict[str, Any]) -> str:
 
 
 def _schemas() -> Iterator[Row]:
-    """The schema of every command with --json; the constant SCHEMA or SCHEMAS of its module."""
+    """Yield the schema of every command with --json, from the constant SCHEMA or SCHEMAS of its module."""
     from tapscope.cli import VERBS, parser_of
     from tapscope.comparator.report.json_schemas import SCHEMAS
 
@@ -361,8 +361,8 @@ def _routes(api: dict[str, Any]) -> str:
     parts = [_table(["status", "meaning"], ([f"`{code}`", meanings[code]] for code in sorted(meanings)))]
     for path, methods in api["paths"].items():
         for method, route in methods.items():
-            told = _prose(route.get("description") or route.get("summary") or "")
-            parts.append(f"### {method.upper()} {path}\n\n{told}")
+            descriptions = _prose(route.get("description") or route.get("summary") or "")
+            parts.append(f"### {method.upper()} {path}\n\n{descriptions}")
             rows = [[f"`{name}`", *cells] for name, *cells in _inputs(route, api)]
             if rows:
                 parts.append(_table(["field", "type", "default", "meaning"], rows))
@@ -374,7 +374,7 @@ def _routes(api: dict[str, Any]) -> str:
 
 
 def _inputs(route: dict[str, Any], api: dict[str, Any]) -> Iterator[tuple[str, str, str, str]]:
-    """(name, type, default, meaning) of each parameter and of each field of the body; null defaults are not shown."""
+    """Yield (name, type, default, meaning) of each parameter and body field of a route; null defaults are omitted."""
     for each in route.get("parameters", []):
         schema, text = each.get("schema", {}), _prose(each.get("description", ""))
         yield each["name"], f"{each['in']}, {_body_type(schema)}", _body_default(schema, each.get("required")), text
@@ -386,7 +386,7 @@ def _inputs(route: dict[str, Any], api: dict[str, Any]) -> Iterator[tuple[str, s
 
 
 def _answer(route: dict[str, Any], api: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """(path, type, meaning) of each field of a successful answer, at any depth."""
+    """Yield (path, type, meaning) of each field of a successful response, at any depth."""
     content = route["responses"].get("200", {}).get("content", {}).get("application/json", {})
     yield from _answer_fields(content.get("schema", {}), api, "")
 
@@ -435,7 +435,7 @@ def _effects() -> str:
 
 
 def _models() -> str:
-    """The architectures that the engine runs."""
+    """Return the page of the architectures that the engine runs."""
     from tapscope.engine.hf_config.model_config import FAMILIES
     from tapscope.engine.models.registry import MODELS
 
@@ -517,7 +517,7 @@ def _class(name: str, cls: type) -> str:
 
 
 def _own_names(cls: type) -> set[str]:
-    """Names that a class of ours defines, itself or by inheritance."""
+    """Return the names that a tapscope class defines or inherits from another tapscope class."""
     return {name for base in cls.__mro__ if base.__module__.startswith("tapscope") for name in vars(base)}
 
 

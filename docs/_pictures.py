@@ -43,7 +43,7 @@ for i, commit in enumerate(3 * sys.argv[1:]):
 
 
 def main() -> int:
-    """Write every picture; returns the exit code."""
+    """Write every picture and return the exit code."""
     chromium = shutil.which("chromium") or shutil.which("chromium-browser")
     if chromium is None:
         print("make pictures needs chromium", file=sys.stderr)
@@ -61,7 +61,7 @@ def main() -> int:
 
 @contextlib.contextmanager
 def _started(root: Path, *command: str) -> Iterator[str]:
-    """The first line that a process prints, which runs meanwhile."""
+    """Context manager: run a command and yield the first line that it prints."""
     environment = {**os.environ, "TAPSCOPE_WEB_PASSWORD": "of the login page"}
     process = subprocess.Popen(command, cwd=root, env=environment, stdout=subprocess.PIPE, text=True)
     try:
@@ -115,7 +115,7 @@ def _draw(chromium: str, root: Path, link: str) -> None:
 
 
 def _draw_sheets(browser: Any, root: Path, page: Any, screens: str) -> None:
-    """One picture of all screens and one of all pages, in small."""
+    """Draw one picture with thumbnails of all screens, and one of all pages."""
     from _screens import page_sheet
 
     origin, state = "/".join(page.url.split("/")[:3]), page.context.storage_state()

@@ -1,4 +1,4 @@
-"""Contact sheets of the dashboard: twelve terminal screens at three sizes and in four colourings, and ten web pages."""
+"""Contact sheets of the dashboard: twelve terminal screens in three sizes and four color schemes, and ten web pages."""
 
 import asyncio
 import contextlib
@@ -37,7 +37,7 @@ HEIGHT = 800
 
 
 def terminal_sheet(root: Path) -> str:
-    """HTML of the screens of ``root/base`` and ``root/target``."""
+    """Return the HTML sheet of the terminal screens of ``root/base`` and ``root/target``."""
     rows = [
         (name, [_screen(root, runs, keys, size) for size in SIZES.values()]) for name, (runs, keys) in SCREENS.items()
     ]
@@ -49,7 +49,7 @@ def terminal_sheet(root: Path) -> str:
 
 
 def page_sheet(browser: Any, root: Path, origin: str, state: Any) -> str:
-    """HTML of the web pages at both widths; ``state`` holds the cookies of a session."""
+    """Return the HTML sheet of the web pages at both widths; ``state`` holds the cookies of a session."""
     request = browser.new_context(storage_state=state).request
     runs = {run["name"]: run["id"] for run in request.get(f"{origin}/api/runs").json()["runs"]}
     site = {"run": runs["base"], "site": "model.layers.2.mlp.gate_proj:out", "step": 0}
@@ -87,7 +87,7 @@ def page_sheet(browser: Any, root: Path, origin: str, state: Any) -> str:
 
 
 def _go_to(page: Any, name: str) -> None:
-    """Operate the page up to what its picture shows."""
+    """Navigate the page to the state that its picture shows."""
     if name == "a layer opened":
         page.click("canvas", position={"x": 300, "y": 127})  # layer 2, which holds the cause
         page.wait_for_selector("nav.trail")
@@ -108,7 +108,7 @@ def _go_to(page: Any, name: str) -> None:
 def _screen(
     root: Path, runs: str, keys: Sequence[str], size: tuple[int, int], theme: str = "dark", *, no_color: bool = False
 ) -> str:
-    """The screen as SVG."""
+    """Return the screen as SVG."""
     from tapscope.comparator import CompareOptions
     from tapscope.dashboard.app import TapscopeApp
     from tapscope.dashboard.browse_source import RunSource
@@ -150,7 +150,7 @@ def _picture(svg: str) -> str:
 def _table(
     heads: Sequence[str] | dict[str, Any], rows: Sequence[tuple[str, list[str]]], widths: Sequence[int] = ()
 ) -> str:
-    """``widths``: of the columns in proportion; equal ones if empty."""
+    """Return an HTML table; ``widths`` are the relative column widths, equal if empty."""
     shares = [f"{93 * width / sum(widths):.1f}%" for width in widths] or ["auto"] * len(heads)
     columns = zip(("", *heads), ("7%", *shares), strict=True)
     head = "".join(f'<th style="width:{share}">{escape(name)}' for name, share in columns)

@@ -640,10 +640,10 @@ def many_steps(tmp_path_factory):
     return root
 
 
-LARGE = [pytest.param(size, marks=pytest.mark.soak) for size in ((120, 40), (200, 60))]
+LARGE_SIZES = [pytest.param(size, marks=pytest.mark.soak) for size in ((120, 40), (200, 60))]
 
 
-@pytest.mark.parametrize("size", [(80, 24), *LARGE])
+@pytest.mark.parametrize("size", [(80, 24), *LARGE_SIZES])
 def test_layer_grid_shows_all_200_steps_and_never_loses_a_bad_one(many_steps, size):
     async def test(driver):
         screen = driver.screen
